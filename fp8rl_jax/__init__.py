@@ -1,0 +1,45 @@
+"""Unified FP8 reinforcement learning in JAX: one forward function, two callers, zero drift.
+
+Rooms: `quant` (FP8 numerics), `models` (the one forward), `rollout` (the jitted sampler), `rl`
+(array maths of GRPO and of the drift metrics), `envs` and `data` (prompts and rewards), and the
+programs at the top (`train`, `evaluate`, `report`, `cli`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+
+__version__ = "0.1.0"
+
+
+def _register_kernels() -> None:
+    """In a bare checkout, makes ``../kernels`` importable as ``fp8rl_jax.kernels``.
+
+    An installation maps the name itself (setup.cfg, package_dir); then this does nothing.
+    """
+    name = __name__ + ".kernels"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return
+    init = pathlib.Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
+    if not init.is_file():
+        raise ImportError(
+            f"fp8rl_jax.kernels is not installed and {init} does not exist: install the package "
+            "with `pip install .`, or import it from a complete checkout"
+        )
+    spec = importlib.util.spec_from_file_location(
+        name, init, submodule_search_locations=[str(init.parent)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    globals()["kernels"] = module
+
+
+_register_kernels()

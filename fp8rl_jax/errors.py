@@ -1,0 +1,9 @@
+"""Errors that a user can mend. The command line prints them in one line and exits with 2."""
+
+
+class UserError(ValueError):
+    """What is wrong, where, and what to write instead, in one sentence."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient became NaN or infinite; the run stopped with its last good state."""

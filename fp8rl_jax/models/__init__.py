@@ -1,0 +1,40 @@
+"""Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
+
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.kv_cache import KVCache, init_cache
+from fp8rl_jax.models.layers import rope_tables
+from fp8rl_jax.models.logprobs import (
+    head_logits,
+    logprobs_of_logits,
+    output_head,
+    scaled_logits,
+    token_logprobs,
+)
+from fp8rl_jax.models.params import (
+    checksum,
+    init_params,
+    quantize_params,
+    trainable_params,
+    weight_health,
+)
+from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward
+
+__all__ = [
+    "REMAT",
+    "ForwardOutput",
+    "KVCache",
+    "ModelConfig",
+    "checksum",
+    "forward",
+    "head_logits",
+    "init_cache",
+    "init_params",
+    "logprobs_of_logits",
+    "output_head",
+    "quantize_params",
+    "rope_tables",
+    "scaled_logits",
+    "token_logprobs",
+    "trainable_params",
+    "weight_health",
+]

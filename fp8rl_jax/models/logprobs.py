@@ -1,0 +1,111 @@
+"""THE log-probability: float32, full vocabulary, after temperature. There is no other.
+
+``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``. The sampler records
+it for the token it chose, the learner recomputes it for the same token; both through
+`logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels import guard
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.layers import replicate
+from fp8rl_jax.quant import Recipe, Weight, matmul
+
+_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
+_CHUNK = 1024  # tokens whose logits exist at once
+
+
+def output_head(params, config: ModelConfig) -> Weight:
+    """The (D, V) output head of a parameter tree: its own, or the transposed embedding."""
+    head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
+    return replicate(head)
+
+
+def head_logits(hidden: jax.Array, head: Weight, recipe: Recipe) -> jax.Array:
+    """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
+    return matmul(dataclasses.replace(recipe, quantized=False), hidden, head)
+
+
+def inverse_temperature(temperature: jax.Array) -> jax.Array:
+    """1/temperature, with 0 (greedy decoding) standing for 1. Shape as given, float32."""
+    temperature = jnp.where(temperature == 0, 1.0, temperature).astype(jnp.float32)
+    return lax.optimization_barrier(1.0 / temperature)
+
+
+def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """(M, V) logits over (M,) temperatures, padded with -inf to a multiple of 16 columns."""
+    scaled = guard(logits * inverse_temperature(temperature)[:, None])
+    missing = -logits.shape[1] % _LANES
+    return jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+
+
+def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each target, and the entropy of each row.
+
+    Args:
+      scaled: (M, W) float32 from `scaled_logits`.
+      targets: (M,) int32.
+
+    Returns:
+      logp (M,) float32; entropy (M,) float32 in nats, without gradient.
+    """
+    top = lax.stop_gradient(scaled.max(-1, keepdims=True))
+    weight = jnp.exp(scaled - top)
+    total = weight.sum(-1)
+    logsumexp = jnp.log(total) + top[:, 0]
+    chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
+    finite = jnp.where(weight > 0, scaled - top, 0.0)
+    entropy = jnp.log(total) - (weight * finite).sum(-1) / total
+    return chosen - logsumexp, lax.stop_gradient(entropy)
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    head: Weight,
+    targets: jax.Array,
+    temperature: jax.Array,
+    recipe: Recipe,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of `targets`, over chunks of tokens: (B, T, V) never exists at once.
+
+    Args:
+      hidden: (B, T, D) after the final norm; position t predicts targets[:, t].
+      head: (D, V), from `output_head`.
+      targets: (B, T) int32.
+      temperature: (B,) float32, one per sequence; 0 is recorded as 1.
+      recipe: numerics.
+
+    Returns:
+      (logp, entropy), each (B, T) float32. The entropy carries no gradient.
+    """
+    batch, length, width = hidden.shape
+    count = batch * length
+    chunk = min(_CHUNK, count)
+    missing = -count % chunk
+
+    def rows(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape((-1, chunk) + x.shape[1:])
+
+    @jax.checkpoint
+    def logp(hidden, targets, temperature):
+        logits = head_logits(hidden, head, recipe)
+        return logprobs_of_logits(scaled_logits(logits, temperature), targets)
+
+    chunks = (
+        rows(hidden.reshape(count, width)),
+        rows(targets.reshape(count)),
+        rows(jnp.broadcast_to(temperature[:, None], (batch, length)).reshape(count)),
+    )
+    if chunks[0].shape[0] == 1:
+        values, entropy = logp(*(x[0] for x in chunks))
+    else:
+        values, entropy = lax.map(lambda xs: logp(*xs), chunks)
+    return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))

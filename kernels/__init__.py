@@ -1,0 +1,16 @@
+"""GPU kernels and their CPU references. Imports jax only (never the rest of the library).
+
+Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repository, but the
+top-level name ``kernels`` belongs to another project that many users have installed.
+"""
+
+from fp8rl_jax.kernels.reference import (
+    K_BLOCK,
+    KV_CHUNK,
+    attention,
+    attention_vjp,
+    block_matmul,
+    guard,
+)
+
+__all__ = ["KV_CHUNK", "K_BLOCK", "attention", "attention_vjp", "block_matmul", "guard"]

@@ -1,0 +1,257 @@
+"""Canonical-order matmul and attention in plain jnp: the CPU implementation and the oracle.
+
+Purpose: give every row of an output the same bits whatever else is in the batch. A rollout
+decodes a few rows at a time and the learner scores whole sequences; XLA's own dots and reductions
+choose their order of summation by shape, so the two would differ in the last bits. Here the order
+is part of the definition:
+
+* `block_matmul`: the contraction is cut into blocks of exactly 128; each block gives a float32
+  partial (one dot of K = 128, whose bits were measured not to depend on the number of rows or of
+  threads), which is multiplied by its scales and added in ascending order.
+* `attention`: keys are cut into chunks of 64 cache slots; the maximum runs over everything (exact
+  in any order), the sums run chunk by chunk in ascending order, and a masked chunk adds exactly
+  zero. So a longer cache, or more queries at a time, changes nothing.
+
+Not done here: speed on a GPU. On CPU FP8 operands are upcast to float32, which is exact, and
+multiplied there; FP8 is emulated and never faster than float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+K_BLOCK = 128
+KV_CHUNK = 64
+_MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
+_UNROLL_K = 8  # blocks of K; above it a loop: compile time and memory, the same bits
+_UNROLL_KV = 4  # chunks of keys, likewise
+_GUARD = -3.4e38
+
+
+def guard(product: jax.Array) -> jax.Array:
+    """Returns `product` unchanged, in a form that XLA cannot contract into a fused multiply-add.
+
+    LLVM contracts ``a * b + c`` depending on how many users ``a * b`` has, which differs between
+    a forward-only program and a train step. A maximum with a number below every finite product
+    stands between the two. NaN passes; -inf becomes -3.4e38.
+    """
+    return jnp.maximum(product, jnp.float32(_GUARD))
+
+
+def _pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
+    """Scales per block of 128 columns (KB, ceil(N/128)) -> scales per column (KB, N)."""
+    if scale.shape[1] == columns:
+        return scale
+    return jnp.repeat(scale, K_BLOCK, axis=1)[:, :columns]
+
+
+def block_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Matrix product with a fixed order of summation: rows do not see each other.
+
+    Args:
+      lhs: (M, K), any float type that float32 holds exactly (E4M3, E5M2, bf16, float32).
+      rhs: (K, N), likewise.
+      lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
+      rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None.
+
+    Returns:
+      (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
+
+    The scheme (a float32 partial per 128 of K, scaled, then added) is that of DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2.
+    """
+    if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
+        raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
+    rows, columns = lhs.shape[0], rhs.shape[1]
+    lhs = _pad_to(_pad_to(lhs, 1, K_BLOCK), 0, 1)
+    if rows < _MIN_ROWS:
+        lhs = jnp.pad(lhs, ((0, _MIN_ROWS - rows), (0, 0)))
+        if lhs_scale is not None:
+            lhs_scale = jnp.pad(lhs_scale, ((0, _MIN_ROWS - rows), (0, 0)))
+    rhs = _pad_to(_pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
+    if rhs_scale is not None:
+        rhs_scale = _pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
+    blocks = lhs.shape[1] // K_BLOCK
+
+    def partial(block: int | jax.Array) -> jax.Array:
+        start = block * K_BLOCK
+        left = lax.dynamic_slice_in_dim(lhs, start, K_BLOCK, 1)
+        right = lax.dynamic_slice_in_dim(rhs, start, K_BLOCK, 0)
+        product = lax.dot_general(
+            left.astype(jnp.float32),
+            right.astype(jnp.float32),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        scale = None
+        if lhs_scale is not None:
+            scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
+        if rhs_scale is not None:
+            right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
+            scale = right_scale if scale is None else scale * right_scale
+        return product if scale is None else guard(product * scale)
+
+    total = partial(0)
+    if blocks <= _UNROLL_K:
+        for block in range(1, blocks):
+            total = total + partial(block)
+    else:
+        total = lax.fori_loop(1, blocks, lambda block, acc: acc + partial(block), total)
+    return total[:rows, :columns]
+
+
+def _visible(positions: jax.Array, slots: jax.Array, groups: int) -> jax.Array:
+    """(B, T) query positions and (S,) cache slots -> (B, 1, T * groups, S) mask."""
+    mask = slots[None, None, :] <= positions[:, :, None]
+    return jnp.repeat(mask, groups, axis=1)[:, None]
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
+
+    Cache slot j holds the key of position j; a query at position p sees slots 0..p. The scales of
+    quantised keys multiply the score, those of values multiply the probability ("folded"), so
+    that the stored bytes enter the products themselves.
+
+    Args:
+      q: (B, T, H, Dh) bf16 or float32, after QK-norm and RoPE.
+      k, v: (B, S, Hkv, Dh) E4M3, bf16 or float32; H is a multiple of Hkv.
+      positions: (B, T) int32, position of each query.
+      scale: softmax scale, usually 1/sqrt(Dh).
+      k_scale, v_scale: (B, S, Hkv) float32 dequantisation scales, or None for unquantised k, v.
+
+    Returns:
+      (B, T, H, Dh) float32.
+    """
+    batch, queries, heads, head_dim = q.shape
+    slots, kv_heads = k.shape[1], k.shape[2]
+    groups = heads // kv_heads
+    rows = queries * groups
+    q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, head_dim)
+    q = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, head_dim)
+    mask_rows = jnp.repeat(positions, groups, axis=1)
+    if rows < _MIN_ROWS:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, _MIN_ROWS - rows), (0, 0)))
+        mask_rows = jnp.pad(mask_rows, ((0, 0), (0, _MIN_ROWS - rows)))
+    k, v = (_pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
+    if k_scale is not None:
+        k_scale, v_scale = (_pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) for x in (k_scale, v_scale))
+    chunks = k.shape[2] // KV_CHUNK
+
+    def take(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2).astype(jnp.float32)
+
+    def scores(chunk: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        score = lax.dot_general(
+            q, take(k, chunk), (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
+        multiplier = jnp.float32(scale)
+        if k_scale is not None:
+            multiplier = take(k_scale, chunk)[:, :, None, :] * multiplier
+        slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
+        mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
+        return jnp.where(mask, guard(score * multiplier), jnp.float32(-1e30)), mask
+
+    def summands(chunk: int | jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+        score, mask = scores(chunk)
+        weight = jnp.where(mask, jnp.exp(score - top[..., None]), 0.0)
+        weight_sum = weight.sum(-1)
+        if v_scale is not None:
+            weight = weight * take(v_scale, chunk)[:, :, None, :]
+        value = lax.dot_general(
+            weight, take(v, chunk), (((3,), (2,)), ((0, 1), (0, 1))),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return weight_sum, value
+
+    top = scores(0)[0].max(-1)
+    if chunks <= _UNROLL_KV:
+        for chunk in range(1, chunks):
+            top = jnp.maximum(top, scores(chunk)[0].max(-1))
+        total, out = summands(0, top)
+        for chunk in range(1, chunks):
+            weight_sum, value = summands(chunk, top)
+            total, out = total + weight_sum, out + value
+    else:
+        top = lax.fori_loop(1, chunks, lambda c, m: jnp.maximum(m, scores(c)[0].max(-1)), top)
+
+        def add(chunk: jax.Array, sums: tuple[jax.Array, jax.Array]):
+            weight_sum, value = summands(chunk, top)
+            return sums[0] + weight_sum, sums[1] + value
+
+        total, out = lax.fori_loop(1, chunks, add, summands(0, top))
+    out = (out / total[..., None])[:, :, :rows]
+    out = out.reshape(batch, kv_heads, queries, groups, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, head_dim)
+
+
+def attention_vjp(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
+
+    The backward pass makes no bitwise promise, so it is written plainly: probabilities are
+    recomputed, then ``dv = p^T do``, ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
+
+    Args:
+      q: (B, T, H, Dh); k, v: (B, S, Hkv, Dh), dequantised; positions: (B, T) int32.
+      cotangent: (B, T, H, Dh), of the output of `attention`.
+      scale: softmax scale.
+
+    Returns:
+      (dq, dk, dv) float32, shaped as q, k, v.
+    """
+    batch, queries, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    groups = heads // kv_heads
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, head_dim)
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * groups, head_dim)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, kv_heads, queries, groups, head_dim).transpose(0, 2, 1, 3, 4)
+        return x.reshape(batch, queries, heads, head_dim)
+
+    qs, dout = split(q), split(cotangent)
+    keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
+    mask = _visible(positions, jnp.arange(k.shape[1]), groups)
+    score = jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale
+    weight = jax.nn.softmax(jnp.where(mask, score, -1e30), axis=-1)
+    dvalues = jnp.einsum("bhts,bhtd->bhsd", weight, dout)
+    dweight = jnp.einsum("bhtd,bhsd->bhts", dout, values)
+    dscore = weight * (dweight - (dweight * weight).sum(-1, keepdims=True)) * scale
+    dqs = jnp.einsum("bhts,bhsd->bhtd", dscore, keys)
+    dkeys = jnp.einsum("bhts,bhtd->bhsd", dscore, qs)
+    return join(dqs), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
