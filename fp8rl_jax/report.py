@@ -1,17 +1,16 @@
 """One HTML page that tells what a run did: accuracy, reward, drift, FP8 health, time, samples.
 
-`write_report` reads the JSON-lines files of a run directory and writes report.html beside them: a
-single file without scripts or links, its plots PNG data inside it. `summarise` returns the figures
-that the page opens with. Every statement is computed from the files; what was not recorded is said
-to be missing, and "exactly 0" appears only where every recorded step is 0.0.
+`write_report` reads the JSON-lines files of a run directory and writes report.html beside them,
+a single file without scripts or links. `summarise` returns the figures that it opens with. Every
+statement is computed from the files: what was not recorded is said to be missing, and "exactly 0"
+appears only where every recorded step is 0.0.
 
-Drift of a step: |dlogp| = |logp_learner - logp_rollout| per response token, its mean and maximum
-over the tokens compared, and the share of tokens whose two values have the same bits. Means over
-the run weight each step by `drift_tokens`. Times are medians over all steps but the first, which
-usually compiles and is listed separately.
+Drift of a step: |dlogp| = |logp_learner - logp_rollout| per response token, its mean and maximum,
+and the share of tokens whose two values have the same bits; means over the run weight each step
+by `drift_tokens`. Times are medians over all steps but the first, which usually compiles.
 
-Not done here: statistics across seeds, and any smoothing but the running mean of the reward, which
-is drawn over the raw values. No jax is imported, so the report opens at once.
+Not done: statistics across seeds; smoothing, but for the running mean of the reward, drawn over
+the raw values. No jax is imported, so the report opens at once.
 """
 
 import base64
@@ -22,7 +21,6 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -31,12 +29,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")  # Okabe-Ito
+# Okabe and Ito's palette: distinct to colour-blind readers.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 _PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
 _MEAN, _MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
 _TYPICAL = ("time_step", "time_rollout", "time_learner")
 _TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
+_NAMES = {"warmup": "warm-up", "rl": "RL"}
 _MISSING, _SAMPLES_SHOWN = "not recorded", 12
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -45,21 +45,20 @@ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">"""
 _CSS = """
 :root{--bg:#fafaf8;--fg:#22262a;--soft:#626a72;--line:#dcdfe2;--card:#fff;--mark:#0072b2}
 @media(prefers-color-scheme:dark){:root{--bg:#17191c;--fg:#e4e6e8;--soft:#9aa3ab;--line:#363b40;
---card:#1f2226;--mark:#6bb8e8}} *{box-sizing:border-box} html{color-scheme:light dark}
+--card:#1f2226;--mark:#6bb8e8}} html{color-scheme:light dark} *{box-sizing:border-box}
 body{margin:0 auto;padding:2rem 1.5rem 4rem;max-width:1120px;background:var(--bg);color:var(--fg);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{font-size:1.75rem;margin:0 0 .5rem} h2{font-size:1.2rem;margin:2.5rem 0 .7rem}
-.lead{font-size:1.08rem;margin:.3rem 0 1.2rem} .soft,figcaption{color:var(--soft);font-size:.9rem}
+font:16px/1.55 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif} h1{margin:0 0 .5rem}
+h2{font-size:1.2rem;margin:2.5rem 0 .7rem} .soft,figcaption{color:var(--soft);font-size:.9rem}
 .notes{border-left:4px solid #d55e00;padding:.5rem 1rem .5rem 2rem;background:var(--card)}
 .scroll{overflow-x:auto;margin:.7rem 0} figure{margin:0 0 1rem} figcaption{margin-top:.4rem}
 table{border-collapse:collapse;width:100%;background:var(--card);font-size:.92rem}
 th,td{text-align:left;vertical-align:top;padding:.4rem .75rem;border:1px solid var(--line)}
-thead th{border-bottom:2px solid var(--mark)} td:first-child{overflow-wrap:anywhere}
+thead th{border-bottom:2px solid var(--mark)} td:first-child{min-width:9rem}
 .num :is(td,th):not(:first-child){text-align:right;font-variant-numeric:tabular-nums}
+.num td:not(:first-child){white-space:nowrap} .lead{font-size:1.08rem} summary{cursor:pointer}
 img{display:block;width:100%;background:#fff;border:1px solid var(--line);border-radius:8px}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:18rem;overflow-y:auto;
-font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace} summary{cursor:pointer}
-details pre{max-height:none;padding:1rem;background:var(--card);border:1px solid var(--line)}
+font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace} details pre{max-height:none}
 """
 
 
@@ -114,17 +113,15 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
         notes.append(f"{path.name} is missing.")
         return []
     lines = [x for x in path.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
-    rows, bad = [], 0
-    for number, line in enumerate(lines):
+    rows, bad = [], []
+    for number, line in enumerate(lines, start=1):
         try:
             rows.append({**json.loads(line)})
         except (ValueError, TypeError):
-            if number < len(lines) - 1:
-                bad += 1
-            else:
-                notes.append(f"The last line of {path.name} is incomplete and was left out.")
+            bad.append(number)
     if bad:
-        notes.append(f"{bad} unreadable lines of {path.name} were left out.")
+        last = ", the last one incomplete" if bad[-1] == len(lines) else ""
+        notes.append(f"{path.name}: left out {len(bad)} of {len(lines)} lines{last}.")
     if not rows:
         notes.append(f"{path.name} holds no complete line.")
     return rows
@@ -133,7 +130,7 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
 def _series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of `key` where a row has it; null (how NaN may be written) becomes NaN."""
     pairs = [(row.get("step", i), row.get(key, "")) for i, row in enumerate(rows)]
-    pairs = [(s, math.nan if v is None else v) for s, v in pairs if not isinstance(v, str | list | dict)]
+    pairs = [(s, v) for s, v in pairs if not isinstance(v, str | list | dict)]
     return np.array([s for s, _ in pairs], float), np.array([v for _, v in pairs], float)
 
 
@@ -143,9 +140,8 @@ def _stat(values: np.ndarray, reduce: Callable) -> float | None:
 
 
 def _typical(rows: list[dict], key: str, reduce: Callable = np.median) -> float | None:
-    """Median over all steps but the first (or of the only step)."""
-    values = _series(rows, key)[1]
-    return _stat(values[1:] if len(values) > 1 else values, reduce)
+    """Median over all steps but the first, which usually compiles."""
+    return _stat(_series(rows[1:], key)[1], reduce)
 
 
 def _token_mean(rows: list[dict], key: str) -> float | None:
@@ -196,11 +192,11 @@ def _accuracy(run: _Run, kind: str) -> dict:
     steps, values = _series(run.phase("warmup"), f"accuracy_{kind}")
     if np.isfinite(values).any():
         best = int(np.nanargmax(values))
-        out |= {"warmup_end": _stat(values[-1:], np.max), "warmup_best": float(values[best])}
-        out["warmup_best_step"] = int(steps[best])
+        out["warmup_best"], out["warmup_best_step"] = float(values[best]), int(steps[best])
+        out["warmup_end"] = _stat(values[-1:], np.max)
     steps, values = _series(run.phase("rl"), f"accuracy_{kind}")
     if np.isfinite(values[-1:]).any():
-        out |= {"last": float(values[-1]), "last_step": int(steps[-1])}
+        out["last"], out["last_step"] = float(values[-1]), int(steps[-1])
     return out
 
 
@@ -257,19 +253,24 @@ def _steps(count: int) -> str:
     return f"{count:,} step" + "s" * (count != 1)
 
 
-def _num(value: float | None, unit: str = "", digits: int = 3) -> str:
+def _num(value: float | None, unit: str = "") -> str:
     if value is None:
         return _MISSING
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}") + unit
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + unit
+
+
+def _near_one(value: float | None) -> str:
+    """1 only when it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
+    return _num(value) if value in (None, 1) else f"1 + {value - 1:.3g}"
 
 
 def _share(value: float | None) -> str:
     """A percentage that reads 0 % or 100 % only when the value is exactly 0 or 1."""
     if value is None:
         return _MISSING
-    if 0 < value < 5e-5 or 1 - 5e-5 < value < 1:
+    if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
-    return f"{value * 100:.2f}".rstrip("0").rstrip(".") + " %"
+    return f"{value * 100:.1f}".removesuffix(".0") + " %"
 
 
 def _drift(s: dict) -> str:
@@ -279,18 +280,17 @@ def _drift(s: dict) -> str:
 
 
 def _sentence(run: _Run, s: dict) -> str:
-    parts = []
-    for kind, name in (("sampled", "held-out accuracy by sampling"), ("greedy", "greedy")):
-        a, end, best = s[kind], _share(s[kind]["warmup_end"]), ""
-        if kind == "greedy" and a["warmup_best"] is not None:
-            best = f" (best warm-up evaluation {_share(a['warmup_best'])},"
-            best += f" at step {a['warmup_best_step']:,})"
-        if a["last"] is not None:
-            start = "" if end == _MISSING else f"from {end} at the end of the warm-up to "
-            parts.append(f"{name} {start}{_share(a['last'])} at RL step {a['last_step']:,}{best}")
-        elif end != _MISSING:
-            parts.append(f"{name} {end} at the last warm-up evaluation{best}")
-    parts = parts or ["no held-out evaluation recorded"]
+    kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
+    names = {"warmup_end": "the last warm-up evaluation"}
+    names["last"] = f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}"
+    ends = [k for k in names if any(s[kind][k] is not None for kind in kinds)]
+    if ends:
+        values = (f"{x} {' → '.join(_share(s[x][k]) for k in ends)}" for x in kinds)
+        where = " and at ".join(names[k] for k in ends)
+        parts = [f"held-out accuracy at {where}: {', '.join(values)}"]
+    if (best := s["greedy"])["warmup_best"] is not None:
+        parts[0] += f" (best warm-up evaluation {_share(best['warmup_best'])},"
+        parts[0] += f" at step {best['warmup_best_step']:,})"
     if s["drift_steps"]:
         equal = _share(s["logprob_equal_frac"])
         equal = "" if equal == _MISSING else f", {equal} of log-probs bit-equal"
@@ -330,7 +330,7 @@ def _panels(rows: list[dict], symlog: bool, *panels: tuple[str, ...]) -> Figure 
     figure, axes = _axes(len(data), 3.0 if len(data) < 4 else 2.6)
     for ax, (title, lines) in zip(axes, data.items(), strict=True):
         for i, (key, steps, values) in enumerate(lines):
-            width = 1.5 + 1.6 * (len(lines) - 1 - i) * symlog  # lines that coincide at 0 all show
+            width = 1.5 * (1 if values.any() else len(lines) - i)  # lines that coincide at 0 show
             label = key.strip("_").rsplit("/", 1)[-1] + (_zeros(values) if symlog else "")
             _line(ax, steps, values, i, label=label, lw=width)
         ax.set_title(title, loc="left", fontsize=10.5)
@@ -339,9 +339,13 @@ def _panels(rows: list[dict], symlog: bool, *panels: tuple[str, ...]) -> Figure 
             positive = values[np.isfinite(values) & (values > 0)]
             low = 10 ** np.floor(np.log10(max(positive.min(), 1e-9))) if positive.size else 1e-6
             ax.set_yscale("symlog", linthresh=low)
-            ax.set_ylim(-0.3 * low, positive.max() * 8 if positive.size else 100 * low)
+            high = max([low, *positive])
+            ax.set_ylim(-0.3 * low, high * max(30, (high / low) ** 0.6))  # room for the legend
+        else:
+            ax.yaxis.set_major_formatter("{x:.4g}")
         if symlog or len(lines) > 1:
-            ax.legend(frameon=False, fontsize=8)
+            place = "upper right" if symlog else "best"
+            ax.legend(framealpha=0.8, edgecolor="none", fontsize=8, loc=place)
     return figure
 
 
@@ -357,18 +361,20 @@ def _plot_accuracy(run: _Run, s: dict) -> Figure | None:
     if not run.eval:
         return None
     figure, (ax,) = _axes(1, 3.9)
-    ticks = {}
+    ticks, lines = {}, {"greedy": [], "sampled": []}
     for phase, rows, left, width in (("warmup", run.warmup, -0.8, 0.8), ("rl", run.metrics, 0, 1)):
-        if not run.phase(phase):
+        if not (evaluations := run.phase(phase)):
             continue
-        last = max([1, *_series(rows + run.phase(phase), "step")[0]])
+        last = max([1, *_series(rows + evaluations, "step")[0]])
         numbers = MaxNLocator(5, integer=True).tick_values(0, last)
-        ticks |= {left + width * x / last: f"{x:,.0f}" for x in numbers if 0 < x <= last}
-        for i, kind in enumerate(("greedy", "sampled")):
-            steps, values = _series(run.phase(phase), f"accuracy_{kind}")
-            label = kind if phase == "rl" or not run.phase("rl") else None
-            _line(ax, left + width * steps / last, values, i, label=label, marker="o", ms=3.5)
-    for i, kind in enumerate(("greedy", "sampled")):
+        for x in numbers[(numbers >= 0) & (numbers <= last)]:
+            ticks.setdefault(float(left + width * x / last), f"{x:,.0f}")
+        for kind, points in lines.items():
+            steps, values = _series(evaluations, f"accuracy_{kind}")
+            points += zip(left + width * steps / last, values, strict=True)
+    for i, (kind, points) in enumerate(lines.items()):
+        x, values = np.array(points).reshape(-1, 2).T
+        _line(ax, x, values, i, label=kind, marker="o", ms=3.5)
         if (best := s[kind]["warmup_best"]) is not None:
             label = f"best warm-up, {kind}: {_share(best)}"
             ax.axhline(best, color=_COLOURS[i], ls="--", lw=1.1, label=label)
@@ -395,26 +401,30 @@ def _plot_time(rows: list[dict]) -> Figure | None:
     x = np.repeat(steps, 2) + np.tile((-0.5, 0.5), len(steps))  # a bar's two edges per step
     ax.stackplot(x, np.repeat(stack, 2, axis=1), labels=phases, colors=_COLOURS, alpha=0.85, lw=0)
     total, title = stack.sum(0), "Seconds per step, by phase"
+    ax.set_ylim(0, 1.35 * total.max())
     if len(steps) > 1 and total[0] > 1.5 * total[1:].max():
         ax.set_ylim(0, 1.35 * total[1:].max())
         title += f" (step {steps[0]:.0f}, off the scale: {total[0]:.3g} s)"
     for i, side in enumerate(("rollout", "learner")):
         _line(rate, *_series(rows, f"tokens_per_s_{side}"), i, label=side)
-    for axis, title in ((ax, title), (rate, "Tokens per second")):
-        axis.set_title(title, loc="left", fontsize=10.5)
-        axis.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
+    rate.set_ylim(0)
+    for axis, text in ((ax, title), (rate, "Tokens per second")):
+        axis.set_title(text, loc="left", fontsize=10.5)
+        axis.legend(framealpha=0.8, edgecolor="none", fontsize=8.5, ncols=2)
     return figure
 
 
 def _time_table(rows: list[dict]) -> str:
     mean = {k: _typical(rows, f"time_{k}", np.mean) for k in [*_phases(rows), "step"]}
-    whole, out = mean["step"] or math.nan, []
+    out = []
     for phase, value in mean.items():
         first = _stat(_series(rows[:1], f"time_{phase}")[1], np.max)
-        share = "" if value is None else f"{value / whole:.1%}".replace("nan%", _MISSING)
         median = _typical(rows, f"time_{phase}")
-        out.append((phase.replace("step", "whole step"), *map(_num, (first, value, median)), share))
-    return _table("Phase|First step, s|Mean of the others, s|Median, s|Share of the mean", out)
+        share = None if value is None or not mean["step"] else round(value / mean["step"], 3)
+        name = "whole step" if phase == "step" else phase
+        out.append((name, *map(_num, (first, value, median)), _share(share)))
+    head = ("Phase", "First step, s", "Mean of the others, s", "Their median, s", "Share of mean")
+    return _table(head, out)
 
 
 def _figure(figure: Figure | None, caption: str) -> str:
@@ -430,12 +440,12 @@ def _figure(figure: Figure | None, caption: str) -> str:
 def _text(value: object) -> str:
     """HTML-escaped text, with control characters made visible."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape(text.translate({c: 0x2400 + c for c in range(32) if c not in (9, 10)}))
+    return html.escape(text.translate({c: f"\\x{c:02x}" for c in range(32) if c not in (9, 10)}))
 
 
-def _table(head: str, rows: Iterable[Sequence], style: str = "num", cell: str = "{}") -> str:
-    """Cells are escaped and put into `cell`; `head` holds the titles, separated by |."""
-    titles = "".join(f"<th>{_text(x)}</th>" for x in head.split("|"))
+def _table(head: Sequence, rows: Iterable[Sequence], style: str = "num", cell: str = "{}") -> str:
+    """A table of escaped cells, each put into the template `cell`."""
+    titles = "".join(f"<th>{_text(x)}</th>" for x in head)
     titles = f"<thead><tr>{titles}</tr></thead>" if head else ""
     lines = ("".join(f"<td>{cell.format(_text(x))}</td>" for x in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -446,11 +456,13 @@ def _key_figures(s: dict) -> str:
     checks = f"{s['refit_checks'] - s['refit_failures']:,} of {s['refit_checks']:,} matched"
     first, typical = _num(s["time_step_first"], " s"), _num(s["time_step"], " s")
     rates = (_num(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
+    sampled, greedy = (
+        " → ".join(_share(s[kind][when]) for when in ("warmup_end", "last"))
+        for kind in ("sampled", "greedy")
+    )
     rows = [
-        (f"Accuracy, {k}: end of warm-up → last", f"{_share(a['warmup_end'])} → {_share(a['last'])}")
-        for k, a in (("sampled", s["sampled"]), ("greedy", s["greedy"]))
-    ]
-    rows += [
+        ("Accuracy, sampled: last of warm-up → last of RL", sampled),
+        ("Accuracy, greedy: last of warm-up → last of RL", greedy),
         ("Best warm-up accuracy, greedy", _share(s["greedy"]["warmup_best"])),
         ("Held-out questions", _num(s["questions"])),
         ("Reward, first → last tenth", f"{_num(s['reward_first'])} → {_num(s['reward_last'])}"),
@@ -460,12 +472,12 @@ def _key_figures(s: dict) -> str:
         ("Mean |Δlogp|", _num(s["drift_mean"])),
         ("Bit-equal log-probs", _share(s["logprob_equal_frac"])),
         ("Tokens compared", _num(s["drift_tokens"])),
-        ("token_mult_prob_error", _num(s["token_mult_prob_error"], digits=7)),
+        ("token_mult_prob_error", _near_one(s["token_mult_prob_error"])),
         ("mismatch_kl", _num(s["mismatch_kl"])),
         ("Refit checksums", checks if s["refit_checks"] else _MISSING),
     ]
     half = len(rows) // 2
-    return _table("", [a + b for a, b in zip(rows[:half], rows[half:], strict=True)], "")
+    return _table((), [a + b for a, b in zip(rows[:half], rows[half:], strict=True)], "")
 
 
 def _main_fields(run: _Run) -> str:
@@ -474,7 +486,7 @@ def _main_fields(run: _Run) -> str:
         fields = fields if isinstance(fields, dict) else {section: fields}
         simple = [f"{k} = {v}" for k, v in fields.items() if not isinstance(v, dict | list)]
         rows.append((section, ", ".join(simple[:12]) + ", …" * (len(simple) > 12)))
-    return _table("", rows, "")
+    return _table((), rows, "")
 
 
 def _samples(run: _Run) -> str:
@@ -482,10 +494,10 @@ def _samples(run: _Run) -> str:
     rows = [row for row, w in zip(run.samples, where, strict=True) if w == where[-1]]
     if not rows:
         return _figure(None, "")
-    keys = ("prompt", "response", "answer", "reward")
+    keys, phase = ("prompt", "response", "answer", "reward"), where[-1][0]
     shown = [[row.get(key, "") for key in keys] for row in rows[:_SAMPLES_SHOWN]]
-    text = f"{len(shown)} of the {len(rows)} samples of {where[-1][0]} step {where[-1][1]}."
-    table = _table("Prompt|Response|Answer|Reward", shown, "", "<pre>{}</pre>")
+    text = f"{len(shown)} of the {len(rows)} samples of {_NAMES.get(phase, phase)} step {where[-1][1]}."
+    table = _table([key.capitalize() for key in keys], shown, "", "<pre>{}</pre>")
     return f'<p class="soft">{_text(text)}</p>{table}'
 
 
@@ -494,24 +506,25 @@ def _comparison(runs: list[_Run]) -> str:
     figures, rows = [_summarise(run) for run in runs], []
     for run, name, s in zip(runs, names, figures, strict=True):
         accuracy = [_share(s[kind]["last"]) for kind in ("greedy", "sampled")]
-        error = _num(s["token_mult_prob_error"], digits=7)
+        drift = (_drift(s), _near_one(s["token_mult_prob_error"]))
         times = [_num(s[key]) for key in _TYPICAL[1:]]
-        rows.append((f"{run.label} ({name})", *times, *accuracy, _drift(s), error))
-    head = "Run|Rollout, s|Learner, s|Rollout tokens/s|Learner tokens/s|Greedy|Sampled"
+        rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
+    head = "Run;Rollout, s;Learner, s;Rollout tokens/s;Learner tokens/s;Greedy;Sampled"
+    head += ";Drift max;Token mult. prob. error"
     text = "Times and rates are medians without the first step. On a CPU, FP8 is emulated in wider "
     text += "types and is slower there than BF16: CPU times say nothing about FP8 hardware."
-    timed = [i for i, s in enumerate(figures) if s["time_rollout"]]
-    recipes = {i: str(figures[i]["rollout_recipe"]) for i in timed}
-    base = sorted((r, i) for i, r in recipes.items() if r in ("bf16", "f32"))[:1]  # bf16 first
-    fp8 = [(r, i) for i, r in recipes.items() if "fp8" in r][:1]
-    for (low, i), (high, j) in zip(fp8, base, strict=False):
+    recipes = {i: str(s["rollout_recipe"]) for i, s in enumerate(figures) if s["time_rollout"]}
+    fp8 = [i for i, recipe in recipes.items() if "fp8" in recipe]
+    base = [i for name in ("bf16", "f32") for i, recipe in recipes.items() if recipe == name]
+    if fp8 and base:
+        i, j = fp8[0], base[0]
         ratio = figures[i]["time_rollout"] / figures[j]["time_rollout"]
-        text += f" Measured here: the median rollout time of {names[i]} ({low}) is {ratio:.2f} times"
-        text += f" that of {names[j]} ({high})."
+        text += f" Measured here: the median rollout time of {names[i]} ({recipes[i]}) is"
+        text += f" {ratio:.2f} times that of {names[j]} ({recipes[j]})."
         sections = ("model", "rollout", "algo", "env")
         other = [k for k in sections if runs[i].config.get(k) != runs[j].config.get(k)]
         text += f" Their configs also differ in: {', '.join(other)}." if other else ""
-    return _table(f"{head}|Max |Δlogp||token_mult_prob_error", rows) + f"<p>{_text(text)}</p>"
+    return _table(head.split(";"), rows) + f"<p>{_text(text)}</p>"
 
 
 def write_report(
@@ -527,10 +540,10 @@ def write_report(
       ValueError: a directory does not exist, or its config.json is missing or not an object.
     """
     run, others = _load(run_dir), [_load(path) for path in compare]
-    target = run.path / "report.html"
-    with tempfile.NamedTemporaryFile(dir=run.path, suffix=".tmp", delete=False) as file:
-        file.write(_page(run, others).encode("utf-8", errors="replace"))
-    os.replace(file.name, target)
+    target, page = run.path / "report.html", _page(run, others).encode("utf-8", errors="replace")
+    temporary = run.path / f".report.html.{os.getpid()}.tmp"
+    temporary.write_bytes(page)
+    os.replace(temporary, target)
     return target
 
 
@@ -540,12 +553,14 @@ def _page(run: _Run, others: list[_Run]) -> str:
     for i in range(window - 1, len(rows)):
         recent = _series(rows[i + 1 - window : i + 1], "reward_mean")[1]
         rows[i]["running_mean"] = float(np.mean(recent)) if len(recent) == window else None
-    equal = ((row, row.get("logprob_equal_frac")) for row in run.compared)
-    drift = [r if e is None else r | {"1 - logprob_equal_frac": 1 - e} for r, e in equal]
+    drift = [dict(row) for row in run.compared]
+    for row in (x for x in drift if "logprob_equal_frac" in x):
+        equal = row["logprob_equal_frac"]
+        row["1 - logprob_equal_frac"] = None if equal is None else 1 - equal
     accuracy = "Warm-up steps left of the line, RL steps right of it."
     if s["questions"]:
-        error = _share(round(0.5 / math.sqrt(s["questions"]), 3))
-        accuracy += f" With {s['questions']} questions one standard error is at most {error}."
+        error = f"{50 / math.sqrt(s['questions']):.1f} points"
+        accuracy += f" With {s['questions']:,} questions one standard error is at most {error}."
     lengths = ("Response length, tokens", "response_len_mean", "response_len_max")
     shares = ("Shares", "group_zero_std_frac", "truncated_frac")
     learning = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Learning rate", "lr"))
@@ -574,7 +589,7 @@ def _page(run: _Run, others: list[_Run]) -> str:
     }
     sections = {"Key figures": _key_figures(s), "Recipes and settings": _main_fields(run)}
     sections |= {title: _figure(*plot) for title, plot in plots.items()}
-    sections["Time"] += _time_table(rows)
+    sections["Time"] += _time_table(rows) if rows else ""
     sections |= {"Comparison": _comparison([run, *others])} if others else {}
     sections["Sample transcripts"] = _samples(run)
     config = _text(json.dumps(run.config, indent=2, ensure_ascii=False))

@@ -1,0 +1,98 @@
+"""Checkpoints of a run through orbax: written whole or not at all, verified when read.
+
+A checkpoint is the whole `TrainState` and a small JSON with the phase, the step, the position of
+the data, the sizes of the run's log files and a checksum of every byte of the state. Orbax writes
+into a temporary directory and renames it, so a killed run leaves complete checkpoints only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import checksum
+
+
+class Checkpoints:
+    """The checkpoints of one directory, by increasing number."""
+
+    def __init__(self, directory: pathlib.Path, keep: int):
+        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports every phase of a save
+        self._directory = directory.resolve()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False, create=True
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def latest(self) -> int | None:
+        """Number of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
+        """Writes a checkpoint; one that exists under that number is left alone."""
+        if number in self._manager.all_steps():
+            return
+        meta = {**meta, "checksum": state_checksum(state)}
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
+        )
+        self._manager.save(number, args=args, force=True)
+        self._manager.wait_until_finished()
+
+    def read_meta(self, number: int) -> dict[str, Any]:
+        """The JSON beside a checkpoint's arrays."""
+        try:
+            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            return self._manager.restore(number, args=args)["meta"]
+        except Exception as error:  # orbax and tensorstore raise many types
+            raise self._unreadable(number, error) from None
+
+    def restore(self, number: int, like: Any) -> Any:
+        """The state of a checkpoint, shaped and sharded as `like` (ShapeDtypeStructs or arrays).
+
+        Raises:
+          UserError: it is truncated, damaged, or of another model.
+        """
+        meta = self.read_meta(number)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        try:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            state = self._manager.restore(number, args=args)["state"]
+        except Exception as error:  # see read_meta
+            raise self._unreadable(number, error) from None
+        if state_checksum(state) != meta.get("checksum"):
+            raise self._unreadable(number, ValueError("its bytes do not match their checksum"))
+        return state
+
+    def _unreadable(self, number: int, error: Exception) -> UserError:
+        path = self._directory / str(number)
+        others = [n for n in self._manager.all_steps() if n < number]
+        back = f"delete that directory to go back to checkpoint {max(others)}" if others else (
+            "start again with another run.dir"
+        )  # fmt: skip
+        reason = " ".join(str(error).split())[:160]
+        return UserError(
+            f"{path} is no complete checkpoint of this run ({type(error).__name__}: {reason}); "
+            + back
+        )
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+@functools.cache
+def _checksum():
+    return exact_jit(checksum)
+
+
+def state_checksum(state: Any) -> int:
+    """`models.checksum` of a whole state as a Python int."""
+    return int(np.asarray(_checksum()(state)))

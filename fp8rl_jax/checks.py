@@ -1,0 +1,171 @@
+"""Checks of a whole configuration, before anything compiles. Each failure is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+import tempfile
+
+import ml_collections
+
+from fp8rl_jax.config import AT_LEAST, CHOICES, flatten
+from fp8rl_jax.envs import check_task, load_reward
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import check_xla_flags
+from fp8rl_jax.models import REMAT, ModelConfig
+from fp8rl_jax.quant import get_recipe
+
+
+def check_config(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for the first thing in `config` that cannot work."""
+    flat = flatten(config)
+    for path, least in AT_LEAST.items():
+        if flat[path] < least:
+            raise UserError(f"{path} is {flat[path]}; write a number of at least {least}")
+    for path, choices in {**CHOICES, "learner.remat": REMAT}.items():
+        if flat[path] not in choices:
+            raise UserError(f"{path} is {flat[path]!r}; write one of {', '.join(choices)}")
+    _check_precision(config)
+    _check_rollout(config)
+    _check_batches(config)
+    check_task(config.env.task, config.env.task_options.to_dict())
+    load_reward(config.env.reward)
+    model_config(config, vocab_size=1)
+
+
+def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
+    """The model's shapes from `config.model`."""
+    return ModelConfig(vocab_size=vocab_size, **config.model.to_dict())
+
+
+def zero_drift_required(config: ml_collections.ConfigDict) -> bool:
+    """Whether the run must refuse what cannot be exact."""
+    setting = config.precision.zero_drift
+    if setting != "auto":
+        return setting == "required"
+    return get_recipe(config.precision.rollout) == get_recipe(config.precision.learner)
+
+
+def use_tis(config: ml_collections.ConfigDict) -> bool:
+    """Whether importance weights are applied."""
+    if config.algo.correction != "auto":
+        return config.algo.correction == "tis"
+    same = get_recipe(config.precision.rollout) == get_recipe(config.precision.learner)
+    return not same and config.algo.old_logprobs == "learner"
+
+
+def _check_precision(config) -> None:
+    rollout = get_recipe(config.precision.rollout)
+    learner = get_recipe(config.precision.learner)
+    if not zero_drift_required(config):
+        return
+    if rollout != learner:
+        raise UserError(
+            f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
+            f"learner {learner.name}): make them equal, or set precision.zero_drift='report'"
+        )
+    if not rollout.row_local:
+        raise UserError(
+            f"recipe {rollout.name!r} scales activations per tensor, from all tokens of a batch, "
+            "so sampler and learner cannot agree (measured mean drift 0.13 per token): use "
+            "fp8_blockwise, or set precision.zero_drift='report'"
+        )
+    check_xla_flags()
+
+
+def _check_rollout(config) -> None:
+    rollout, algo = config.rollout, config.algo
+    if algo.normalize_std and rollout.group_size == 1:
+        raise UserError(
+            "rollout.group_size is 1, whose standard deviation is 0: write a group of at least 2, "
+            "or set algo.normalize_std=False"
+        )
+    if rollout.group_size == 1:
+        raise UserError(
+            "rollout.group_size is 1, so every advantage is 0: write a group of at least 2"
+        )
+    need = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.cache_slots and rollout.cache_slots < need:
+        raise UserError(
+            f"rollout.max_prompt_tokens + max_new_tokens = {need} is longer than the cache of "
+            f"rollout.cache_slots = {rollout.cache_slots}: raise it to {need}, or write 0"
+        )
+    if rollout.temperature <= 0:
+        raise UserError(
+            f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
+            "decodes greedily by itself)"
+        )
+    if not 0 < rollout.top_p <= 1:
+        raise UserError(f"rollout.top_p is {rollout.top_p}; write a number in (0, 1]")
+    if algo.correction == "tis" and algo.old_logprobs == "rollout":
+        raise UserError(
+            "algo.correction='tis' needs the learner's own log-probabilities: set "
+            "algo.old_logprobs='learner'"
+        )
+
+
+def _check_batches(config) -> None:
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    if rows % parts:
+        raise UserError(
+            f"rollout.prompts_per_step x group_size = {rows} responses do not divide into "
+            f"algo.updates_per_rollout x learner.micro_batches = {parts} equal parts"
+        )
+    if config.warmup.steps and config.warmup.questions < config.warmup.batch_size:
+        raise UserError(
+            f"warmup.batch_size is {config.warmup.batch_size}, more than warmup.questions = "
+            f"{config.warmup.questions}: lower the one or raise the other"
+        )
+    if config.env.train_questions < config.rollout.prompts_per_step:
+        raise UserError(
+            f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, more than "
+            f"env.train_questions = {config.env.train_questions}"
+        )
+
+
+def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
+    """Raises UserError if a batch does not divide over the devices that share it."""
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    sizes = {
+        "rollout.prompts_per_step": config.rollout.prompts_per_step,
+        "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,
+        "warmup.batch_size": config.warmup.batch_size,
+        "eval.batch_size": config.eval.batch_size,
+    }
+    for name, size in sizes.items():
+        if size % rows_at_once:
+            raise UserError(
+                f"{name} = {size} does not divide over mesh.data x mesh.fsdp = {rows_at_once} "
+                "devices; choose a multiple"
+            )
+
+
+def check_room(directory: pathlib.Path, bytes_needed: int) -> None:
+    """Raises UserError if `directory` cannot be made, written, or has too little room."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise no_room(directory, error) from None
+    free = shutil.disk_usage(directory).free
+    if free < bytes_needed:
+        raise UserError(
+            f"run.dir: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
+            f"{bytes_needed / 1e6:.0f} MB; free some, or set run.dir elsewhere"
+        )
+
+
+def no_room(directory: pathlib.Path, error: OSError) -> UserError:
+    """The sentence for a write that failed."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = "no room is left" if full else error.strerror or str(error)
+    return UserError(
+        f"cannot write in {directory}: {reason}; free some room, or set run.dir elsewhere"
+    )

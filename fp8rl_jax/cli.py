@@ -1,0 +1,176 @@
+"""The command line: `fp8rl train | eval | sample | bench | report`.
+
+Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from fp8rl_jax.errors import NonFiniteError, UserError
+
+_USAGE = """\
+fp8rl: reinforcement learning of language models in FP8, rollout and learner through one forward
+
+usage: fp8rl COMMAND --config FILE [--config.SECTION.FIELD=VALUE ...] [options]
+
+commands:
+  train    warm-up, then GRPO; writes metrics, checkpoints and report.html to run.dir
+           [--resume]  continue the run in run.dir, bit for bit
+  eval     held-out accuracy of the newest checkpoint in run.dir
+  sample   answers of the newest checkpoint to questions given as arguments
+  bench    time of rollout and train step under several recipes, in one process
+           [--recipes=fp8,bf16,f32] [--repeats=5]
+  report   fp8rl report RUN_DIR [OTHER_RUN ...]: writes RUN_DIR/report.html again, with a
+           comparison if other runs are named
+
+`fp8rl COMMAND --help` lists every config field.
+"""
+
+
+def _parse(
+    command: str, arguments: Sequence[str], options: dict[str, tuple[str, object, str]]
+) -> tuple[flags.FlagValues, list[str], list[str]]:
+    """Splits arguments into options, config overrides and positional ones.
+
+    `options` maps a name to (kind, default, meaning), kind being 'string', 'bool' or 'int'.
+    """
+    values = flags.FlagValues()
+    define = {"string": flags.DEFINE_string, "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer}
+    for name, (kind, default, meaning) in options.items():
+        define[kind](name, default, meaning, flag_values=values)
+    overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
+    rest = [a for a in arguments if a not in overrides]
+    try:
+        positional = values([command, *rest])[1:]
+    except flags.Error as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"fp8rl {command}: {text}; see `fp8rl {command} --help`") from None
+    return values, overrides, positional
+
+
+_CONFIG = {"config": ("string", "", "the config file")}
+
+
+def _config(command: str, values: flags.FlagValues, overrides: list[str]):
+    from fp8rl_jax.config import load_config
+
+    if not values.config:
+        raise UserError(
+            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
+        )
+    return load_config(values.config, overrides)
+
+
+def _no_positional(command: str, positional: list[str]) -> None:
+    if positional:
+        raise UserError(
+            f"fp8rl {command}: {positional[0]!r} is not understood; config fields are written "
+            "--config.SECTION.FIELD=VALUE"
+        )
+
+
+def _train(arguments: Sequence[str]) -> int:
+    options = {**_CONFIG, "resume": ("bool", False, "continue the run in run.dir")}
+    values, overrides, positional = _parse("train", arguments, options)
+    _no_positional("train", positional)
+    config = _config("train", values, overrides)
+    from fp8rl_jax.report import summarise
+    from fp8rl_jax.train import train
+
+    outcome = train(config, values.resume)
+    if outcome.report is not None:
+        for name, value in summarise(config.run.dir).items():
+            print(f"{name:>42}  {value}")
+        print(f"report: {outcome.report}")
+    return 0
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    import json
+
+    values, overrides, positional = _parse("eval", arguments, _CONFIG)
+    _no_positional("eval", positional)
+    from fp8rl_jax.inference import evaluate_checkpoint
+
+    print(json.dumps(evaluate_checkpoint(_config("eval", values, overrides))))
+    return 0
+
+
+def _sample(arguments: Sequence[str]) -> int:
+    values, overrides, questions = _parse("sample", arguments, _CONFIG)
+    config = _config("sample", values, overrides)
+    if not questions:
+        raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
+    from fp8rl_jax.inference import sample_checkpoint
+
+    for question, answer in sample_checkpoint(config, questions):
+        print(f"{question!r} -> {answer!r}")
+    return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    options = {
+        **_CONFIG,
+        "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
+        "repeats": ("int", 5, "timed repetitions, after one that compiles"),
+    }
+    values, overrides, positional = _parse("bench", arguments, options)
+    _no_positional("bench", positional)
+    config = _config("bench", values, overrides)
+    from fp8rl_jax.bench import bench, format_table
+
+    print(format_table(bench(config, values.recipes.split(","), values.repeats)))
+    return 0
+
+
+def _report(arguments: Sequence[str]) -> int:
+    _, overrides, directories = _parse("report", arguments, {})
+    _no_positional("report", overrides)
+    if not directories:
+        raise UserError("fp8rl report: name a run directory, for example runs/tiny_arithmetic")
+    from fp8rl_jax.report import write_report
+
+    try:
+        print(write_report(directories[0], directories[1:]))
+    except ValueError as error:
+        raise UserError(f"fp8rl report: {error}") from None
+    return 0
+
+
+_COMMANDS = {"train": _train, "eval": _eval, "sample": _sample, "bench": _bench, "report": _report}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; returns the exit status. Errors of ours propagate as exceptions."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0
+    command, *rest = arguments
+    try:
+        if command not in _COMMANDS:
+            raise UserError(f"fp8rl: no command {command!r}; write one of {', '.join(_COMMANDS)}")
+        if any(a in ("-h", "--help") for a in rest):
+            from fp8rl_jax.config import describe_fields
+
+            print(_USAGE + "\nconfig fields and their defaults:\n" + describe_fields())
+            return 0
+        return _COMMANDS[command](rest)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+
+
+def main() -> None:
+    """Entry point of the console script `fp8rl`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

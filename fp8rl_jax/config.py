@@ -1,0 +1,280 @@
+"""The configuration: every field with its default and its meaning, loading, and checking.
+
+A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
+fields it wants to change; everything else keeps the default below. The command line then overrides
+single fields (``--config.rollout.group_size=16``). The whole is checked before anything compiles.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from fp8rl_jax.errors import UserError
+
+# section -> field -> (default, meaning). The order is that of `--help`.
+FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "run": {
+        "dir": ("runs/default", "directory of the run: metrics, checkpoints, report"),
+        "seed": (0, "seed of data, initialisation and sampling"),
+        "steps": (100, "RL steps; 0 runs the warm-up only"),
+        "cache_dir": ("", "where finished warm-ups are kept; '' for ~/.cache/fp8rl_jax"),
+        "samples": (4, "transcripts written at each evaluation"),
+        "checkpoint_every": (20, "RL steps (and warm-up evaluations) between checkpoints"),
+        "keep_checkpoints": (2, "newest checkpoints to keep"),
+    },
+    "model": {
+        "hidden_size": (128, "width of the residual stream"),
+        "intermediate_size": (384, "width of the gated MLP"),
+        "num_hidden_layers": (4, "decoder layers"),
+        "num_attention_heads": (4, "query heads"),
+        "num_key_value_heads": (2, "key and value heads; divides the query heads"),
+        "head_dim": (32, "width of a head, even, at most 128"),
+        "rope_theta": (10_000.0, "base of the rotary frequencies"),
+        "rms_norm_eps": (1e-6, "epsilon of every RMSNorm"),
+        "tie_word_embeddings": (False, "output head = transposed embedding"),
+        "embedding_init_std": (1.0, "standard deviation of the initial embedding"),
+    },
+    "precision": {
+        "rollout": ("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
+        "learner": ("fp8", "recipe of the learner; equal recipes give zero drift"),
+        "zero_drift": ("auto", "required: refuse what cannot be exact; report; auto: required "
+                       "when the two recipes are equal, else report"),
+    },
+    "mesh": {
+        "data": (-1, "devices that split the batch; -1 for all that the others leave"),
+        "fsdp": (1, "devices that split the batch and store parameters in parts"),
+        "tensor": (1, "devices that store wide dimensions in parts"),
+        "expert": (1, "devices for experts; 1 for a dense model"),
+    },
+    "data": {
+        "tokenizer": ("byte", "'byte', or the path of a tokenizer.json"),
+        "bos_token": ("<bos>", "begin of sequence in tokenizer.json"),
+        "eos_token": ("<eos>", "end of sequence in tokenizer.json"),
+        "pad_token": ("<pad>", "padding in tokenizer.json"),
+    },
+    "env": {
+        "task": ("basic_arithmetic", "a task of reasoning_gym"),
+        "task_options": (ml_collections.ConfigDict(), "keywords of that task"),
+        "reward": ("exact_match", "exact_match, math_equal, or a function as 'module:function'"),
+        "train_questions": (4096, "distinct questions for RL, in a new order each epoch"),
+    },
+    "rollout": {
+        "prompts_per_step": (16, "questions per RL step"),
+        "group_size": (8, "samples per question"),
+        "max_prompt_tokens": (24, "prompt slots"),
+        "max_new_tokens": (8, "response slots"),
+        "cache_slots": (0, "KV slots per sequence; 0 for prompt + response"),
+        "temperature": (1.0, "sampling temperature, above 0"),
+        "top_k": (0, "sample from this many tokens; 0 for all"),
+        "top_p": (1.0, "sample from this much probability; 1.0 for all"),
+    },
+    "algo": {
+        "normalize_std": (True, "divide advantages by the group's standard deviation (GRPO); "
+                          "False is Dr. GRPO"),
+        "clip_low": (0.2, "ratio bound 1 - clip_low"),
+        "clip_high": (0.2, "ratio bound 1 + clip_high"),
+        "kl_coef": (0.0, "weight of the k3 divergence from the warm-up policy"),
+        "correction": ("auto", "tis: truncated importance sampling; none; auto: tis when the "
+                       "recipes differ"),
+        "tis_cap": (2.0, "cap of the importance weight"),
+        "old_logprobs": ("learner", "learner: recompute before the first update; rollout: reuse "
+                         "the sampler's own"),
+        "updates_per_rollout": (1, "optimiser updates, each on an equal part of the rollout"),
+    },
+    "learner": {
+        "micro_batches": (1, "parts of an update whose gradients are accumulated"),
+        "remat": ("none", "none: keep activations; full: recompute each layer"),
+    },
+    "optimizer": {
+        "learning_rate": (1e-4, "peak, after warm-up"),
+        "warmup_steps": (5, "updates of linear warm-up"),
+        "b1": (0.9, "AdamW's first decay"),
+        "b2": (0.99, "AdamW's second decay"),
+        "weight_decay": (0.0, "AdamW's decoupled decay"),
+        "clip_norm": (1.0, "largest global norm of a gradient"),
+    },
+    "warmup": {
+        "steps": (600, "supervised updates before RL; 0 leaves the stage out"),
+        "questions": (4096, "distinct demonstrations"),
+        "batch_size": (64, "demonstrations per update"),
+        "learning_rate": (4e-3, "peak"),
+        "warmup_steps": (30, "updates of linear warm-up"),
+        "end_fraction": (1.0, "cosine decay to this share of the peak"),
+        "b2": (0.98, "AdamW's second decay"),
+        "weight_decay": (0.01, "AdamW's decoupled decay"),
+        "evaluations": (6, "evaluations during the stage, the last at its end"),
+    },
+    "eval": {
+        "questions": (1024, "held-out questions"),
+        "batch_size": (256, "questions at a time"),
+        "every": (25, "RL steps between evaluations; the last step is always evaluated"),
+    },
+}  # fmt: skip
+_FREE_FORM = ("env.task_options",)
+CHOICES = {
+    "precision.zero_drift": ("auto", "required", "report"),
+    "algo.correction": ("auto", "none", "tis"),
+    "algo.old_logprobs": ("learner", "rollout"),
+}
+# Fields with the least value allowed.
+AT_LEAST = {
+    "run.steps": 0, "run.samples": 0, "run.checkpoint_every": 1, "run.keep_checkpoints": 1,
+    "env.train_questions": 1, "rollout.prompts_per_step": 1, "rollout.group_size": 1,
+    "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
+    "rollout.top_k": 0, "algo.kl_coef": 0, "algo.updates_per_rollout": 1,
+    "learner.micro_batches": 1, "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0,
+    "optimizer.clip_norm": 0, "warmup.steps": 0, "warmup.questions": 1, "warmup.batch_size": 1,
+    "warmup.learning_rate": 0, "warmup.warmup_steps": 0, "warmup.evaluations": 1,
+    "eval.questions": 1, "eval.batch_size": 1, "eval.every": 1,
+}  # fmt: skip
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Every field at its default."""
+    sections = {
+        section: {name: default for name, (default, _) in fields.items()}
+        for section, fields in FIELDS.items()
+    }
+    config = ml_collections.ConfigDict(sections)
+    config.env.task_options = ml_collections.ConfigDict()
+    return config
+
+
+def describe_fields() -> str:
+    """The table of fields that `--help` prints."""
+    lines = []
+    for section, fields in FIELDS.items():
+        for name, (default, meaning) in fields.items():
+            shown = "{}" if isinstance(default, ml_collections.ConfigDict) else repr(default)
+            lines.append(f"  --config.{section}.{name}={shown}\n        {meaning}")
+    return "\n".join(lines)
+
+
+def _known(path: str) -> bool:
+    section, _, rest = path.partition(".")
+    if section not in FIELDS:
+        return False
+    if any(path == free or path.startswith(free + ".") for free in _FREE_FORM):
+        return True
+    return not rest or rest in FIELDS[section]
+
+
+def _unknown(path: str, where: str) -> UserError:
+    names = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
+    by_leaf = {name.split(".")[1]: name for name in names}
+    near = difflib.get_close_matches(path, names, 1, 0.5)
+    leaf = difflib.get_close_matches(path.rpartition(".")[2], by_leaf, 1, 0.7)
+    best = by_leaf[leaf[0]] if leaf else near[0] if near else None
+    hint = f"did you mean {best}?" if best else "`fp8rl train --help` lists every field"
+    return UserError(f"{where}: there is no config field {path!r}; {hint}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))
+
+
+def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
+    if not isinstance(changes, ml_collections.ConfigDict):
+        raise UserError(
+            f"{where}: get_config() returned {type(changes).__name__}; return an "
+            "ml_collections.ConfigDict"
+        )
+    for section, fields in changes.items():
+        if section not in FIELDS:
+            raise _unknown(section, where)
+        if not isinstance(fields, ml_collections.ConfigDict):
+            raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
+        for name, value in fields.items():
+            path = f"{section}.{name}"
+            if not _known(path):
+                raise _unknown(path, where)
+            default = FIELDS[section][name][0]
+            if path in _FREE_FORM:
+                if not isinstance(value, ml_collections.ConfigDict):
+                    raise UserError(f"{where}: {path} is {value!r}; write a dict")
+                config[section][name] = ml_collections.ConfigDict(value)
+                continue
+            if not _fits(value, default):
+                raise UserError(
+                    f"{where}: {path} is {value!r}, a {type(value).__name__}; write "
+                    f"{_article(default)}"
+                )
+            config[section][name] = float(value) if isinstance(default, float) else value
+
+
+def _article(default: Any) -> str:
+    kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+    return f"{kind[type(default)]} such as {default!r}"
+
+
+def read_config_file(path: str) -> Any:
+    """What the file's get_config() returns.
+
+    Raises:
+      UserError: no such file, or it cannot be run, or it has no get_config.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise UserError(f"--config: {path} is no file; name a config such as {_example()}")
+    spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config: {path} is no Python file; name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises
+        raise UserError(f"--config: {path} fails with {type(error).__name__}: {error}") from None
+    if not hasattr(module, "get_config"):
+        raise UserError(f"--config: {path} has no function get_config(); add one")
+    return module.get_config()
+
+
+def _example() -> str:
+    return "configs/tiny_arithmetic.py"
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
+    """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
+
+    Raises:
+      UserError: an unknown field or a value of the wrong type.
+    """
+    config = default_config()
+    _merge(config, read_config_file(path), path)
+    for override in overrides:
+        name = override.split("=")[0].lstrip("-").removeprefix("config.")
+        if not _known(name) or "." not in name:
+            raise _unknown(name, "command line")
+        if "=" not in override:
+            raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
+    values = flags.FlagValues()
+    argv = ["fp8rl", *overrides]
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    try:
+        values(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"command line: {text}") from None
+    return values.config
+
+
+def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """{'section.field': value}; free-form fields as dicts."""
+    flat = {}
+    for section, fields in config.items():
+        for name, value in fields.items():
+            is_dict = isinstance(value, ml_collections.ConfigDict)
+            flat[f"{section}.{name}"] = value.to_dict() if is_dict else value
+    return flat

@@ -1,0 +1,84 @@
+"""Rewards: a built-in rule, or a user's own Python function."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from fp8rl_jax.envs.tasks import Question
+from fp8rl_jax.errors import UserError
+
+RewardFunction = Callable[[str, str, str], float]
+_log = logging.getLogger(__name__)
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1 if the response is the answer, surrounding white space aside; else 0."""
+    del prompt
+    return float(response.strip() == answer.strip())
+
+
+def math_equal(prompt: str, response: str, answer: str) -> float:
+    """1 if math-verify finds response and answer mathematically equal; else 0."""
+    import math_verify  # pulls in sympy: only when asked for
+
+    del prompt
+    gold, given = math_verify.parse(answer), math_verify.parse(response)
+    return float(bool(gold) and bool(given) and math_verify.verify(gold, given))
+
+
+_BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "math_equal": math_equal}
+
+
+def load_reward(name: str) -> RewardFunction:
+    """A built-in reward by name, or ``"module:function"``.
+
+    The function takes (prompt, response, answer) as text and returns a number. Modules are looked
+    for in the current directory too.
+
+    Raises:
+      UserError: the name is no built-in one and cannot be imported.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UserError(
+            f"env.reward is {name!r}; write one of {', '.join(_BUILT_IN)}, or 'module:function'"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise UserError(
+            f"env.reward: {name!r} cannot be imported ({type(error).__name__}: {error}); check the "
+            "module's name and that it lies in the current directory or on PYTHONPATH"
+        ) from None
+    if not callable(function):
+        raise UserError(f"env.reward: {name!r} is not a function; name one")
+    return function
+
+
+def score(
+    reward: RewardFunction, questions: Sequence[Question], responses: Sequence[str]
+) -> tuple[list[float], int]:
+    """Rewards of responses, and how many calls raised (those score 0 and are logged).
+
+    A value that is no finite number counts as a raise.
+    """
+    values, errors = [], 0
+    for question, response in zip(questions, responses, strict=True):
+        try:
+            value = float(reward(question.text, response, question.answer))
+            if value != value or value in (float("inf"), float("-inf")):
+                raise ValueError(f"the reward is {value}")
+        except Exception as error:  # a user's function may raise anything; the run goes on
+            errors += 1
+            value = 0.0
+            _log.warning("reward raised %s: %s", type(error).__name__, error)
+        values.append(value)
+    return values, errors

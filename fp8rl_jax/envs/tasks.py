@@ -1,0 +1,94 @@
+"""Questions from reasoning_gym, split into warm-up, training and evaluation by their text.
+
+A question's split is a hash of its text, so no question can stand in two splits, whatever seed
+made it. (Seeds alone do not separate: neighbouring seeds of reasoning_gym overlap, and small
+tasks repeat their questions.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from fp8rl_jax.errors import UserError
+
+SPLITS = ("warmup", "train", "eval")
+_ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: seeds this far apart are apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question with its reference answer."""
+
+    text: str
+    answer: str
+
+
+def split_of(text: str) -> str:
+    """'eval' for a tenth of all texts, 'warmup' for three tenths, 'train' for the rest."""
+    digit = hashlib.sha256(text.encode()).digest()[0] % 10
+    return "eval" if digit == 0 else "warmup" if digit <= 3 else "train"
+
+
+def check_task(name: str, options: dict) -> None:
+    """Raises UserError if reasoning_gym has no such task or refuses the options."""
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "see reasoning_gym's list of datasets"
+        raise UserError(f"env.task: reasoning_gym has no task {name!r}; {hint}")
+    try:
+        reasoning_gym.create_dataset(name, size=1, seed=0, **options)[0]
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(
+            f"env.task_options: task {name!r} refuses {options}: {error}"
+        ) from None
+
+
+def make_questions(
+    name: str, options: dict, counts: dict[str, int], seed: int
+) -> dict[str, list[Question]]:
+    """Distinct questions for each split.
+
+    Args:
+      name: a task of reasoning_gym.
+      options: keywords of that task.
+      counts: number of questions by split.
+      seed: other seeds give other questions.
+
+    Returns:
+      {split: questions}, disjoint by text.
+
+    Raises:
+      UserError: the task's space is too small for the counts.
+    """
+    check_task(name, options)
+    data = reasoning_gym.create_dataset(
+        name, size=_ITEMS_PER_SEED, seed=1 + seed * _ITEMS_PER_SEED, **options
+    )
+    found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
+    wanted = {split: counts.get(split, 0) for split in SPLITS}
+    barren = 0
+    for index in itertools.count():
+        if all(len(found[split]) >= wanted[split] for split in SPLITS):
+            break
+        if index == _ITEMS_PER_SEED or barren > 20_000:
+            short = next(s for s in SPLITS if len(found[s]) < wanted[s])
+            raise UserError(
+                f"env.task: {name!r} with {options} gave only {len(found[short])} distinct "
+                f"questions for the split {short!r}, {wanted[short]} are asked for: widen "
+                "env.task_options or lower the number"
+            )
+        item = data[index]
+        text = item["question"]
+        bucket = found[split_of(text)]
+        if len(bucket) < wanted[split_of(text)] and text not in bucket:
+            bucket[text] = Question(text, str(item["answer"]))
+            barren = 0
+        else:
+            barren += 1
+    return {split: list(bucket.values()) for split, bucket in found.items()}

@@ -1,0 +1,276 @@
+"""The learner: GRPO and supervised train steps, and the log-probabilities of given responses.
+
+A train step quantises the parameters once, with the very function that refits the sampler, runs
+the one `forward` on whole sequences under `value_and_grad`, and returns the log-probabilities that
+*this step* computed. Drift is measured on those. Parameters stay float32; gradients are
+accumulated in float32 over micro-batches; the state is donated.
+
+Only response positions reach the output head: hidden states are gathered first, so that logits
+exist for one chunk of response tokens at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import (
+    ModelConfig,
+    checksum,
+    forward,
+    output_head,
+    quantize_params,
+    token_logprobs,
+    trainable_params,
+)
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rl import clipped_policy_loss, k3
+
+
+@flax.struct.dataclass
+class Batch:
+    """Sequences to learn from, one row per response.
+
+    Attributes:
+      tokens: (B, T) int32, prompt then response, right-padded.
+      prompt_lengths: (B,) int32.
+      targets: (B, R) int32, the response.
+      mask: (B, R) float32, 1 for response tokens.
+      temperature: (B,) float32 of the rollout.
+      advantages: (B,) float32.
+      old_logprobs, rollout_weights, ref_logprobs: (B, R) float32: log-probabilities before the
+        first update; importance weights (1 without a correction); of the reference policy.
+    """
+
+    tokens: jax.Array
+    prompt_lengths: jax.Array
+    targets: jax.Array
+    mask: jax.Array
+    temperature: jax.Array
+    advantages: jax.Array
+    old_logprobs: jax.Array
+    rollout_weights: jax.Array
+    ref_logprobs: jax.Array
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All there is: a checkpoint of it resumes a run bit for bit.
+
+    Attributes:
+      params: float32 master parameters.
+      opt_state: optax state of the current phase (warm-up or RL).
+      scaling_state: state of stateful scaling policies; () while every scale is dynamic.
+      step: () int32, finished updates of the warm-up, or finished RL steps.
+      rng: key data (uint32) of the rollout key; each step folds its number into it.
+      data_state: () int32, batches taken from the phase's stream.
+    """
+
+    params: dict
+    opt_state: optax.OptState
+    scaling_state: tuple
+    step: jax.Array
+    rng: jax.Array
+    data_state: jax.Array
+
+
+def new_state(params, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
+    """The state at the start of a phase. `rng` is key data; see `TrainState`."""
+    return TrainState(
+        params, optimizer.init(params), (), jnp.int32(0), rng, jnp.int32(0)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Static choices of the loss.
+
+    Attributes:
+      kind: 'grpo' or 'sft' (mean negative log-probability of the response).
+      clip_low, clip_high: distances of the ratio's bounds from 1.
+      kl_coef: weight of the k3 divergence from the reference; 0 leaves it out.
+    """
+
+    kind: str = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+
+
+def make_optimizer(
+    learning_rate: float,
+    warmup_steps: int,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    clip_norm: float,
+    decay_steps: int = 0,
+    end_fraction: float = 1.0,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
+
+    Args:
+      learning_rate: the peak.
+      warmup_steps: updates of linear warm-up from 0.
+      b1, b2, weight_decay: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
+      clip_norm: largest global norm of the gradient.
+      decay_steps: total updates of a cosine to `end_fraction` of the peak; 0 for a constant.
+      end_fraction: see decay_steps.
+
+    Returns:
+      The transformation and its schedule (update -> learning rate).
+    """
+    if decay_steps:
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
+        )
+    else:
+        schedule = optax.linear_schedule(0.0, learning_rate, max(warmup_steps, 1))
+    transform = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    )
+    return transform, schedule
+
+
+def _response_logprobs(params, batch: Batch, model, recipe, rope, remat, collect_health=False):
+    """(logp, entropy) of the response tokens, each (B, R), and the forward's aux."""
+    out = forward(
+        params, batch.tokens, model, recipe,
+        rope=rope, remat=remat, output="hidden", collect_health=collect_health,
+    )  # fmt: skip
+    slots = batch.targets.shape[1]
+    index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
+    index = jnp.minimum(index, batch.tokens.shape[1] - 1)
+    hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
+    head = output_head(params, model)
+    logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
+    return logp, entropy, out.aux
+
+
+def make_score(
+    model: ModelConfig,
+    recipe: Recipe | str,
+    *,
+    collect_health: bool = False,
+    shardings: dict | None = None,
+) -> Callable:
+    """Returns the jitted ``score(params, batch, rope) -> (logp (B, R), health)``.
+
+    Serves old and reference log-probabilities. `health` is {operand class: {count: (L,)}} with
+    `collect_health`, else {}.
+    """
+    recipe = get_recipe(recipe)
+
+    def score(params, batch: Batch, rope):
+        weights = quantize_params(params, recipe)
+        logp, _, aux = _response_logprobs(
+            weights, batch, model, recipe, rope, "none", collect_health
+        )
+        return logp, aux.get("health", {})
+
+    return exact_jit(score, **(shardings or {}))
+
+
+def make_train_step(
+    model: ModelConfig,
+    recipe: Recipe | str,
+    optimizer: optax.GradientTransformation,
+    loss: LossConfig,
+    *,
+    micro_batches: int = 1,
+    remat: str = "none",
+    shardings: dict | None = None,
+) -> Callable:
+    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
+
+    Args:
+      model, recipe: shapes and numerics.
+      optimizer: of `make_optimizer`.
+      loss: static choices of the loss.
+      micro_batches: the batch is split into this many parts along B, gradients are added.
+      remat: of `forward`.
+      shardings: keywords for jit on a mesh.
+
+    `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
+    are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
+    kl_coef), checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients
+    finite), bad_layer (first layer with a non-finite output, else -1). If not good, the returned
+    state is the state before the step.
+    """
+    recipe = get_recipe(recipe)
+
+    def objective(params, weights, part: Batch, rope, token_count):
+        paired = trainable_params(params, weights)
+        logp, entropy, aux = _response_logprobs(paired, part, model, recipe, rope, remat)
+        sums = {"entropy": (entropy * part.mask).sum()}
+        if loss.kind == "sft":
+            value = -(logp * part.mask).sum()
+        else:
+            value, more = clipped_policy_loss(
+                logp, part.old_logprobs, part.advantages, part.mask,
+                loss.clip_low, loss.clip_high, part.rollout_weights,
+            )  # fmt: skip
+            sums |= more
+            if loss.kl_coef:
+                kl = (k3(logp, part.ref_logprobs) * part.mask).sum()
+                value, sums["kl_ref"] = value + loss.kl_coef * kl, kl
+        return value / token_count, (logp, sums, aux["finite"])
+
+    def train_step(state: TrainState, batch: Batch, rope):
+        weights = quantize_params(state.params, recipe)
+        token_count = jnp.maximum(batch.mask.sum(), 1.0)
+        grad_fn = jax.value_and_grad(objective, has_aux=True)
+
+        def run(part: Batch):
+            (value, aux), grads = grad_fn(state.params, weights, part, rope, token_count)
+            return value, grads, aux
+
+        if micro_batches == 1:
+            value, grads, (logp, sums, finite) = run(batch)
+        else:
+            parts = jax.tree.map(
+                lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch
+            )
+
+            def accumulate(total, part):
+                value, grads, (logp, sums, finite) = run(part)
+                return jax.tree.map(jnp.add, total, (value, grads, sums)), (logp, finite)
+
+            zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
+            zeros = (zeros[0], zeros[1], zeros[2][1])
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+            (value, grads, sums), (logp, finite) = lax.scan(accumulate, zeros, parts)
+            logp = logp.reshape(batch.mask.shape)
+            finite = finite.all(axis=0)
+        norm = optax.global_norm(grads)
+        good = jnp.isfinite(value) & jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = state.replace(
+            params=optax.apply_updates(state.params, updates), opt_state=opt_state
+        )
+        new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
+        metrics = {
+            "loss": value,
+            "grad_norm": norm,
+            "good": good,
+            "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
+            "checksum": checksum(weights),
+            "entropy": sums["entropy"] / token_count,
+        }
+        if loss.kind == "grpo":
+            metrics["clipfrac_low"] = sums["clipped_low"] / token_count
+            metrics["clipfrac_high"] = sums["clipped_high"] / token_count
+            metrics["ratio_mean"] = sums["ratio"] / token_count
+        if "kl_ref" in sums:
+            metrics["kl_ref"] = sums["kl_ref"] / token_count
+        return new, logp, metrics
+
+    return exact_jit(train_step, donate_argnums=0, **(shardings or {}))

@@ -1,0 +1,89 @@
+"""Files of numbers: JSON lines that survive a crash, and TensorBoard events beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+TIME_PREFIXES = ("time_", "tokens_per_s_")  # not reproducible: left out of bitwise comparisons
+
+
+class JsonlWriter:
+    """Appends one JSON object a line; its size is a position that a run can return to."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._file = open(path, "ab")  # noqa: SIM115  (held open for the run)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes one line and hands it to the operating system."""
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Forces everything to disk; returns the size in bytes."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def truncate(self, size: int) -> None:
+        """Drops what was written after `size` bytes."""
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
+    """All complete lines of a file; none if it does not exist."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """The reproducible part of a record."""
+    return {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
+
+
+class RunLogs:
+    """The files of a run directory: RL steps, warm-up, evaluations, transcripts, TensorBoard."""
+
+    NAMES = ("metrics", "warmup", "eval", "samples")
+
+    def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None):
+        """Opens the files; cuts them to `offsets` (sizes in bytes by name), None for empty."""
+        from tensorboardX import SummaryWriter  # slow to import: only when a run writes
+
+        self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
+        for name, writer in self._writers.items():
+            writer.truncate((offsets or {}).get(name, 0))
+        self._board = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        """Appends a record to one of NAMES; its numbers go to TensorBoard too."""
+        self._writers[name].write(record)
+        if name == "samples":
+            return
+        prefix = {"metrics": "rl", "warmup": "warmup"}.get(name) or f"eval_{record['phase']}"
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                self._board.add_scalar(f"{prefix}/{key}", value, record["step"])
+
+    def offsets(self) -> dict[str, int]:
+        """Sizes of the files, all of it on disk."""
+        return {name: writer.sync() for name, writer in self._writers.items()}
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._board.close()

@@ -1,0 +1,84 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluations
+
+
+class Display:
+    """Shows the warm-up, RL steps and evaluations. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console(highlight=False)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = None
+        self._last_line = 0.0
+        self._started = time.perf_counter()
+        self._steps_seen = 0
+        self._accuracy = "-"
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def phase(self, name: str, total: int, completed: int) -> None:
+        """Starts a bar of `total` steps."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, completed=completed, status="")
+        self._name, self._total = name, total
+        self._started, self._steps_seen = time.perf_counter(), 0
+
+    def _update(self, step: int, status: str) -> None:
+        assert self._task is not None
+        self._progress.update(self._task, completed=step, status=status)
+        self._steps_seen += 1
+        now = time.perf_counter()
+        last = step == self._total
+        if not self._live and (now - self._last_line > _PLAIN_SECONDS or last):
+            self._last_line = now
+            left = (now - self._started) / self._steps_seen * (self._total - step)
+            self.note(f"{self._name} {step}/{self._total}  {status}  left {left:.0f} s")
+
+    def warmup_step(self, record: dict) -> None:
+        self._update(record["step"], f"loss {record['loss']:.3f}  accuracy {self._accuracy}")
+
+    def rl_step(self, record: dict) -> None:
+        """Step, reward, held-out accuracy, drift, tokens per second."""
+        drift = record["train_rollout_logprob_abs_diff_max"]
+        self._update(
+            record["step"],
+            f"reward {record['reward_mean']:.3f}  accuracy {self._accuracy}  "
+            f"drift {'0 exactly' if drift == 0 else f'{drift:.1e}'}  "
+            f"rollout {record['tokens_per_s_rollout']:.0f} tok/s",
+        )
+
+    def evaluation(self, record: dict) -> None:
+        """A line for an evaluation."""
+        self._accuracy = f"{record['accuracy_sampled']:.3f}/{record['accuracy_greedy']:.3f}"
+        self.note(
+            f"  held out after {record['phase']} step {record['step']}: "
+            f"sampled {record['accuracy_sampled']:.3f}, greedy {record['accuracy_greedy']:.3f} "
+            f"({record['questions']} questions)"
+        )

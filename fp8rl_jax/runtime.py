@@ -1,0 +1,232 @@
+"""Everything a program needs from a configuration: mesh, model, questions, compiled functions.
+
+`train`, `evaluate`, `sample` and `bench` build one `Runtime` and use its functions; so they all
+run the same programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+
+from fp8rl_jax import checks, learner, sharding
+from fp8rl_jax.data import Tokenizer, load_tokenizer, pad_prompts, pad_responses
+from fp8rl_jax.envs import Question, load_reward, make_questions
+from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import ModelConfig, init_params, rope_tables
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rollout import Rollout, SamplerConfig, make_refit, make_sampler
+
+
+@dataclasses.dataclass
+class Runtime:
+    """A checked configuration with what was made from it. See `make_runtime`."""
+
+    config: ml_collections.ConfigDict
+    mesh: Mesh
+    tokenizer: Tokenizer
+    model: ModelConfig
+    rollout_recipe: Recipe
+    learner_recipe: Recipe
+    questions: dict[str, list[Question]]
+    reward: RewardFunction
+
+    @functools.cached_property
+    def keys(self) -> dict[str, jax.Array]:
+        """Independent keys for 'init', 'rollout' and 'eval', from the run's seed."""
+        root = jax.random.key(self.config.run.seed)
+        names = ("init", "rollout", "eval")
+        return dict(zip(names, jax.random.split(root, len(names)), strict=True))
+
+    @functools.cached_property
+    def rope(self) -> tuple[jax.Array, jax.Array]:
+        rollout = self.config.rollout
+        slots = rollout.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
+        tables = rope_tables(self.model, slots)
+        return jax.device_put(tables, sharding.replicated(self.mesh))
+
+    # Shardings of arguments and results.
+
+    @functools.cached_property
+    def param_shapes(self):
+        """ShapeDtypeStructs of the parameters."""
+        return jax.eval_shape(lambda: init_params(self.model, jax.random.key(0)))
+
+    @functools.cached_property
+    def param_shardings(self):
+        return sharding.param_shardings(self.mesh, self.param_shapes)
+
+    def state_shardings(self, state_shapes):
+        """Shardings of a TrainState: optimiser moments lie as their parameters do."""
+        return sharding.param_shardings(self.mesh, state_shapes)
+
+    def _rows(self):
+        return sharding.batch_sharding(self.mesh)
+
+    def _whole(self):
+        return sharding.replicated(self.mesh)
+
+    # Compiled functions. Each is made once and compiles once in a run.
+
+    def init_params(self):
+        """Random parameters, laid out over the mesh."""
+        params = exact_jit(
+            functools.partial(init_params, self.model), out_shardings=self.param_shardings
+        )
+        return params(self.keys["init"])
+
+    @functools.cached_property
+    def refit(self):
+        """(params) -> (rollout weights, checksum, health); weights lie whole on every device."""
+        whole = self._whole()
+        return make_refit(
+            self.rollout_recipe,
+            shardings={"in_shardings": (self.param_shardings,), "out_shardings": whole},
+        )
+
+    def _sampler(self, group_size: int, top_k: int, top_p: float):
+        rollout = self.config.rollout
+        settings = SamplerConfig(
+            max_new_tokens=rollout.max_new_tokens, group_size=group_size,
+            eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id,
+            top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots,
+        )  # fmt: skip
+        rows, whole = self._rows(), self._whole()
+        arguments = (whole, rows, rows, whole, rows, rows, rows, whole)
+        return make_sampler(
+            self.model, self.rollout_recipe, settings,
+            shardings={"in_shardings": arguments, "out_shardings": rows},
+        )  # fmt: skip
+
+    @functools.cached_property
+    def sampler(self):
+        """The rollout program; see `make_sampler`."""
+        rollout = self.config.rollout
+        return self._sampler(rollout.group_size, rollout.top_k, rollout.top_p)
+
+    @functools.cached_property
+    def eval_sampler(self):
+        """The evaluation program: two samples a question, one greedy, one at temperature 1."""
+        return self._sampler(2, 0, 1.0)
+
+    @functools.cached_property
+    def score(self):
+        """Old log-probabilities under the learner, with activation health."""
+        shardings = {
+            "in_shardings": (self.param_shardings, self._rows(), self._whole()),
+            "out_shardings": (self._rows(), self._whole()),
+        }
+        return learner.make_score(
+            self.model, self.learner_recipe, collect_health=True, shardings=shardings
+        )
+
+    def train_step(self, optimizer, loss: learner.LossConfig, micro_batches: int):
+        """The compiled train step of a phase."""
+        shapes = jax.eval_shape(lambda: self._abstract_state(optimizer))
+        state = self.state_shardings(shapes)
+        rows, whole = self._rows(), self._whole()
+        return learner.make_train_step(
+            self.model, self.learner_recipe, optimizer, loss,
+            micro_batches=micro_batches, remat=self.config.learner.remat,
+            shardings={
+                "in_shardings": (state, rows, whole),
+                "out_shardings": (state, rows, whole),
+            },
+        )  # fmt: skip
+
+    def _abstract_state(self, optimizer) -> learner.TrainState:
+        params = init_params(self.model, jax.random.key(0))
+        return learner.new_state(params, optimizer, jax.random.key_data(jax.random.key(0)))
+
+    def new_state(self, params, optimizer) -> learner.TrainState:
+        """The state at the start of a phase, laid out over the mesh."""
+        rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
+        state = learner.new_state(params, optimizer, rng)
+        return jax.device_put(state, self.state_shardings(state))
+
+    # Work on text.
+
+    def generate(
+        self, sampler, weights, questions: list[Question], key, temperature: np.ndarray
+    ) -> tuple[Rollout, np.ndarray, np.ndarray]:
+        """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...)."""
+        rollout = self.config.rollout
+        prompts, lengths = pad_prompts(
+            [q.text for q in questions], self.tokenizer, rollout.max_prompt_tokens
+        )
+        count = temperature.shape[0]
+        out = sampler(
+            weights, prompts, lengths, key, np.arange(count, dtype=np.int32), temperature,
+            np.full(count, rollout.max_new_tokens, np.int32), self.rope,
+        )  # fmt: skip
+        return jax.device_get(out), prompts, lengths
+
+    def decode(self, rollout: Rollout) -> list[str]:
+        """Text of every response."""
+        return [
+            self.tokenizer.decode(row[keep].tolist())
+            for row, keep in zip(rollout.tokens, rollout.mask, strict=True)
+        ]
+
+
+def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
+    """Checks `config` and makes what follows from it; compiles nothing.
+
+    Raises:
+      UserError: something in the configuration cannot work.
+    """
+    checks.check_config(config)
+    mesh = sharding.make_mesh(config.mesh.to_dict())
+    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    tokenizer = load_tokenizer(config.data)
+    counts = {
+        "warmup": config.warmup.questions if config.warmup.steps else 0,
+        "train": config.env.train_questions,
+        "eval": config.eval.questions,
+    }
+    questions = make_questions(
+        config.env.task, config.env.task_options.to_dict(), counts, config.run.seed
+    )
+    everything = [q for split in questions.values() for q in split]
+    pad_prompts([q.text for q in everything], tokenizer, config.rollout.max_prompt_tokens)
+    demonstrations = [q.answer for q in questions["warmup"]]
+    pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
+    return Runtime(
+        config=config,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        model=checks.model_config(config, tokenizer.vocab_size),
+        rollout_recipe=get_recipe(config.precision.rollout),
+        learner_recipe=get_recipe(config.precision.learner),
+        questions=questions,
+        reward=load_reward(config.env.reward),
+    )
+
+
+def state_bytes(runtime: Runtime) -> int:
+    """Size of a checkpoint: float32 parameters and two moments."""
+    return 3 * sum(4 * x.size for x in jax.tree.leaves(runtime.param_shapes))
+
+
+def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:
+    """Host arrays of a batch, laid out over the mesh by rows."""
+    return jax.device_put(batch, sharding.batch_sharding(runtime.mesh))
+
+
+def empty_response_fields(rows: int, slots: int) -> dict[str, np.ndarray]:
+    """The fields of a Batch that only RL fills, neutral."""
+    zeros = np.zeros((rows, slots), np.float32)
+    return {
+        "advantages": np.zeros(rows, np.float32),
+        "old_logprobs": zeros,
+        "rollout_weights": np.ones((rows, slots), np.float32),
+        "ref_logprobs": zeros,
+    }
+
+

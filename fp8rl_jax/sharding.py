@@ -1,0 +1,99 @@
+"""Sharding is a table: logical axis -> mesh axis. One device is the same program on a 1-mesh.
+
+Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
+(storage of the wide dimensions), `expert` (reserved for experts; must be 1 for dense models).
+
+Storage is sharded, computation is by rows: each layer gathers its weights before use
+(`models.layers.replicate`) and every device multiplies its own rows of the batch by whole
+matrices. So a row's bits are those of a single device. Tensor-parallel *computation* is not done
+here; `tensor` shards storage like `fsdp`.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fp8rl_jax.errors import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
+
+# Logical axis -> mesh axes.
+RULES = {
+    "batch": ("data", "fsdp"),
+    "embed": "fsdp",
+    "wide": "tensor",
+    "vocab": "tensor",
+    "layers": None,
+}
+
+# Name of a parameter's module -> logical axes of its array.
+_KERNELS = {
+    "q_proj": ("layers", "embed", "wide"),
+    "k_proj": ("layers", "embed", "wide"),
+    "v_proj": ("layers", "embed", "wide"),
+    "o_proj": ("layers", "wide", "embed"),
+    "gate_proj": ("layers", "embed", "wide"),
+    "up_proj": ("layers", "embed", "wide"),
+    "down_proj": ("layers", "wide", "embed"),
+    "embed_tokens": ("vocab", "embed"),
+    "lm_head": ("embed", "vocab"),
+}
+
+
+def make_mesh(axes: dict[str, int]) -> Mesh:
+    """A mesh over all devices; one axis may be -1 for all that the others leave.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices()
+    sizes = [axes[name] for name in MESH_AXES]
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise UserError(f"mesh {axes}: sizes are at least 1, and at most one of them is -1")
+    known = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = max(len(devices) // known, 1)
+    if int(np.prod(sizes)) != len(devices):
+        shape = dict(zip(MESH_AXES, sizes, strict=True))
+        raise UserError(
+            f"mesh {shape} has {int(np.prod(sizes))} places for {len(devices)} devices; "
+            "set mesh.data, mesh.fsdp, mesh.tensor so that they multiply to the number of devices"
+        )
+    return jax.make_mesh(
+        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
+    )
+
+
+def batch_divisor(mesh: Mesh) -> int:
+    """Number of devices that share the rows of a batch."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def param_shardings(mesh: Mesh, params) -> object:
+    """NamedSharding of every leaf of a (float32 or quantised) parameter tree.
+
+    A dimension that its mesh axis does not divide stays whole (scales of small matrices, norms).
+    """
+
+    def spec(path, leaf):
+        names = [entry.key for entry in path if hasattr(entry, "key")]
+        logical = next((_KERNELS[name] for name in reversed(names) if name in _KERNELS), ())
+        axes = []
+        for size, axis in zip(leaf.shape, logical, strict=False):
+            mesh_axis = RULES[axis]
+            fits = mesh_axis is not None and size % mesh.shape[mesh_axis] == 0
+            axes.append(mesh_axis if fits else None)
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(spec, params)

@@ -1,0 +1,399 @@
+"""The main job: warm-up, then GRPO whose rollout and learner run the same forward function.
+
+One RL step: sample a group of responses for each question; score them; recompute their
+log-probabilities under the learner; update; refit the sampler. The log-probabilities that the
+first update's own forward pass computed are compared with those recorded while decoding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import time
+
+import jax
+import ml_collections
+import numpy as np
+
+from fp8rl_jax import checks
+from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.config import flatten
+from fp8rl_jax.data import Stream, join
+from fp8rl_jax.envs import score
+from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
+from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.progress import Display
+from fp8rl_jax.report import write_report
+from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
+from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
+from fp8rl_jax.warmup import (
+    load_cached,
+    non_finite_message,
+    optimizer_of,
+    run_warmup,
+    save_cached,
+)
+
+# Fields that may differ between a run and its resumption.
+_MAY_CHANGE = ("run.dir", "run.steps", "run.cache_dir", "run.keep_checkpoints")
+
+
+class _Interrupt:
+    """Notes SIGTERM and SIGINT; the run ends at the next step's end, with a checkpoint."""
+
+    def __init__(self):
+        self.received: str | None = None
+
+    def __enter__(self) -> _Interrupt:
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def _note(self, number, frame) -> None:
+        self.received = signal.Signals(number).name
+
+    def __call__(self) -> bool:
+        return self.received is not None
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended: `finished`, or the signal that stopped it; and its report, if written."""
+
+    finished: bool
+    stopped_by: str | None
+    report: pathlib.Path | None
+    compile_counts: dict[str, int]
+
+
+def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
+    """Prepares the run directory.
+
+    Raises:
+      UserError: it cannot be written, holds another configuration, or holds a run that
+        `resume` was not asked for.
+    """
+    directory = pathlib.Path(config.run.dir)
+    saved = directory / "config.json"
+    ours = json.loads(json.dumps(config.to_dict()))
+    if saved.exists():
+        theirs = json.loads(saved.read_text())
+        difference = _first_difference(theirs, ours)
+        if difference:
+            name, before, now = difference
+            raise UserError(
+                f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
+                f"{now!r}): set it back, or choose another --config.run.dir"
+            )
+        if not resume:
+            raise UserError(
+                f"run.dir: {directory} already holds this run: add --resume to continue it, or "
+                "choose another --config.run.dir"
+            )
+    checks.check_room(directory, 0)
+    temporary = directory / "config.json.tmp"
+    temporary.write_text(json.dumps(ours, indent=2) + "\n")
+    os.replace(temporary, saved)
+    return directory
+
+
+def _first_difference(theirs: dict, ours: dict):
+    before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
+    for name in sorted({*before, *now} - set(_MAY_CHANGE)):
+        if before.get(name) != now.get(name):
+            return name, before.get(name), now.get(name)
+    return None
+
+
+def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
+    """Runs the whole job in `config.run.dir`.
+
+    Args:
+      config: of `load_config`.
+      resume: continue from the newest checkpoint, bit for bit.
+
+    Raises:
+      UserError: something that the user can mend.
+      NonFiniteError: loss or gradient became NaN; the last good state is saved.
+    """
+    runtime = make_runtime(config)
+    directory = open_run(config, resume)
+    checks.check_room(directory, (config.run.keep_checkpoints + 1) * state_bytes(runtime))
+    with _Interrupt() as interrupt, jax.set_mesh(runtime.mesh), Display() as display:
+        try:
+            return _Run(runtime, directory, display, interrupt).execute()
+        except OSError as error:
+            raise checks.no_room(directory, error) from error
+
+
+class _Run:
+    """One execution of the job: what the phases share."""
+
+    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt: _Interrupt):
+        self.runtime, self.config = runtime, runtime.config
+        self.directory, self.display, self.interrupt = directory, display, interrupt
+        keep = self.config.run.keep_checkpoints
+        self.checkpoints = Checkpoints(directory / "checkpoints", keep)
+        o = self.config.optimizer
+        self.optimizer, self.schedule = make_optimizer(
+            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm
+        )
+        self.logs: RunLogs
+        self.phase = "warmup"
+
+    def execute(self) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.checkpoints.close)
+            state = self._restore()
+            stack.callback(self.logs.close)
+            self._describe()
+            if self.phase == "warmup":
+                state = self._warmup(state)
+            if not self.interrupt():
+                state = self._rl(state)
+        if self.interrupt():
+            at = f"{self.phase} step {int(state.step)}"
+            self.display.note(
+                f"stopped by {self.interrupt.received} after {at}, saved; --resume goes on"
+            )
+            return Outcome(False, self.interrupt.received, None, self.compile_counts())
+        report = write_report(self.directory)
+        return Outcome(True, None, report, self.compile_counts())
+
+    def compile_counts(self) -> dict[str, int]:
+        """How often each program of the RL phase was compiled; 1 each in a healthy run."""
+        counts = {}
+        for name in ("sampler", "eval_sampler", "score", "refit"):
+            if name in self.runtime.__dict__:
+                counts[name] = self.runtime.__dict__[name]._cache_size()
+        if hasattr(self, "train_step"):
+            counts["train_step"] = self.train_step._cache_size()
+        return counts
+
+    def _describe(self) -> None:
+        rt, model = self.runtime, self.runtime.model
+        count = sum(x.size for x in jax.tree.leaves(rt.param_shapes))
+        self.display.note(
+            f"{rt.config.env.task}: {count / 1e6:.2f}M parameters, {model.num_hidden_layers} "
+            f"layers; rollout {rt.rollout_recipe.name}, learner {rt.learner_recipe.name}; "
+            f"{rt.mesh.size} {jax.devices()[0].platform} device(s); seed {rt.config.run.seed}"
+        )
+
+    # Checkpoints.
+
+    def _save(self, state: TrainState) -> None:
+        warmup = self.config.warmup.steps
+        number = int(state.step) + (warmup if self.phase == "rl" else 0)
+        meta = {"phase": self.phase, "step": int(state.step), "offsets": self.logs.offsets()}
+        try:
+            self.checkpoints.save(number, state, meta)
+        except Exception as error:  # tensorstore reports a full disk as ValueError
+            if "No space left" in str(error) or "ENOSPC" in str(error):
+                raise checks.no_room(self.directory, OSError(28, "No space left")) from error
+            raise
+
+    def _restore(self) -> TrainState:
+        """The newest checkpoint's state, or the state at the start; opens the logs."""
+        rt = self.runtime
+        number = self.checkpoints.latest()
+        if number is None:
+            self.logs = RunLogs(self.directory, None)
+            params = rt.init_params()
+            if not self.config.warmup.steps:
+                return self._begin_rl(params)
+            return rt.new_state(params, optimizer_of(self.config)[0])
+        meta = self.checkpoints.read_meta(number)
+        self.phase = meta["phase"]
+        optimizer = self.optimizer if self.phase == "rl" else optimizer_of(self.config)[0]
+        like = rt.new_state(rt.init_params(), optimizer)
+        state = self.checkpoints.restore(number, like)
+        self.logs = RunLogs(self.directory, meta["offsets"])
+        self.display.note(f"resuming after {self.phase} step {meta['step']}")
+        return state
+
+    def _begin_rl(self, params) -> TrainState:
+        self.phase = "rl"
+        state = self.runtime.new_state(params, self.optimizer)
+        if self.config.algo.kl_coef:
+            reference = Checkpoints(self.directory / "reference", keep=1)
+            reference.save(0, params, {})
+            reference.close()
+        self._save(state)
+        return state
+
+    # Phases.
+
+    def _warmup(self, state: TrainState) -> TrainState:
+        rt = self.runtime
+        params = load_cached(rt, state.params, self.logs) if int(state.step) == 0 else None
+        if params is not None:
+            self.display.note("warm-up found in the cache")
+        else:
+            state = run_warmup(rt, state, self.logs, self.display, self._save, self.interrupt)
+            if int(state.step) < self.config.warmup.steps:
+                return state
+            params = state.params
+            self.logs.offsets()
+            save_cached(rt, params, self.directory)
+        return self._begin_rl(params)
+
+    def _rl(self, state: TrainState) -> TrainState:
+        rt, config = self.runtime, self.config
+        loss = LossConfig("grpo", config.algo.clip_low, config.algo.clip_high, config.algo.kl_coef)
+        self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
+        reference = self._reference(state) if config.algo.kl_coef else None
+        stream = Stream(rt.questions["train"], config.rollout.prompts_per_step, config.run.seed)
+        stream.position = int(state.data_state)
+        weights, checksum, health = rt.refit(state.params)
+        if not config.warmup.steps and int(state.step) == 0:
+            self._evaluate(weights, 0)
+        self.display.phase("RL", config.run.steps, int(state.step))
+        for step in range(int(state.step), config.run.steps):
+            start = time.perf_counter()
+            record = {"step": step + 1}
+            batch, rollout_logp, old = self._rollout(
+                stream.next(), state, weights, step, reference, record
+            )
+            state, logp, updates = self._update(state, batch, step, record)
+            checked = slice(0, logp.shape[0])
+            record |= mismatch_metrics(
+                logp, rollout_logp[checked], np.asarray(batch.mask)[checked], config.algo.tis_cap
+            )
+            record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
+            record |= _health_metrics({"weights": jax.device_get(health), **old})
+            state = state.replace(
+                step=np.int32(step + 1), data_state=np.int32(stream.position)
+            )
+            begin = time.perf_counter()
+            weights, checksum, health = jax.block_until_ready(rt.refit(state.params))
+            record["time_refit"] = time.perf_counter() - begin
+            record["time_step"] = time.perf_counter() - start
+            self.logs.write("metrics", record)
+            self.display.rl_step(record)
+            last = step + 1 == config.run.steps
+            if last or (step + 1) % config.eval.every == 0:
+                self._evaluate(weights, step + 1)
+            if last or self.interrupt() or (step + 1) % config.run.checkpoint_every == 0:
+                self._save(state)
+            if self.interrupt():
+                break
+        return state
+
+    def _reference(self, state: TrainState):
+        checkpoints = Checkpoints(self.directory / "reference", keep=1)
+        params = checkpoints.restore(0, state.params)
+        checkpoints.close()
+        return params
+
+    def _evaluate(self, weights, step: int) -> None:
+        result, samples = evaluate(self.runtime, weights, "rl", step)
+        self.logs.write("eval", result)
+        for sample in samples:
+            self.logs.write("samples", sample)
+        self.display.evaluation(result)
+
+    def _rollout(self, questions, state, weights, step, reference, record):
+        """Samples and scores responses; returns the batch, rollout log-probs, and health."""
+        rt, config = self.runtime, self.config
+        group, slots = config.rollout.group_size, config.rollout.max_new_tokens
+        begin = time.perf_counter()
+        rows = len(questions) * group
+        temperature = np.full(rows, config.rollout.temperature, np.float32)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
+        rollout, prompts, lengths = rt.generate(rt.sampler, weights, questions, key, temperature)
+        record["time_rollout"] = time.perf_counter() - begin
+
+        begin = time.perf_counter()
+        per_row = [q for q in questions for _ in range(group)]
+        rewards, errors = score(rt.reward, per_row, rt.decode(rollout))
+        rewards = np.asarray(rewards)
+        record["time_reward"] = time.perf_counter() - begin
+
+        lengths = np.repeat(lengths, group)
+        zeros = np.zeros((rows, slots), np.float32)
+        pad = rt.tokenizer.pad_id
+        batch = Batch(
+            tokens=join(np.repeat(prompts, group, axis=0), lengths, rollout.tokens, pad),
+            prompt_lengths=lengths,
+            targets=rollout.tokens,
+            mask=rollout.mask.astype(np.float32),
+            temperature=temperature,
+            advantages=group_advantages(rewards, group, config.algo.normalize_std),
+            old_logprobs=rollout.logprobs,
+            rollout_weights=zeros + 1,
+            ref_logprobs=zeros,
+        )
+        health: dict = {}
+        begin = time.perf_counter()
+        if config.algo.old_logprobs == "learner":
+            old, health = jax.device_get(rt.score(state.params, to_device(batch, rt), rt.rope))
+            batch = batch.replace(old_logprobs=np.where(rollout.mask, old, 0.0))
+            if checks.use_tis(config):
+                w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
+                batch = batch.replace(rollout_weights=w)
+        if reference is not None:
+            logp, _ = rt.score(reference, to_device(batch, rt), rt.rope)
+            batch = batch.replace(ref_logprobs=np.asarray(logp))
+        record["time_old_logprobs"] = time.perf_counter() - begin
+
+        response_lengths = rollout.mask.sum(1)
+        record |= {
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "reward_errors": errors,
+            "group_zero_std_frac": zero_std_fraction(rewards, group),
+            "response_len_mean": float(response_lengths.mean()),
+            "response_len_max": int(response_lengths.max()),
+            "truncated_frac": float(1 - rollout.finished.mean()),
+            "tokens_per_s_rollout": float(response_lengths.sum() / record["time_rollout"]),
+        }
+        return batch, rollout.logprobs, health
+
+    def _update(self, state, batch: Batch, step: int, record: dict):
+        """All optimiser updates of a step; returns the first one's log-probabilities."""
+        rt, count = self.runtime, self.config.algo.updates_per_rollout
+        begin = time.perf_counter()
+        rows = batch.mask.shape[0] // count
+        updates, first = [], None
+        for index in range(count):
+            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
+            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
+            metrics = jax.device_get(metrics)
+            if not metrics["good"]:
+                self._save(state)
+                raise NonFiniteError(non_finite_message("RL", step + 1, metrics))
+            updates.append(metrics)
+            first = np.asarray(logp) if first is None else first
+        seconds = time.perf_counter() - begin
+        names = set(updates[0]) - {"good", "bad_layer", "checksum"}
+        for name in sorted(names):
+            record[name] = float(np.mean([m[name] for m in updates]))
+        record["lr"] = float(self.schedule(step * count))
+        record["time_learner"] = seconds
+        tokens = float(np.asarray(batch.mask).sum())
+        record["tokens_per_s_learner"] = tokens / seconds
+        return state, first, updates
+
+
+def _health_metrics(health: dict) -> dict[str, float]:
+    """fp8_saturated_frac, fp8_underflow_frac, fp8_nonfinite_blocks by operand class."""
+    record = {}
+    for name, counts in health.items():
+        if not counts:
+            continue
+        total = {key: float(np.sum(value)) for key, value in counts.items()}
+        record[f"fp8_saturated_frac/{name}"] = total["saturated"] / total["elements"]
+        record[f"fp8_underflow_frac/{name}"] = total["underflowed"] / total["elements"]
+        record[f"fp8_nonfinite_blocks/{name}"] = total["nonfinite_blocks"]
+    return record

@@ -1,0 +1,191 @@
+"""The supervised warm-up: a policy that can do the task somewhat, before reward takes over.
+
+Its result is cached by everything it depends on (configuration, seed, the library's own source),
+so a second run with other RL settings starts at once. It checkpoints at each evaluation and
+resumes like the RL phase.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import time
+
+import jax
+import numpy as np
+
+import fp8rl_jax
+from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.config import flatten
+from fp8rl_jax.data import Stream, join, pad_prompts, pad_responses
+from fp8rl_jax.errors import NonFiniteError
+from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
+from fp8rl_jax.metrics import RunLogs, read_jsonl
+from fp8rl_jax.progress import Display
+from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
+
+_SECTIONS = ("model", "mesh", "data", "env", "warmup", "eval")
+_FIELDS = ("run.seed", "run.samples", "precision.rollout", "precision.learner", "learner.remat",
+           "rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.cache_slots")  # fmt: skip
+
+
+def optimizer_of(config):
+    """The warm-up's optimiser and schedule."""
+    w = config.warmup
+    return make_optimizer(
+        w.learning_rate, w.warmup_steps, config.optimizer.b1, w.b2, w.weight_decay,
+        config.optimizer.clip_norm, w.steps if w.end_fraction < 1 else 0, w.end_fraction,
+    )  # fmt: skip
+
+
+def evaluation_steps(config) -> set[int]:
+    """Updates after which the warm-up is evaluated; the last is always among them."""
+    w = config.warmup
+    return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
+
+
+def _source_digest() -> str:
+    """Hash of the library's source: other numerics must not find an old warm-up."""
+    root = pathlib.Path(fp8rl_jax.__file__).parent
+    kernels = pathlib.Path(str(__import__("fp8rl_jax.kernels").kernels.__file__)).parent
+    digest = hashlib.sha256(jax.__version__.encode())
+    for path in sorted([*root.rglob("*.py"), *kernels.rglob("*.py")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_directory(config) -> pathlib.Path:
+    """Where this configuration's warm-up is kept."""
+    flat = flatten(config)
+    parts = {k: v for k, v in flat.items() if k.split(".")[0] in _SECTIONS or k in _FIELDS}
+    parts["source"] = _source_digest()
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = pathlib.Path(config.run.cache_dir or os.path.join(home, "fp8rl_jax"))
+    return root / f"warmup-{name}"
+
+
+def load_cached(runtime: Runtime, params_like, logs: RunLogs):
+    """Parameters of a finished warm-up, its records copied into `logs`; None if there is none."""
+    directory = cache_directory(runtime.config)
+    if not directory.is_dir():
+        return None
+    checkpoints = Checkpoints(directory / "checkpoint", keep=1)
+    params = checkpoints.restore(0, params_like)
+    checkpoints.close()
+    for name in ("warmup", "eval", "samples"):
+        for record in read_jsonl(directory / f"{name}.jsonl"):
+            logs.write(name, record)
+    return params
+
+
+def save_cached(runtime: Runtime, params, run_dir: pathlib.Path) -> None:
+    """Keeps a finished warm-up; complete or not at all."""
+    directory = cache_directory(runtime.config)
+    if directory.exists():
+        return
+    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    checkpoints = Checkpoints(temporary / "checkpoint", keep=1)
+    checkpoints.save(0, params, {})
+    checkpoints.close()
+    for name in ("warmup", "eval", "samples"):
+        shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
+    try:
+        temporary.rename(directory)
+    except OSError:  # another run finished the same warm-up first
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def run_warmup(
+    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, checkpoint, stopping
+) -> TrainState:
+    """Supervised updates from `state.step` to the end.
+
+    Args:
+      runtime, state: what to train.
+      logs, display: where records go.
+      checkpoint: called as checkpoint(state) at each evaluation and when stopping.
+      stopping: returns True when the run must end now.
+
+    Returns:
+      The state after the last update, or after the update at which it had to stop.
+
+    Raises:
+      NonFiniteError: loss or gradient is NaN or infinite.
+    """
+    config = runtime.config
+    optimizer, schedule = optimizer_of(config)
+    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1)
+    stream = Stream(runtime.questions["warmup"], config.warmup.batch_size, config.run.seed)
+    stream.position = int(state.data_state)
+    evaluate_at = evaluation_steps(config)
+    display.phase("warm-up", config.warmup.steps, int(state.step))
+    for step in range(int(state.step), config.warmup.steps):
+        start = time.perf_counter()
+        batch = _demonstrations(runtime, stream.next())
+        state, _, metrics = train_step(state, batch, runtime.rope)
+        metrics = jax.device_get(metrics)
+        if not metrics["good"]:
+            checkpoint(state)
+            raise NonFiniteError(non_finite_message("warm-up", step + 1, metrics))
+        state = state.replace(
+            step=np.int32(step + 1), data_state=np.int32(stream.position)
+        )
+        record = {
+            "step": step + 1,
+            "loss": float(metrics["loss"]),
+            "grad_norm": float(metrics["grad_norm"]),
+            "lr": float(schedule(step)),
+            "time_step": time.perf_counter() - start,
+        }
+        logs.write("warmup", record)
+        display.warmup_step(record)
+        if step + 1 in evaluate_at:
+            weights, _, _ = runtime.refit(state.params)
+            result, samples = evaluate(runtime, weights, "warmup", step + 1)
+            logs.write("eval", result)
+            for sample in samples:
+                logs.write("samples", sample)
+            display.evaluation(result)
+        if step + 1 < config.warmup.steps and (step + 1 in evaluate_at or stopping()):
+            checkpoint(state)
+        if stopping():
+            break
+    return state
+
+
+def non_finite_message(phase: str, step: int, metrics) -> str:
+    """The sentence for a run that met NaN: step, and layer if one is known."""
+    layer = int(metrics["bad_layer"])
+    where = f"layer {layer} is the first with a non-finite output" if layer >= 0 else (
+        "every layer's output is finite, so it arose in the loss or in a gradient"
+    )  # fmt: skip
+    return (
+        f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
+        f"{float(metrics['grad_norm'])}; {where}; the last good state is saved"
+    )
+
+
+def _demonstrations(runtime: Runtime, questions) -> Batch:
+    rollout = runtime.config.rollout
+    prompts, lengths = pad_prompts(
+        [q.text for q in questions], runtime.tokenizer, rollout.max_prompt_tokens
+    )
+    targets, mask = pad_responses(
+        [q.answer for q in questions], runtime.tokenizer, rollout.max_new_tokens
+    )
+    batch = Batch(
+        tokens=join(prompts, lengths, targets, runtime.tokenizer.pad_id),
+        prompt_lengths=lengths,
+        targets=targets,
+        mask=mask.astype(np.float32),
+        temperature=np.ones(len(questions), np.float32),
+        **empty_response_fields(len(questions), targets.shape[1]),
+    )
+    return to_device(batch, runtime)

@@ -1,0 +1,280 @@
+"""The report says what the files say: nothing invented, nothing hidden, nothing executed."""
+
+import ast
+import html
+import json
+import math
+import os
+import pathlib
+import re
+
+import pytest
+
+from fp8rl_jax import report
+
+_STEPS = 12
+_CONFIG = {
+    "model": {"layers": 2, "d_model": 64},
+    "precision": {"rollout": "fp8_blockwise", "learner": "fp8_blockwise"},
+    "algo": {"name": "grpo", "group_size": 4},
+    "rollout": {"max_tokens": 16},
+    "env": {"task": "chain_sum"},
+    "run": {"seed": 7},
+}
+
+
+def _metrics(step, drift=0.0, time_rollout=2.0):
+    first = 30.0 if step == 1 else 0.0
+    row = {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.3, "group_zero_std_frac": 0.2}
+    row |= {"response_len_mean": 9.0, "response_len_max": 16, "truncated_frac": 0.01}
+    row |= {"entropy": 0.5, "clipfrac_low": 0.0, "clipfrac_high": 0.01, "loss": 0.1, "lr": 1e-4}
+    row |= {"grad_norm": 1.0, "token_mult_prob_error": 1 + drift, "mismatch_kl": drift**2}
+    row |= {"train_rollout_logprob_abs_diff": drift, "logprob_equal_frac": 1 - drift}
+    row |= {"train_rollout_logprob_abs_diff_max": 10 * drift, "tis_clipfrac": 0.0}
+    for operand in ("weights", "activations", "kv"):
+        row |= {f"fp8_saturated_frac/{operand}": 0.0, f"fp8_underflow_frac/{operand}": 1e-4}
+        row |= {f"fp8_nonfinite_blocks/{operand}": 0}
+    row |= {"refit_checksum_ok": True, "reward_errors": 0, "drift_tokens": 100 * step}
+    row |= {"time_rollout": time_rollout + first, "time_learner": 1.0, "time_reward": 0.5}
+    row |= {"time_step": time_rollout + first + 1.5, "tokens_per_s_rollout": 300.0}
+    return row | {"tokens_per_s_learner": 800.0}
+
+
+def _evaluations():
+    rows = [(10, 0.20, 0.10), (20, 0.30, 0.15), (30, 0.25, 0.20)]
+    rows = [("warmup", *row) for row in rows] + [("rl", 6, 0.4, 0.35), ("rl", 12, 0.5, 0.45)]
+    keys = ("phase", "step", "accuracy_greedy", "accuracy_sampled")
+    return [dict(zip(keys, row, strict=True)) | {"questions": 200} for row in rows]
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _make(root, *, config=None, metrics=None, samples=None):
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(_CONFIG if config is None else config))
+    warmup = [{"step": i, "loss": 3 / i, "grad_norm": 1.0, "lr": 1e-3} for i in range(1, 31)]
+    samples = samples or [
+        {"phase": "rl", "step": step, "prompt": f"1+{step}=", "response": f"r{step}", "answer": "2"}
+        for step in (6, 12, 12)
+    ]
+    _write(root / "warmup.jsonl", warmup)
+    _write(root / "metrics.jsonl", metrics or [_metrics(i) for i in range(1, _STEPS + 1)])
+    _write(root / "eval.jsonl", _evaluations())
+    _write(root / "samples.jsonl", samples)
+    return root
+
+
+def _recipes(rollout, learner):
+    return _CONFIG | {"precision": {"rollout": rollout, "learner": learner}}
+
+
+def _read(path):
+    """The page without its image data and with entities resolved."""
+    text = path.read_text(encoding="utf-8")
+    return html.unescape(re.sub(r"data:image/png;base64,[^\"]*", "", text))
+
+
+def _drawn(monkeypatch):
+    """Collects the legend labels and titles of every figure as it is encoded."""
+    texts, encode = [], report._figure
+
+    def figure(plot, caption):
+        for ax in plot.axes if plot is not None else ():
+            texts.append(ax.get_title(loc="left"))
+            texts.extend(x.get_text() for x in (ax.get_legend().texts if ax.get_legend() else ()))
+        return encode(plot, caption)
+
+    monkeypatch.setattr(report, "_figure", figure)
+    return texts
+
+
+def test_complete_run(tmp_path, monkeypatch):
+    drawn = _drawn(monkeypatch)
+    root = _make(tmp_path / "run")
+    path = report.write_report(root)
+    assert path == root / "report.html"
+    page = _read(path)
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == [
+        *("Key figures", "Recipes and settings", "Held-out accuracy", "Reward"),
+        *("Drift between rollout and learner", "FP8 health", "Time", "Optimiser", "Warm-up"),
+        *("Sample transcripts", "Configuration"),
+    ]
+    assert "sampled 20 % → 45 %, greedy 25 % → 50 %" in page
+    assert "best warm-up evaluation 30 %, at step 20" in page
+    assert "drift over 7,800 tokens of 12 steps: max |Δlogp| = 0 exactly" in page
+    assert "100 % of log-probs bit-equal" in page
+    assert page.count("<img") == 7
+    assert 'class="notes"' not in page
+    assert "r12" in page and "r6" not in page  # the last step's transcripts only
+    assert "Comparison" not in page
+    label = "train_rollout_logprob_abs_diff_max: exactly 0 at all 12 steps"
+    assert label in drawn
+    assert "best warm-up, greedy: 30 %" in drawn
+
+
+def test_page_is_self_contained_and_replaced_whole(tmp_path):
+    root = _make(tmp_path / "run")
+    report.write_report(root)
+    raw = report.write_report(root).read_text(encoding="utf-8")
+    assert not re.search(r"<script|<link|@import|https?://|url\(", raw)
+    assert set(re.findall(r'src="(data:image/png;base64,)?', raw)) == {"data:image/png;base64,"}
+    assert not [name for name in os.listdir(root) if name.endswith(".tmp")]
+    assert str(tmp_path) not in raw
+
+
+def test_summary_figures(tmp_path):
+    s = report.summarise(_make(tmp_path / "run"))
+    documented = report.summarise.__doc__
+    assert all(re.search(rf"\b{key}\b", documented) for key in s)
+    assert json.loads(json.dumps(s)) == s
+    assert (s["task"], s["seed"], s["rl_steps"], s["warmup_steps"]) == ("chain_sum", "7", 12, 30)
+    assert s["greedy"]["warmup_best_step"] == 20 and s["greedy"]["warmup_end"] == 0.25
+    assert s["drift_exactly_zero"] is True and s["drift_max"] == 0.0
+    assert s["drift_tokens"] == 7800
+    assert s["time_step_first"] == 33.5 and s["time_rollout"] == 2.0  # the first step left out
+    assert s["reward_first"] == pytest.approx(0.1) and s["reward_last"] == pytest.approx(1.2)
+    assert s["refit_checks"] == 12 and s["refit_failures"] == 0
+
+
+def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, monkeypatch):
+    drawn = _drawn(monkeypatch)
+    rows = [_metrics(i, drift=1e-9 if i == 5 else 0.0) for i in range(1, _STEPS + 1)]
+    root = _make(tmp_path / "run", metrics=rows)
+    page, s = _read(report.write_report(root)), report.summarise(root)
+    assert "max |Δlogp| = 1e-08" in page
+    assert "0 exactly" not in page
+    assert "all but 6e-09 % of log-probs bit-equal" in page
+    assert "1 + 6.41e-11" in page
+    assert s["drift_exactly_zero"] is False
+    assert s["drift_mean"] == pytest.approx(1e-9 * 500 / 7800)  # weighted by drift_tokens
+    assert not [x for x in drawn if "logprob" in x and "exactly" in x]
+    assert "train_rollout_logprob_abs_diff_max (0 at 11 of 12 steps)" in drawn
+
+
+@pytest.mark.parametrize("value", [math.nan, None, math.inf])
+def test_drift_that_is_not_a_number_is_not_zero(tmp_path, value):
+    rows = [_metrics(i) for i in range(1, _STEPS + 1)]
+    rows[3]["train_rollout_logprob_abs_diff_max"] = value
+    page = _read(report.write_report(_make(tmp_path / "run", metrics=rows)))
+    assert "max |Δlogp| = not finite" in page
+    assert "train_rollout_logprob_abs_diff_max is not finite at 1 step, first at step 4." in page
+    assert "0 exactly" not in page
+
+
+def test_steps_without_compared_tokens_do_not_count(tmp_path):
+    rows = [_metrics(i) | ({"drift_tokens": 0} if i > 4 else {}) for i in range(1, _STEPS + 1)]
+    s = report.summarise(_make(tmp_path / "run", metrics=rows))
+    assert s["drift_steps"] == 4 and s["drift_tokens"] == 1000
+    assert "1,000 tokens of 4 steps" in s["sentence"]
+
+
+def test_faults_are_named(tmp_path):
+    rows = [_metrics(i) for i in range(1, _STEPS + 1)]
+    rows[2] |= {"refit_checksum_ok": False, "reward_errors": 3, "fp8_nonfinite_blocks/kv": 2}
+    notes = report.summarise(_make(tmp_path / "run", metrics=rows))["notes"]
+    assert notes == [
+        "The refit checksum failed at 1 step.",
+        "3 rewards raised an error and were scored 0.",
+        "fp8_nonfinite_blocks/kv: 2 blocks held NaN or infinity.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "empty"),
+    [("warmup", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
+)
+def test_one_missing_or_empty_file(tmp_path, name, empty):
+    root = _make(tmp_path / "run")
+    file = root / f"{name}.jsonl"
+    file.write_text("") if empty else file.unlink()
+    page = _read(report.write_report(root))
+    assert f"{name}.jsonl {'holds no complete line' if empty else 'is missing'}." in page
+    assert "Not recorded in this run." in page
+    if name == "metrics":
+        assert "exactly" not in page
+
+
+def test_only_a_config(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    page = _read(report.write_report(tmp_path))
+    assert "no held-out evaluation recorded" in page
+    assert "<img" not in page and "exactly" not in page
+
+
+def test_a_run_of_one_step(tmp_path):
+    page = _read(report.write_report(_make(tmp_path / "run", metrics=[_metrics(1)])))
+    assert "tokens of 1 step:" in page
+    assert "33.5 s; not recorded" in page  # no step but the first, so no median
+
+
+def test_truncated_last_line(tmp_path):
+    root = _make(tmp_path / "run")
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "reward_me')
+    page = _read(report.write_report(root))
+    assert "metrics.jsonl: left out 1 of 13 lines, the last one incomplete." in page
+    assert "12 steps of RL" in page
+
+
+def test_samples_are_text_not_markup(tmp_path):
+    attack = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x00\ud800"
+    sample = {"phase": "eval<b>", "step": 1, "prompt": attack, "response": attack, "answer": attack}
+    config = _CONFIG | {"env": {"task": attack}, attack: 1}
+    root = _make(tmp_path / "a<i>b", samples=[sample], config=config)
+    raw = report.write_report(root).read_text(encoding="utf-8")
+    for tag in ("<script", "<img src=x", "<b>", "<i>", "\x00"):
+        assert tag not in raw
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in raw
+    assert "&amp;amp;\\x00" in raw
+
+
+def test_comparison_states_the_measured_ratio(tmp_path):
+    fast = [_metrics(i, time_rollout=0.5) for i in range(1, _STEPS + 1)]
+    base = _make(tmp_path / "base", config=_recipes("bf16", "bf16"), metrics=fast)
+    mixed = [_metrics(i, drift=0.01) for i in range(1, _STEPS + 1)]
+    mixed = _make(tmp_path / "mixed", config=_recipes("fp8", "bf16"), metrics=mixed)
+    root = _make(tmp_path / "run")
+    page = _read(report.write_report(root, [base, mixed]))
+    assert "rollout time of run (fp8_blockwise) is 4.00 times that of base (bf16)." in page
+    assert "FP8 is emulated" in page and "differ in" not in page
+    assert "fp8 rollout, bf16 learner (mixed)" in page and "1 + 0.01" in page
+    page = _read(report.write_report(root, [mixed]))
+    assert "FP8 is emulated" in page and " times that of " not in page
+
+
+def test_comparison_names_other_differences(tmp_path):
+    config = _recipes("f32", "f32") | {"model": {"layers": 9}}
+    other = _make(tmp_path / "other", config=config)
+    page = _read(report.write_report(_make(tmp_path / "run"), [other]))
+    assert "is 1.00 times that of other (f32). Their configs also differ in: model." in page
+
+
+def test_errors_are_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"absent' does not exist; give one .*\.$"):
+        report.write_report(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"has no config\.json; give one .*\.$"):
+        report.summarise(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json' must hold one JSON object\.$"):
+        report.summarise(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_shares_round_to_certainty_only_when_certain():
+    cases = {0.0: "0 %", 1.0: "100 %", 0.5: "50 %", 1 - 1e-7: "all but 1e-05 %", 1e-5: "0.001 %"}
+    assert {value: report._share(value) for value in cases} == cases
+    assert [report._near_one(x) for x in (1.0, 1 + 2**-30, None)] == [
+        *("1", "1 + 9.31e-10", "not recorded")
+    ]
+
+
+def test_imports_are_light():
+    tree = ast.parse(pathlib.Path(report.__file__).read_text(encoding="utf-8"))
+    names = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
+    names |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    roots = {name.split(".")[0] for name in names}
+    assert not roots & {"jax", "jaxlib", "flax", "optax", "fp8rl_jax"}
+    assert "matplotlib.pyplot" not in names
