@@ -11,7 +11,9 @@ import importlib.util
 import pathlib
 import sys
 
-__version__ = "0.1.0"
+from fp8rl_jax.version import __version__
+
+__all__ = ["__version__"]
 
 
 def _register_kernels() -> None:

@@ -41,9 +41,7 @@ class Checkpoints:
         if number in self._manager.all_steps():
             return
         meta = {**meta, "checksum": state_checksum(state)}
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._manager.save(number, args=args, force=True)
         self._manager.wait_until_finished()
 

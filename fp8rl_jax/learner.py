@@ -83,9 +83,7 @@ class TrainState:
 
 def new_state(params, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
     """The state at the start of a phase. `rng` is key data; see `TrainState`."""
-    return TrainState(
-        params, optimizer.init(params), (), jnp.int32(0), rng, jnp.int32(0)
-    )
+    return TrainState(params, optimizer.init(params), (), jnp.int32(0), rng, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,9 +234,7 @@ def make_train_step(
         if micro_batches == 1:
             value, grads, (logp, sums, finite) = run(batch)
         else:
-            parts = jax.tree.map(
-                lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch
-            )
+            parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch)
 
             def accumulate(total, part):
                 value, grads, (logp, sums, finite) = run(part)
@@ -253,9 +249,7 @@ def make_train_step(
         norm = optax.global_norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = state.replace(
-            params=optax.apply_updates(state.params, updates), opt_state=opt_state
-        )
+        new = state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
         new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
         metrics = {
             "loss": value,

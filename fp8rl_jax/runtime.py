@@ -228,5 +228,3 @@ def empty_response_fields(rows: int, slots: int) -> dict[str, np.ndarray]:
         "rollout_weights": np.ones((rows, slots), np.float32),
         "ref_logprobs": zeros,
     }
-
-

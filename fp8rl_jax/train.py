@@ -137,6 +137,14 @@ def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
             raise checks.no_room(directory, error) from error
 
 
+def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str):
+    """(transformation, schedule) of 'warmup' or 'rl'."""
+    if phase == "warmup":
+        return optimizer_of(config)
+    o = config.optimizer
+    return make_optimizer(o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm)
+
+
 class _Run:
     """One execution of the job: what the phases share."""
 
@@ -145,10 +153,7 @@ class _Run:
         self.directory, self.display, self.interrupt = directory, display, interrupt
         keep = self.config.run.keep_checkpoints
         self.checkpoints = Checkpoints(directory / "checkpoints", keep)
-        o = self.config.optimizer
-        self.optimizer, self.schedule = make_optimizer(
-            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm
-        )
+        self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
         self.logs: RunLogs
         self.phase = "warmup"
 
@@ -215,8 +220,7 @@ class _Run:
             return rt.new_state(params, optimizer_of(self.config)[0])
         meta = self.checkpoints.read_meta(number)
         self.phase = meta["phase"]
-        optimizer = self.optimizer if self.phase == "rl" else optimizer_of(self.config)[0]
-        like = rt.new_state(rt.init_params(), optimizer)
+        like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
         self.logs = RunLogs(self.directory, meta["offsets"])
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
@@ -272,9 +276,7 @@ class _Run:
             )
             record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             record |= _health_metrics({"weights": jax.device_get(health), **old})
-            state = state.replace(
-                step=np.int32(step + 1), data_state=np.int32(stream.position)
-            )
+            state = state.replace(step=np.int32(step + 1), data_state=np.int32(stream.position))
             begin = time.perf_counter()
             weights, checksum, health = jax.block_until_ready(rt.refit(state.params))
             record["time_refit"] = time.perf_counter() - begin

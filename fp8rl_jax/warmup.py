@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import fp8rl_jax
+from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream, join, pad_prompts, pad_responses
@@ -29,8 +30,16 @@ from fp8rl_jax.progress import Display
 from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
 
 _SECTIONS = ("model", "mesh", "data", "env", "warmup", "eval")
-_FIELDS = ("run.seed", "run.samples", "precision.rollout", "precision.learner", "learner.remat",
-           "rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.cache_slots")  # fmt: skip
+_FIELDS = (
+    "run.seed",
+    "run.samples",
+    "precision.rollout",
+    "precision.learner",
+    "learner.remat",
+    "rollout.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "rollout.cache_slots",
+)
 
 
 def optimizer_of(config):
@@ -51,9 +60,9 @@ def evaluation_steps(config) -> set[int]:
 def _source_digest() -> str:
     """Hash of the library's source: other numerics must not find an old warm-up."""
     root = pathlib.Path(fp8rl_jax.__file__).parent
-    kernels = pathlib.Path(str(__import__("fp8rl_jax.kernels").kernels.__file__)).parent
+    kernel_root = pathlib.Path(kernels.__file__).parent
     digest = hashlib.sha256(jax.__version__.encode())
-    for path in sorted([*root.rglob("*.py"), *kernels.rglob("*.py")]):
+    for path in sorted([*root.rglob("*.py"), *kernel_root.rglob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -134,9 +143,7 @@ def run_warmup(
         if not metrics["good"]:
             checkpoint(state)
             raise NonFiniteError(non_finite_message("warm-up", step + 1, metrics))
-        state = state.replace(
-            step=np.int32(step + 1), data_state=np.int32(stream.position)
-        )
+        state = state.replace(step=np.int32(step + 1), data_state=np.int32(stream.position))
         record = {
             "step": step + 1,
             "loss": float(metrics["loss"]),

@@ -149,7 +149,7 @@ def attention(
       (B, T, H, Dh) float32.
     """
     batch, queries, heads, head_dim = q.shape
-    slots, kv_heads = k.shape[1], k.shape[2]
+    kv_heads = k.shape[2]
     groups = heads // kv_heads
     rows = queries * groups
     q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, head_dim)
@@ -222,7 +222,8 @@ def attention_vjp(
     """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
 
     The backward pass makes no bitwise promise, so it is written plainly: probabilities are
-    recomputed, then ``dv = p^T do``, ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
+    recomputed, then ``dv = p^T do``, ``ds = p * (do v^T - rowsum)``, ``dq = ds k``,
+    ``dk = ds^T q``.
 
     Args:
       q: (B, T, H, Dh); k, v: (B, S, Hkv, Dh), dequantised; positions: (B, T) int32.

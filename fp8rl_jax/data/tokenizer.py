@@ -77,6 +77,4 @@ def load_tokenizer(config) -> Tokenizer:
     """The tokenizer that `config.data` names: 'byte', or the path of a tokenizer.json."""
     if config.tokenizer == "byte":
         return ByteTokenizer()
-    return FileTokenizer(
-        config.tokenizer, config.bos_token, config.eos_token, config.pad_token
-    )
+    return FileTokenizer(config.tokenizer, config.bos_token, config.eos_token, config.pad_token)

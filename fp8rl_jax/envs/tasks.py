@@ -44,9 +44,7 @@ def check_task(name: str, options: dict) -> None:
     try:
         reasoning_gym.create_dataset(name, size=1, seed=0, **options)[0]
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(
-            f"env.task_options: task {name!r} refuses {options}: {error}"
-        ) from None
+        raise UserError(f"env.task_options: task {name!r} refuses {options}: {error}") from None
 
 
 def make_questions(

@@ -92,7 +92,7 @@ def token_logprobs(
 
     def rows(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape((-1, chunk) + x.shape[1:])
+        return x.reshape(-1, chunk, *x.shape[1:])
 
     @jax.checkpoint
     def logp(hidden, targets, temperature):

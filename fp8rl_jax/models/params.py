@@ -67,6 +67,7 @@ def trainable_params(params, weights):
     Differentiate with respect to `params`; `weights` must come from outside the differentiated
     function, or pass through `lax.stop_gradient`.
     """
+
     def pair(path, master, value):
         if _role(path) == "norm":
             return master

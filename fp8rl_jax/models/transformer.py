@@ -66,7 +66,9 @@ class DecoderLayer(nn.Module):
         config, recipe = self.config, self.recipe
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
-        a, cache, (k, v) = Attention(config, recipe, name="self_attn")(h, cache, positions, cos, sin)
+        a, cache, (k, v) = Attention(config, recipe, name="self_attn")(
+            h, cache, positions, cos, sin
+        )
         o = linear(recipe, config.hidden_size, "o_proj", residual_scale)(a)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import formats
 
+BF16, FLOAT32, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(formats.E4M3)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -36,11 +38,11 @@ class Recipe:
     """
 
     name: str
-    compute_dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
+    compute_dtype: jnp.dtype = BF16
     quantized: bool = True
     weight_block: tuple[int, int] = (128, 128)
     activation_block: tuple[int, int] = (1, 128)
-    dtype: jnp.dtype = jnp.dtype(formats.E4M3)
+    dtype: jnp.dtype = E4M3
     power_of_two: bool = False
     kv_quantized: bool = True
 
@@ -58,9 +60,7 @@ _RECIPES = {
         Recipe("fp8_blockwise_pow2", power_of_two=True),
         Recipe("fp8_tensorwise", weight_block=(-1, -1), activation_block=(-1, -1)),
         Recipe("bf16", quantized=False, kv_quantized=False),
-        Recipe(
-            "f32", compute_dtype=jnp.dtype(jnp.float32), quantized=False, kv_quantized=False
-        ),
+        Recipe("f32", compute_dtype=FLOAT32, quantized=False, kv_quantized=False),
     )
 }
 _ALIASES = {"fp8": "fp8_blockwise"}

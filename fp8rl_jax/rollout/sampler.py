@@ -142,9 +142,7 @@ def make_sampler(
             )
 
         cache = init_cache(model, recipe, prompts.shape[0], prompt_slots)
-        prefill = forward(
-            weights, prompts, model, recipe, cache=cache, rope=rope, output="hidden"
-        )
+        prefill = forward(weights, prompts, model, recipe, cache=cache, rope=rope, output="hidden")
         last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
         shape = (batch, slots_new)

@@ -1,0 +1,143 @@
+"""`fp8rl bench`: time of a rollout and of a train step under several recipes, in one process.
+
+Every recipe runs on the same prompts and the same random model, on real questions of the
+configured task; recipes take turns within each repetition, so that a machine that slows down slows
+all of them. The figures are medians; the ratios are to the first recipe. On a CPU FP8 is emulated
+(operands are upcast to float32), so FP8 is slower there than bf16: the table says how much.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import ml_collections
+import numpy as np
+
+from fp8rl_jax.data import join
+from fp8rl_jax.envs import Question
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.learner import Batch, LossConfig, make_optimizer
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.runtime import empty_response_fields, make_runtime, to_device
+
+
+class _Subject:
+    """One recipe's programs and data."""
+
+    def __init__(self, config: ml_collections.ConfigDict, recipe: str):
+        config = config.copy_and_resolve_references()
+        config.precision.rollout = config.precision.learner = recipe
+        config.precision.zero_drift = "report"
+        self.runtime = rt = make_runtime(config)
+        optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+        self.state = rt.new_state(rt.init_params(), optimizer)
+        self.step = rt.train_step(optimizer, LossConfig(), config.learner.micro_batches)
+        self.weights, _, _ = rt.refit(self.state.params)
+        count = config.rollout.prompts_per_step
+        self.questions: list[Question] = rt.questions["train"][:count]
+
+    def rollout(self):
+        config, rt = self.runtime.config, self.runtime
+        rows = len(self.questions) * config.rollout.group_size
+        return rt.generate(
+            rt.sampler, self.weights, self.questions, rt.keys["rollout"],
+            np.full(rows, config.rollout.temperature, np.float32),
+        )  # fmt: skip
+
+    def batch(self) -> Batch:
+        """A rollout of this model as a training batch, advantages drawn at random."""
+        rt, group = self.runtime, self.runtime.config.rollout.group_size
+        rollout, prompts, lengths = self.rollout()
+        lengths = np.repeat(lengths, group)
+        rows, slots = rollout.tokens.shape
+        fields = empty_response_fields(rows, slots) | {
+            "advantages": np.random.default_rng(0).standard_normal(rows).astype(np.float32),
+            "old_logprobs": rollout.logprobs,
+        }
+        pad = rt.tokenizer.pad_id
+        return to_device(
+            Batch(
+                tokens=join(np.repeat(prompts, group, axis=0), lengths, rollout.tokens, pad),
+                prompt_lengths=lengths,
+                targets=rollout.tokens,
+                mask=rollout.mask.astype(np.float32),
+                temperature=np.ones(rows, np.float32),
+                **fields,
+            ),
+            rt,
+        )
+
+    def train(self, batch: Batch) -> None:
+        self.state, _, metrics = self.step(self.state, batch, self.runtime.rope)
+        jax.block_until_ready((self.state, metrics))
+
+
+def bench(
+    config: ml_collections.ConfigDict, recipes: list[str], repeats: int
+) -> list[dict[str, float | str]]:
+    """Times each recipe; see the module.
+
+    Args:
+      config: shapes and batch sizes.
+      recipes: names; the first is the one that ratios refer to.
+      repeats: timed repetitions after the one that compiles.
+
+    Returns:
+      One row a recipe: recipe, decode_s, train_s (median seconds), decode_tokens_per_s,
+      decode_ratio, train_ratio (median over repetitions of this recipe over the first).
+    """
+    if repeats < 1:
+        raise UserError(f"--repeats is {repeats}; write at least 1")
+    for recipe in recipes:
+        get_recipe(recipe)
+    subjects = {recipe: _Subject(config, recipe) for recipe in recipes}
+    first = next(iter(subjects.values()))
+    times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in recipes}
+    tokens = {}
+    with jax.set_mesh(first.runtime.mesh):
+        batches = {}
+        for name, subject in subjects.items():
+            batches[name] = subject.batch()
+            tokens[name] = float(np.asarray(batches[name].mask).sum())
+            subject.train(batches[name])
+        for _ in range(repeats):
+            for name, subject in subjects.items():
+                start = time.perf_counter()
+                subject.rollout()
+                middle = time.perf_counter()
+                subject.train(batches[name])
+                times[name]["decode"].append(middle - start)
+                times[name]["train"].append(time.perf_counter() - middle)
+    rows = []
+    for name in recipes:
+        decode, train = (np.array(times[name][k]) for k in ("decode", "train"))
+        base_decode, base_train = (np.array(times[recipes[0]][k]) for k in ("decode", "train"))
+        rows.append(
+            {
+                "recipe": name,
+                "decode_s": float(np.median(decode)),
+                "decode_tokens_per_s": tokens[name] / float(np.median(decode)),
+                "train_s": float(np.median(train)),
+                "decode_ratio": float(np.median(decode / base_decode)),
+                "train_ratio": float(np.median(train / base_train)),
+            }
+        )
+    return rows
+
+
+def format_table(rows: list[dict]) -> str:
+    """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
+    head = ("recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio")
+    lines = ["  ".join(f"{h:>13}" for h in head)]
+    for row in rows:
+        cells = (
+            row["recipe"], f"{row['decode_s']:.3f}", f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['train_s']:.3f}", f"{row['decode_ratio']:.2f}", f"{row['train_ratio']:.2f}",
+        )  # fmt: skip
+        lines.append("  ".join(f"{c:>13}" for c in cells))
+    platform = jax.devices()[0].platform
+    lines.append(f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower")
+    if platform == "cpu":
+        lines.append("FP8 is emulated on a CPU: its speed here says nothing about a GPU")
+    return "\n".join(lines)

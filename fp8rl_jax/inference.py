@@ -1,0 +1,70 @@
+"""A run's newest checkpoint as a policy: evaluate it, or ask it questions."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import ml_collections
+import numpy as np
+
+from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.envs import Question
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.runtime import Runtime, make_runtime
+from fp8rl_jax.train import optimizer_of_phase
+
+
+def load_weights(runtime: Runtime):
+    """Rollout weights, phase and step of the newest checkpoint in `run.dir`.
+
+    Raises:
+      UserError: there is none, or it is damaged or of another model.
+    """
+    config = runtime.config
+    directory = pathlib.Path(config.run.dir) / "checkpoints"
+    if not directory.is_dir():
+        raise UserError(
+            f"run.dir: {config.run.dir} holds no checkpoints; train first, or name the directory "
+            "of a run with --config.run.dir"
+        )
+    checkpoints = Checkpoints(directory, config.run.keep_checkpoints)
+    number = checkpoints.latest()
+    if number is None:
+        raise UserError(f"run.dir: {directory} holds no complete checkpoint; train first")
+    meta = checkpoints.read_meta(number)
+    like = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, meta["phase"])[0])
+    state = checkpoints.restore(number, like)
+    checkpoints.close()
+    weights, _, _ = runtime.refit(state.params)
+    return weights, meta["phase"], meta["step"]
+
+
+def evaluate_checkpoint(config: ml_collections.ConfigDict) -> dict:
+    """The record of one evaluation of the newest checkpoint; see `evaluate`."""
+    runtime = make_runtime(config)
+    with jax.set_mesh(runtime.mesh):
+        weights, phase, step = load_weights(runtime)
+        return evaluate(runtime, weights, phase, step)[0]
+
+
+def sample_checkpoint(
+    config: ml_collections.ConfigDict, questions: list[str]
+) -> list[tuple[str, str]]:
+    """(question, answer) pairs, sampled at `rollout.temperature`, one answer a question."""
+    runtime = make_runtime(config)
+    with jax.set_mesh(runtime.mesh):
+        weights, _, step = load_weights(runtime)
+        size = config.eval.batch_size
+        answers = []
+        for first in range(0, len(questions), size):
+            part = [Question(text, "") for text in questions[first : first + size]]
+            padded = part + [part[-1]] * (size - len(part))
+            temperature = np.tile(np.float32([0.0, config.rollout.temperature]), size)
+            key = jax.random.fold_in(runtime.keys["eval"], first + step)
+            rollout, _, _ = runtime.generate(
+                runtime.eval_sampler, weights, padded, key, temperature
+            )
+            answers += runtime.decode(rollout)[1 : 2 * len(part) : 2]
+    return list(zip(questions, answers, strict=True))

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The tests: makes a virtual environment, installs, lints, and runs pytest. Arguments go to pytest:
+#   bash launch/test.sh --slow          also the long ones
+#   bash launch/test.sh tests/quant     one folder
+source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+install_into_venv '.[dev]'
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest "$@"
