@@ -78,7 +78,7 @@ def _train(arguments: Sequence[str]) -> int:
     values, overrides, positional = _parse("train", arguments, options)
     _no_positional("train", positional)
     config = _config("train", values, overrides)
-    from fp8rl_jax.report import summarise
+    from fp8rl_jax.summary import summarise
     from fp8rl_jax.train import train
 
     outcome = train(config, values.resume)

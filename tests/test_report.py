@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from fp8rl_jax import report
+from fp8rl_jax import report, summary
 
 _STEPS = 12
 _CONFIG = {
@@ -126,8 +126,8 @@ def test_page_is_self_contained_and_replaced_whole(tmp_path):
 
 
 def test_summary_figures(tmp_path):
-    s = report.summarise(_make(tmp_path / "run"))
-    documented = report.summarise.__doc__
+    s = summary.summarise(_make(tmp_path / "run"))
+    documented = summary.summarise.__doc__
     assert all(re.search(rf"\b{key}\b", documented) for key in s)
     assert json.loads(json.dumps(s)) == s
     assert (s["task"], s["seed"], s["rl_steps"], s["warmup_steps"]) == ("chain_sum", "7", 12, 30)
@@ -143,7 +143,7 @@ def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, monkeypatch):
     drawn = _drawn(monkeypatch)
     rows = [_metrics(i, drift=1e-9 if i == 5 else 0.0) for i in range(1, _STEPS + 1)]
     root = _make(tmp_path / "run", metrics=rows)
-    page, s = _read(report.write_report(root)), report.summarise(root)
+    page, s = _read(report.write_report(root)), summary.summarise(root)
     assert "max |Δlogp| = 1e-08" in page
     assert "0 exactly" not in page
     assert "all but 6e-09 % of log-probs bit-equal" in page
@@ -166,7 +166,7 @@ def test_drift_that_is_not_a_number_is_not_zero(tmp_path, value):
 
 def test_steps_without_compared_tokens_do_not_count(tmp_path):
     rows = [_metrics(i) | ({"drift_tokens": 0} if i > 4 else {}) for i in range(1, _STEPS + 1)]
-    s = report.summarise(_make(tmp_path / "run", metrics=rows))
+    s = summary.summarise(_make(tmp_path / "run", metrics=rows))
     assert s["drift_steps"] == 4 and s["drift_tokens"] == 1000
     assert "1,000 tokens of 4 steps" in s["sentence"]
 
@@ -174,7 +174,7 @@ def test_steps_without_compared_tokens_do_not_count(tmp_path):
 def test_faults_are_named(tmp_path):
     rows = [_metrics(i) for i in range(1, _STEPS + 1)]
     rows[2] |= {"refit_checksum_ok": False, "reward_errors": 3, "fp8_nonfinite_blocks/kv": 2}
-    notes = report.summarise(_make(tmp_path / "run", metrics=rows))["notes"]
+    notes = summary.summarise(_make(tmp_path / "run", metrics=rows))["notes"]
     assert notes == [
         "The refit checksum failed at 1 step.",
         "3 rewards raised an error and were scored 0.",
@@ -256,17 +256,17 @@ def test_errors_are_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"absent' does not exist; give one .*\.$"):
         report.write_report(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"has no config\.json; give one .*\.$"):
-        report.summarise(tmp_path)
+        summary.summarise(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json' must hold one JSON object\.$"):
-        report.summarise(tmp_path)
+        summary.summarise(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
 def test_shares_round_to_certainty_only_when_certain():
     cases = {0.0: "0 %", 1.0: "100 %", 0.5: "50 %", 1 - 1e-7: "all but 1e-05 %", 1e-5: "0.001 %"}
-    assert {value: report._share(value) for value in cases} == cases
-    assert [report._near_one(x) for x in (1.0, 1 + 2**-30, None)] == [
+    assert {value: summary.share(value) for value in cases} == cases
+    assert [summary.near_one(x) for x in (1.0, 1 + 2**-30, None)] == [
         *("1", "1 + 9.31e-10", "not recorded")
     ]
 

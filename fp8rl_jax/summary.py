@@ -1,0 +1,265 @@
+"""Reads the files of a run directory and sums them up: the figures that a report opens with.
+
+Every figure is computed from the files: what was not recorded is None, and "exactly 0" appears
+only where every recorded step is 0.0. Times are medians over all steps but the first, which
+usually compiles; means of drift weight each step by its `drift_tokens`. No jax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+
+DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
+TYPICAL = ("time_step", "time_rollout", "time_learner")
+TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
+MISSING = "not recorded"
+_TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """The files of one run directory; `notes` says what was missing or unreadable."""
+
+    path: pathlib.Path
+    config: dict
+    notes: list[str]
+    warmup: list[dict]
+    metrics: list[dict]
+    eval: list[dict]
+    samples: list[dict]
+
+    def field(self, section: str, key: str) -> str | None:
+        value = self.config.get(section)
+        value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, dict):  # a recipe may be written out in full
+            value = value.get("name") or json.dumps(value, sort_keys=True)
+        return None if value is None else str(value)
+
+    def phase(self, name: str) -> list[dict]:
+        return [row for row in self.eval if row.get("phase", "rl") == name]
+
+    @property
+    def compared(self) -> list[dict]:
+        """Steps whose drift was measured; a step that compared no token says nothing."""
+        return [row for row in self.metrics if DRIFT_MAX in row and row.get("drift_tokens", 1)]
+
+    @property
+    def label(self) -> str:
+        rollout, learner = (self.field("precision", k) or "?" for k in ("rollout", "learner"))
+        return f"{rollout} rollout, {learner} learner"
+
+
+def load_run(run_dir: str | os.PathLike) -> RunFiles:
+    path, notes = pathlib.Path(run_dir), []
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
+    try:
+        config = {**json.loads((path / "config.json").read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
+    names = ("warmup", "metrics", "eval", "samples")
+    return RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
+
+
+def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
+    if not path.is_file():
+        notes.append(f"{path.name} is missing.")
+        return []
+    lines = [x for x in path.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
+    rows, bad = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            bad.append(number)
+    if bad:
+        last = ", the last one incomplete" if bad[-1] == len(lines) else ""
+        notes.append(f"{path.name}: left out {len(bad)} of {len(lines)} lines{last}.")
+    if not rows:
+        notes.append(f"{path.name} holds no complete line.")
+    return rows
+
+
+def series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of `key` where a row has it; null (how NaN may be written) becomes NaN."""
+    pairs = [(row.get("step", i), row.get(key, "")) for i, row in enumerate(rows)]
+    pairs = [(s, v) for s, v in pairs if not isinstance(v, str | list | dict)]
+    return np.array([s for s, _ in pairs], float), np.array([v for _, v in pairs], float)
+
+
+def statistic(values: np.ndarray, reduce: Callable) -> float | None:
+    values = values[np.isfinite(values)]
+    return float(reduce(values)) if values.size else None
+
+
+def typical(rows: list[dict], key: str, reduce: Callable = np.median) -> float | None:
+    """Median over all steps but the first, which usually compiles."""
+    return statistic(series(rows[1:], key)[1], reduce)
+
+
+def _token_mean(rows: list[dict], key: str) -> float | None:
+    rows = [row for row in rows if key in row]
+    values, weights = series(rows, key)[1], series(rows, "drift_tokens")[1]
+    if not values.size or not np.isfinite(values).all():
+        return None  # a mean that skips a NaN would flatter the run
+    if (values == values[0]).all():
+        return float(values[0])  # a weighted mean of ones may round to 1 - 1e-16
+    return float(np.average(values, weights=weights if len(weights) == len(values) else None))
+
+
+def summarise(run_dir: str | os.PathLike) -> dict:
+    """Headline figures of a run; a figure that was not recorded is None.
+
+    Args:
+      run_dir: directory with config.json and, as far as the run got, warmup.jsonl, metrics.jsonl,
+        eval.jsonl and samples.jsonl.
+
+    Returns:
+      A dict that `json.dumps` accepts:
+        sentence: the summary sentence of the report.
+        task, seed, rollout_recipe, learner_recipe: from the config, as strings.
+        warmup_steps, rl_steps: lines read from warmup.jsonl and metrics.jsonl.
+        greedy, sampled: held-out accuracy (0 to 1), each a dict of `warmup_end`, `warmup_best`,
+          `warmup_best_step`, `last` (last evaluation of the RL phase) and `last_step`.
+        questions: held-out questions of the last evaluation.
+        reward_first, reward_last: mean reward over the first and the last tenth of the steps.
+        drift_steps, drift_tokens: steps and response tokens whose log-probs were compared.
+        drift_max, drift_mean: maximum and mean |dlogp|, nats; None too if a step's is not finite.
+        drift_exactly_zero: whether the maximum is 0.0 at every compared step.
+        logprob_equal_frac: share of bit-equal log-probs.
+        token_mult_prob_error, mismatch_kl, tis_clipfrac: means over the compared tokens.
+        time_step_first: seconds of the first step.
+        time_step, time_rollout, time_learner, tokens_per_s_rollout, tokens_per_s_learner: seconds
+          and rates, median without the first step.
+        refit_checks, refit_failures, reward_errors: counts over the run.
+        notes: sentences on what is missing, unreadable or wrong.
+
+    Raises:
+      ValueError: the directory does not exist, or its config.json is missing or not an object.
+    """
+    return summarise_files(load_run(run_dir))
+
+
+def _accuracy(run: RunFiles, kind: str) -> dict:
+    out = dict.fromkeys(("warmup_end", "warmup_best", "warmup_best_step", "last", "last_step"))
+    steps, values = series(run.phase("warmup"), f"accuracy_{kind}")
+    if np.isfinite(values).any():
+        best = int(np.nanargmax(values))
+        out["warmup_best"], out["warmup_best_step"] = float(values[best]), int(steps[best])
+        out["warmup_end"] = statistic(values[-1:], np.max)
+    steps, values = series(run.phase("rl"), f"accuracy_{kind}")
+    if np.isfinite(values[-1:]).any():
+        out["last"], out["last_step"] = float(values[-1]), int(steps[-1])
+    return out
+
+
+def summarise_files(run: RunFiles) -> dict:
+    rows, compared = run.metrics, run.compared
+    reward, drift_max = series(rows, "reward_mean")[1], series(compared, DRIFT_MAX)[1]
+    tenth, checks = max(1, len(reward) // 10), series(rows, "refit_checksum_ok")[1]
+    out = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
+    out |= {f"{side}_recipe": run.field("precision", side) for side in ("rollout", "learner")}
+    out |= {"warmup_steps": len(run.warmup), "rl_steps": len(rows)}
+    out |= {kind: _accuracy(run, kind) for kind in ("greedy", "sampled")}
+    out |= {
+        "questions": statistic(series(run.eval, "questions")[1][-1:], np.max),
+        "reward_first": statistic(reward[:tenth], np.mean),
+        "reward_last": statistic(reward[-tenth:], np.mean),
+        "drift_steps": len(compared),
+        "drift_tokens": statistic(series(compared, "drift_tokens")[1], np.sum),
+        "drift_max": statistic(drift_max, np.max) if np.isfinite(drift_max).all() else None,
+        "drift_mean": _token_mean(compared, DRIFT_MEAN),
+        "drift_exactly_zero": bool((drift_max == 0).all()) if compared else None,
+        "time_step_first": statistic(series(rows, "time_step")[1][:1], np.max),
+        "refit_checks": int(np.isfinite(checks).sum()),
+        "refit_failures": int((checks == 0).sum()),
+        "reward_errors": statistic(series(rows, "reward_errors")[1], np.sum),
+    }
+    counts = ("questions", "drift_tokens", "reward_errors")
+    out |= {key: int(out[key]) for key in counts if out[key] is not None}
+    out |= {key: _token_mean(compared, key) for key in _TOKEN_MEANS}
+    out |= {key: typical(rows, key) for key in TYPICAL}
+    return {"sentence": _sentence(run, out)} | out | {"notes": run.notes + _warnings(run, out)}
+
+
+def _warnings(run: RunFiles, s: dict) -> list[str]:
+    notes = []
+    for key in ("loss", "grad_norm", DRIFT_MEAN, DRIFT_MAX):
+        rows = run.compared if key in (DRIFT_MEAN, DRIFT_MAX) else run.metrics
+        steps, values = series(rows, key)
+        if (bad := steps[~np.isfinite(values)]).size:
+            notes.append(
+                f"{key} is not finite at {steps_text(bad.size)}, first at step {bad[0]:.0f}."
+            )
+    if s["refit_failures"]:
+        notes.append(f"The refit checksum failed at {steps_text(s['refit_failures'])}.")
+    if s["reward_errors"]:
+        notes.append(f"{s['reward_errors']} rewards raised an error and were scored 0.")
+    for key in keys_with(run.metrics, "fp8_nonfinite_blocks"):
+        if count := statistic(series(run.metrics, key)[1], np.sum):
+            notes.append(f"{key}: {count:.0f} blocks held NaN or infinity.")
+    return notes
+
+
+def keys_with(rows: list[dict], prefix: str) -> list[str]:
+    return sorted({key for row in rows for key in row if key.startswith(prefix)})
+
+
+def steps_text(count: int) -> str:
+    return f"{count:,} step" + "s" * (count != 1)
+
+
+def number(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return MISSING
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + unit
+
+
+def near_one(value: float | None) -> str:
+    """1 only when it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
+    return number(value) if value in (None, 1) else f"1 + {value - 1:.3g}"
+
+
+def share(value: float | None) -> str:
+    """A percentage that reads 0 % or 100 % only when the value is exactly 0 or 1."""
+    if value is None:
+        return MISSING
+    if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
+        return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
+    return f"{value * 100:.1f}".removesuffix(".0") + " %"
+
+
+def drift_text(s: dict) -> str:
+    if s["drift_max"] is None:
+        return "not finite" if s["drift_steps"] else MISSING
+    return "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.3g}"
+
+
+def _sentence(run: RunFiles, s: dict) -> str:
+    kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
+    names = {"warmup_end": "the last warm-up evaluation"}
+    names["last"] = f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}"
+    ends = [k for k in names if any(s[kind][k] is not None for kind in kinds)]
+    if ends:
+        values = (f"{x} {' → '.join(share(s[x][k]) for k in ends)}" for x in kinds)
+        where = " and at ".join(names[k] for k in ends)
+        parts = [f"held-out accuracy at {where}: {', '.join(values)}"]
+    if (best := s["greedy"])["warmup_best"] is not None:
+        parts[0] += f" (best warm-up evaluation {share(best['warmup_best'])},"
+        parts[0] += f" at step {best['warmup_best_step']:,})"
+    if s["drift_steps"]:
+        equal = share(s["logprob_equal_frac"])
+        equal = "" if equal == MISSING else f", {equal} of log-probs bit-equal"
+        over = f"{number(s['drift_tokens'])} tokens of {steps_text(s['drift_steps'])}"
+        parts.append(f"drift over {over}: max |Δlogp| = {drift_text(s)}{equal}")
+    start = f"{s['task'] or 'unnamed task'}, seed {s['seed'] or MISSING}, {run.label}, "
+    return f"{start}{steps_text(s['rl_steps'])} of RL: {'; '.join(parts)}."

@@ -1,0 +1,186 @@
+"""Runs the real sampler and the real train step on the same tokens and compares their bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fp8rl_jax import learner, models, rollout
+from fp8rl_jax.data import join
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.quant import get_recipe
+
+EOS, PAD = 258, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination. `prompts` are lengths; the response has `new_tokens` slots."""
+
+    recipe: str = "fp8"
+    prompts: tuple[int, ...] = (1, 7, 20, 40)
+    group_size: int = 2
+    new_tokens: int = 24
+    cache_slots: int = 0
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    tied: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    remat: str = "none"
+    micro_batches: int = 1
+    extra_slots: int = 0  # learner sequences longer than the sampler's
+    eos_share: float = 0.0  # > 0: bias the head so that sequences end early
+    outliers: bool = False
+    updates: int = 0  # train steps before the comparison
+    seed: int = 0
+
+    def model(self) -> models.ModelConfig:
+        return models.ModelConfig(
+            259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
+            self.head_dim, tie_word_embeddings=self.tied, embedding_init_std=0.05 if self.tied else 1.0,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Both sides' numbers at the response tokens, (n,) and (n, V)."""
+
+    rollout_logp: np.ndarray
+    learner_logp: np.ndarray
+    rollout_logits: np.ndarray
+    learner_logits: np.ndarray
+    mask: np.ndarray
+    checksum_ok: bool
+
+    def differing(self) -> tuple[int, int]:
+        """Number of log-probabilities and of logits whose bits differ."""
+        pairs = (
+            (self.rollout_logp, self.learner_logp),
+            (self.rollout_logits, self.learner_logits),
+        )
+        logp, logits = (int((a.view(np.int32) != b.view(np.int32)).sum()) for a, b in pairs)
+        return logp, logits
+
+
+def make_params(case: Case):
+    params = models.init_params(case.model(), jax.random.key(case.seed))
+    if case.outliers:
+        rng = np.random.default_rng(case.seed)
+        channels = rng.choice(case.hidden, 4, replace=False)
+        table = np.array(params["embed_tokens"])
+        table[:, channels] *= 30
+        params = {**params, "embed_tokens": jnp.asarray(table)}
+    if case.eos_share:
+        head = np.array(params["lm_head"])
+        head[:, EOS] = np.abs(head[:, EOS]) * 2
+        params = {**params, "lm_head": jnp.asarray(head)}
+    return params
+
+
+def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
+    lengths = np.repeat(lengths, case.group_size)
+    tokens = join(np.repeat(prompts, case.group_size, axis=0), lengths, out.tokens, PAD)
+    tokens = np.pad(tokens, ((0, 0), (0, case.extra_slots)), constant_values=PAD)
+    rows = len(lengths)
+    rng = np.random.default_rng(case.seed)
+    batch = learner.Batch(
+        tokens=tokens,
+        prompt_lengths=lengths,
+        targets=out.tokens,
+        mask=out.mask.astype(np.float32),
+        temperature=np.full(rows, case.temperature, np.float32),
+        advantages=rng.standard_normal(rows).astype(np.float32),
+        old_logprobs=out.logprobs,
+        rollout_weights=np.ones_like(out.logprobs),
+        ref_logprobs=np.zeros_like(out.logprobs),
+    )
+    return jax.tree.map(lambda x: x[order], batch)
+
+
+def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
+    """Samples, trains on the samples, and returns both sides' values.
+
+    Args:
+      case: the combination.
+      rollout_recipe: another recipe for the sampler, to make drift.
+      plant: applied to the rollout weights, to make drift.
+    """
+    recipe = get_recipe(case.recipe)
+    model, params = case.model(), make_params(case)
+    slots = max(case.prompts) + case.new_tokens + case.extra_slots
+    rope = tuple(jnp.asarray(t) for t in models.rope_tables(model, max(slots, case.cache_slots)))
+    optimizer = optax.adam(1e-3)
+    step = learner.make_train_step(
+        model, recipe, optimizer, learner.LossConfig(),
+        micro_batches=case.micro_batches, remat=case.remat,
+    )  # fmt: skip
+    refit = rollout.make_refit(rollout_recipe or recipe)
+    sample = rollout.make_sampler(
+        model, rollout_recipe or recipe,
+        rollout.SamplerConfig(
+            case.new_tokens, case.group_size, EOS, PAD, case.top_k, case.top_p,
+            case.cache_slots, keep_logits=True,
+        ),
+    )  # fmt: skip
+    rng = np.random.default_rng(case.seed)
+    lengths = np.asarray(case.prompts, np.int32)
+    prompts = rng.integers(0, 256, (len(lengths), lengths.max())).astype(np.int32)
+    rows = len(lengths) * case.group_size
+    ids = np.arange(rows, dtype=np.int32)
+    temperature = np.full(rows, case.temperature, np.float32)
+    limits = np.full(rows, case.new_tokens, np.int32)
+    # The learner sees the rows in another order, and one of them twice.
+    order = np.concatenate([rng.permutation(rows), [0] * (-(rows + 1) % case.micro_batches + 1)])
+    state = learner.new_state(params, optimizer, np.zeros(2, np.uint32))
+    for update in range(case.updates + 1):
+        weights, checksum, _ = refit(state.params)
+        weights = plant(weights) if plant else weights
+        key = jax.random.fold_in(jax.random.key(case.seed + 1), update)
+        out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
+        batch = _batch(case, prompts, lengths, out, order)
+        before = jax.tree.map(jnp.copy, state.params)
+        state, logp, metrics = step(state, batch, rope)
+    logits = _learner_logits(case, before, batch, rope)
+    place = np.array([np.flatnonzero(order == row)[0] for row in range(rows)])
+    mask = out.mask
+    return Result(
+        rollout_logp=out.logprobs[mask],
+        learner_logp=np.asarray(logp)[place][mask],
+        rollout_logits=out.logits[mask],
+        learner_logits=logits[place][mask],
+        mask=mask,
+        checksum_ok=bool(metrics["checksum"] == checksum),
+    )
+
+
+def _learner_logits(case: Case, params, batch: learner.Batch, rope) -> np.ndarray:
+    """Full-vocabulary logits of the response tokens, inside value_and_grad."""
+    recipe, model = get_recipe(case.recipe), case.model()
+
+    def objective(params, batch, rope):
+        weights = models.quantize_params(jax.lax.stop_gradient(params), recipe)
+        paired = models.trainable_params(params, weights)
+        out = models.forward(
+            paired, batch.tokens, model, recipe, rope=rope, remat=case.remat, output="hidden"
+        )
+        index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
+        hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
+        head = models.output_head(paired, model)
+        logp, _ = models.token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = models.head_logits(rows, head, recipe).reshape(*batch.targets.shape, -1)
+        return -(logp * batch.mask).sum(), logits
+
+    program = exact_jit(lambda *a: jax.value_and_grad(objective, has_aux=True)(*a))
+    (_, logits), grads = program(params, batch, rope)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+    return np.asarray(logits)

@@ -1,0 +1,112 @@
+"""The promise: decode-time log-probabilities and logits == those of the train step, bit for bit.
+
+float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drift_harness import Case, run
+
+from fp8rl_jax.quant import QArray
+
+RECIPES = ("f32", "bf16", "fp8")
+
+
+def _assert_exact(case: Case) -> None:
+    result = run(case)
+    assert result.rollout_logp.size >= 24
+    assert np.isfinite(result.rollout_logp).all()
+    assert result.checksum_ok
+    assert result.differing() == (0, 0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_past_128_keys(recipe):
+    """Prompts 1..40, response past 128 keys, rows in another order and number."""
+    _assert_exact(Case(recipe, prompts=(1, 13, 40), group_size=1, new_tokens=100))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("batch", [1, 17])
+def test_batch_sizes(recipe, batch):
+    prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
+    _assert_exact(Case(recipe, prompts=prompts, group_size=1, seed=batch))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("f32", cache_slots=2 * 64, remat="full", extra_slots=65),
+        Case("fp8", cache_slots=2 * 64, remat="full", extra_slots=65),
+        Case("fp8", tied=True, kv_heads=1, temperature=0.7, top_k=20, top_p=0.9),
+        Case("f32", kv_heads=4, temperature=1.3, micro_batches=3, updates=2),
+        Case("fp8", outliers=True, micro_batches=3, updates=2),
+    ],
+    ids=["f32-cache-remat", "fp8-cache-remat", "fp8-tied-top", "f32-micro", "fp8-outliers"],
+)
+def test_other_shapes(case):
+    """Longer caches and sequences, remat, tied heads, GQA groups, truncation, updates."""
+    _assert_exact(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [*RECIPES, "fp8_blockwise_pow2"])
+@pytest.mark.parametrize("batch", [1, 3, 8, 17])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_grid(recipe, batch, remat):
+    """Every recipe, batch size and remat policy, past 128 keys, cache twice as long."""
+    prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
+    _assert_exact(
+        Case(recipe, prompts=prompts, group_size=1, new_tokens=120, cache_slots=320, remat=remat)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hidden,heads,kv_heads,head_dim", [(512, 8, 2, 64), (1024, 8, 1, 128)])
+def test_wider(recipe, hidden, heads, kv_heads, head_dim):
+    """Widths whose K loop runs over many blocks, head dims 64 and 128."""
+    _assert_exact(
+        Case(recipe, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+             prompts=(3, 9), new_tokens=130)
+    )  # fmt: skip
+
+
+def test_early_end():
+    """Sequences that end early: masked slots hold zeros, kept ones agree."""
+    result = run(Case("fp8", eos_share=1.0, new_tokens=60))
+    assert 0.05 < result.mask.mean() < 0.9, "the case must end some sequences early"
+    assert result.differing() == (0, 0)
+
+
+# The comparison must be able to fail.
+
+
+def test_recipes_that_differ_drift():
+    """An FP8 rollout with a bf16 learner differs in most log-probabilities."""
+    result = run(Case("bf16"), rollout_recipe="fp8")
+    drift = np.abs(result.rollout_logp - result.learner_logp)
+    assert 1e-3 < drift.mean() < 1.0
+    assert (drift == 0).mean() < 0.05
+
+
+def test_per_tensor_activations_drift():
+    """Dynamic per-tensor activation scales depend on the batch: never exact."""
+    result = run(Case("fp8_tensorwise"))
+    assert result.differing()[0] > 0.5 * result.rollout_logp.size
+
+
+def test_one_planted_bit_is_seen():
+    """One bit of one weight of the rollout changes what is compared."""
+
+    def plant(weights):
+        leaf = weights["layers"]["down_proj"]["kernel"]
+        scale = leaf.scale.at[0, 0, 0].set(np.nextafter(leaf.scale[0, 0, 0], np.float32(1e9)))
+        kernel = QArray(leaf.qvalue, scale, leaf.block_shape)
+        layers = {**weights["layers"], "down_proj": {"kernel": kernel}}
+        return {**weights, "layers": layers}
+
+    logp, logits = run(Case("fp8"), plant=plant).differing()
+    assert logits > 0 and logp > 0
