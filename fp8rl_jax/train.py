@@ -270,11 +270,12 @@ class _Run:
                 stream.next(), state, weights, step, reference, record
             )
             state, logp, updates = self._update(state, batch, step, record)
-            checked = slice(0, logp.shape[0])
+            first = slice(0, logp.shape[0])  # the rows of the first update
             record |= mismatch_metrics(
-                logp, rollout_logp[checked], np.asarray(batch.mask)[checked], config.algo.tis_cap
+                logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
-            record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
+            if rt.rollout_recipe == rt.learner_recipe:
+                record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             record |= _health_metrics({"weights": jax.device_get(health), **old})
             state = state.replace(step=np.int32(step + 1), data_state=np.int32(stream.position))
             begin = time.perf_counter()

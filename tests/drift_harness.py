@@ -46,7 +46,8 @@ class Case:
     def model(self) -> models.ModelConfig:
         return models.ModelConfig(
             259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
-            self.head_dim, tie_word_embeddings=self.tied, embedding_init_std=0.05 if self.tied else 1.0,
+            self.head_dim, tie_word_embeddings=self.tied,
+            embedding_init_std=0.05 if self.tied else 1.0,
         )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differenc
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from drift_harness import Case, run
@@ -98,15 +100,36 @@ def test_per_tensor_activations_drift():
     assert result.differing()[0] > 0.5 * result.rollout_logp.size
 
 
-def test_one_planted_bit_is_seen():
-    """One bit of one weight of the rollout changes what is compared."""
+def _plant(change):
+    """Changes one element of one layer's down_proj in what the rollout holds."""
 
     def plant(weights):
-        leaf = weights["layers"]["down_proj"]["kernel"]
-        scale = leaf.scale.at[0, 0, 0].set(np.nextafter(leaf.scale[0, 0, 0], np.float32(1e9)))
-        kernel = QArray(leaf.qvalue, scale, leaf.block_shape)
-        layers = {**weights["layers"], "down_proj": {"kernel": kernel}}
+        kernel = weights["layers"]["down_proj"]["kernel"]
+        layers = {**weights["layers"], "down_proj": {"kernel": change(kernel)}}
         return {**weights, "layers": layers}
 
-    logp, logits = run(Case("fp8"), plant=plant).differing()
-    assert logits > 0 and logp > 0
+    return plant
+
+
+def test_one_planted_ulp_is_seen():
+    """One last bit of one float32 weight of the rollout, 1e-7 of its value, shows."""
+
+    def next_float(kernel):
+        return kernel.at[0, 5, 7].set(np.nextafter(kernel[0, 5, 7], np.float32(np.inf)))
+
+    result = run(Case("f32"), plant=_plant(next_float))
+    logp, logits = result.differing()
+    assert logp > 0 and logits > 0
+    assert 0 < np.abs(result.rollout_logp - result.learner_logp).max() < 1e-4
+
+
+def test_one_planted_fp8_code_is_seen():
+    """One FP8 code of one weight, moved to its neighbour, shows."""
+
+    def next_code(q):
+        codes = jax.lax.bitcast_convert_type(q.qvalue, jnp.uint8)
+        codes = codes.at[0, 5, 7].set(codes[0, 5, 7] ^ 1)
+        return QArray(jax.lax.bitcast_convert_type(codes, q.qvalue.dtype), q.scale, q.block_shape)
+
+    logp, logits = run(Case("fp8"), plant=_plant(next_code)).differing()
+    assert logp > 0 and logits > 0

@@ -1,0 +1,184 @@
+"""The dot_general rule: forward and both gradients against the oracle, and inside Flax."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from oracles import quant_oracle as oracle
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.quant import (
+    TrainableWeight,
+    get_recipe,
+    make_dot_general,
+    matmul,
+    quantize,
+    quantize_weight,
+)
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+def _operands(m=256, k=384, n=256, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((k, n)), jnp.float32)
+    dy = jnp.asarray(rng.standard_normal((m, n)), jnp.bfloat16).astype(jnp.float32)
+    return x, w, dy
+
+
+def _all_three(recipe, x, w, dy):
+    dot = make_dot_general(recipe)
+
+    def run(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, MATRIX, preferred_element_type=jnp.float32), x, w)
+        return y, *vjp(dy)
+
+    return [np.asarray(a, np.float32) for a in exact_jit(run)(x, w, dy)]
+
+
+def _exact(x, w, dy):
+    x, w, dy = (np.asarray(a).astype(ml_dtypes.bfloat16).astype(np.float64) for a in (x, w, dy))
+    return x @ w, dy @ w.T, x.T @ dy
+
+
+@pytest.mark.parametrize("shape", [(256, 384, 256), (131, 300, 200), (512, 1280, 128)])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_equals_the_oracle(shape, power_of_two):
+    """fprop, dgrad and wgrad are the oracle's quantised products up to float32 summation."""
+    x, w, dy = _operands(*shape)
+    recipe = "fp8_blockwise_pow2" if power_of_two else "fp8"
+    y, dx, dw = _all_three(recipe, x, w, dy)
+    x, w, dy = (np.asarray(a, np.float32) for a in (x, w, dy))
+    assert oracle.calc_diff(y, oracle.matmul_1x128_128x128(x, w, power_of_two)) < 1e-12
+    assert oracle.calc_diff(dw, oracle.wgrad_reference(x, dy, power_of_two)) < 1e-12
+    # dx is rounded to bf16, the dtype of x
+    assert 1e-8 < oracle.calc_diff(dx, oracle.dgrad_reference(dy, w, power_of_two)) < 4e-6
+
+
+@pytest.mark.parametrize(
+    "recipe,low,high", [("fp8", 6.0e-4, 7.2e-4), ("fp8_blockwise_pow2", 6.8e-4, 7.5e-4)]
+)
+def test_error_is_that_of_fp8(recipe, low, high):
+    """Two-sided: DeepGEMM's calc_diff of normal inputs. A quantiser that does nothing fails."""
+    x, w, dy = _operands(256, 512, 384, seed=1)
+    for ours, exact in zip(_all_three(recipe, x, w, dy), _exact(x, w, dy), strict=True):
+        assert low < oracle.calc_diff(ours, exact) < high
+
+
+def test_wgrad_quantises_once():
+    """Requantising row-quantised bytes costs over 8e-4; from the bf16 value it stays below."""
+    x, w, dy = _operands(256, 256, 256, seed=2)
+    *_, dw = _all_three("fp8", x, w, dy)
+    exact = _exact(x, w, dy)[2]
+    twice = [
+        quantize(quantize(a, (1, 128)).dequantize(jnp.bfloat16), (128, 1)).dequantize()
+        for a in (x, dy)
+    ]
+    double = np.asarray(twice[0], np.float64).T @ np.asarray(twice[1], np.float64)
+    assert oracle.calc_diff(dw, exact) < 8e-4 < oracle.calc_diff(double, exact)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "f32"])
+def test_unquantised_recipes(recipe):
+    x, w, dy = _operands(64, 300, 130)
+    for ours, exact in zip(_all_three(recipe, x, w, dy), _exact(x, w, dy), strict=True):
+        assert oracle.calc_diff(ours, exact) < 1e-5
+    y, *_ = _all_three("f32", x, w, dy)
+    full = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert oracle.calc_diff(y, full) < 1e-12, "f32 does not round its operands"
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16", "fp8_tensorwise"])
+def test_three_kinds_of_weight_give_the_same_bits(recipe):
+    """A plain array, bytes with their master, and bytes alone."""
+    recipe = get_recipe(recipe)
+    x, w, dy = _operands(40, 256, 130)
+    value = quantize_weight(w, recipe) if recipe.quantized else w.astype(jnp.bfloat16)
+
+    def loss(x, w):
+        return (matmul(recipe, x, w) * dy).sum(), matmul(recipe, x, w)
+
+    grad = exact_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    paired = exact_jit(
+        jax.value_and_grad(lambda x, m, v: loss(x, TrainableWeight(v, m)), (0, 1), has_aux=True)
+    )
+    (_, y1), (dx1, dw1) = grad(x, w)
+    (_, y2), (dx2, dw2) = paired(x, jnp.zeros_like(w), value)  # the master's value is not read
+    y3 = exact_jit(lambda x, v: matmul(recipe, x, v))(x, value)
+    for a, b in ((y1, y2), (y1, y3), (dx1, dx2), (dw1, dw2)):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    assert dw2.dtype == jnp.float32 and dx2.dtype == jnp.bfloat16
+
+
+def test_rows_do_not_see_each_other():
+    """A row's result is the same alone and among 300 others; not so with per-tensor scales."""
+    x, w, _ = _operands(300, 1280, 200)
+    for name, equal in (("fp8", True), ("bf16", True), ("f32", True), ("fp8_tensorwise", False)):
+        recipe = get_recipe(name)
+        f = exact_jit(lambda x, w, recipe=recipe: matmul(recipe, x, w))
+        alone, among = np.asarray(f(x[:1], w)), np.asarray(f(x, w))[:1]
+        assert np.array_equal(alone, among) == equal, name
+
+
+@pytest.mark.parametrize("layer", ["dense", "dense_general"])
+def test_flax_layer_trains(layer):
+    """Drop-in: a user's own Flax model with our dot_general learns a linear map in FP8."""
+    dot = make_dot_general("fp8")
+    if layer == "dense":
+        model = nn.Dense(32, dot_general=dot)
+    else:
+        model = nn.DenseGeneral((4, 8), axis=(-2, -1), dot_general=dot)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 64)).astype(np.float32)
+    y = x @ rng.standard_normal((64, 32)).astype(np.float32)
+    if layer == "dense_general":
+        x, y = x.reshape(256, 8, 8), y.reshape(256, 4, 8)
+    params = model.init(jax.random.key(0), x)
+    optimizer = optax.adam(3e-2)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, x) - y) ** 2).mean())(params)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(150):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.02 * losses[0]
+    assert losses[-1] > 1e-6, "FP8 has an error floor"
+
+
+def test_works_under_vmap_scan_and_remat():
+    x, w, _ = _operands(16, 128, 128)
+    recipe = get_recipe("fp8")
+    stack = jnp.stack([w, w * 2])
+
+    def body(x, w):
+        return jax.checkpoint(lambda x: matmul(recipe, x, w).astype(jnp.bfloat16))(x), None
+
+    scanned = jax.jit(jax.grad(lambda s: jax.lax.scan(body, x, s)[0].astype(jnp.float32).sum()))
+    assert np.isfinite(np.asarray(scanned(stack))).all()
+    mapped = jax.jit(jax.vmap(lambda w: matmul(recipe, x, w)))(stack)
+    np.testing.assert_allclose(mapped[1], mapped[0] * 2, rtol=1e-6)
+
+
+def test_errors():
+    dot = make_dot_general("fp8")
+    a = jnp.ones((2, 4, 8))
+    with pytest.raises(ValueError, match="no batch dimensions"):
+        dot(a, a, (((2,), (2,)), ((0,), (0,))))
+    q = quantize_weight(jnp.ones((8, 8)), get_recipe("fp8"))
+    with pytest.raises(ValueError, match="contracted on axis 0"):
+        dot(jnp.ones((2, 8)), q, (((1,), (1,)), ((), ())))
+    with pytest.raises(UserError, match="did you mean 'fp8_blockwise'"):
+        make_dot_general("fp8_blokwise")

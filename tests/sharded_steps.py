@@ -1,0 +1,69 @@
+"""Run by test_sharding.py in a process of its own: an RL step on a mesh, its numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from fp8rl_jax.config import load_config
+from fp8rl_jax.data import join
+from fp8rl_jax.learner import Batch, LossConfig, make_optimizer
+from fp8rl_jax.runtime import empty_response_fields, make_runtime, to_device
+
+
+def main() -> None:
+    mesh, recipe = json.loads(sys.argv[1]), sys.argv[2]
+    overrides = [f"--config.mesh.{k}={v}" for k, v in mesh.items()]
+    overrides += [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
+    overrides += ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2"]
+    config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
+    rt = make_runtime(config)
+    with jax.set_mesh(rt.mesh):
+        optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
+        state = rt.new_state(rt.init_params(), optimizer)
+        sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
+        step = rt.train_step(optimizer, LossConfig(), 1)
+        weights, checksum, _ = rt.refit(state.params)
+        questions = rt.questions["train"][:8]
+        rollout, prompts, lengths = rt.generate(
+            rt.sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
+        )
+        lengths = np.repeat(lengths, 2)
+        rng = np.random.default_rng(0)
+        batch = Batch(
+            tokens=join(np.repeat(prompts, 2, 0), lengths, rollout.tokens, rt.tokenizer.pad_id),
+            prompt_lengths=lengths,
+            targets=rollout.tokens,
+            mask=rollout.mask.astype(np.float32),
+            temperature=np.ones(16, np.float32),
+            **empty_response_fields(16, rollout.tokens.shape[1])
+            | {
+                "advantages": rng.standard_normal(16).astype(np.float32),
+                "old_logprobs": rollout.logprobs,
+            },
+        )
+        state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
+        logp = np.asarray(logp)
+        assert bool(metrics["checksum"] == checksum)
+        drift = np.abs(logp - rollout.logprobs)[rollout.mask].max()
+    print(
+        json.dumps(
+            {
+                "devices": rt.mesh.size,
+                "sharded_leaves": int(sharded),
+                "drift": float(drift),
+                "tokens": rollout.tokens.tolist(),
+                "logp": logp.view(np.int32)[rollout.mask].tolist(),
+                "loss": float(metrics["loss"]),
+                "grad_norm": float(metrics["grad_norm"]),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

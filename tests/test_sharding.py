@@ -1,0 +1,52 @@
+"""FSDP on eight virtual devices gives the log-probabilities of one device, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+def _run(devices: int, mesh: dict[str, int], recipe: str) -> dict:
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, str(HERE / "sharded_steps.py"), json.dumps(mesh), recipe]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("recipe", ["fp8", pytest.param("f32", marks=pytest.mark.slow)])
+def test_fsdp_equals_one_device(recipe):
+    """Two RL steps on each mesh from the same parameters."""
+    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, recipe)
+    assert one["drift"] == 0.0 and one["sharded_leaves"] == 0
+    meshes = [{"data": 1, "fsdp": 8, "tensor": 1}]
+    for mesh in meshes:
+        many = _run(8, mesh, recipe)
+        assert many["devices"] == 8
+        assert many["sharded_leaves"] > 10, "parameters must really lie in parts"
+        assert many["drift"] == 0.0
+        assert many["tokens"] == one["tokens"]
+        assert many["logp"] == one["logp"], "first step: same bits"
+        np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+        np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_data_parallel_and_tensor_storage():
+    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "f32")
+    many = _run(8, {"data": 2, "fsdp": 2, "tensor": 2}, "f32")
+    assert many["drift"] == 0.0
+    assert many["logp"] == one["logp"]
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)

@@ -1,0 +1,221 @@
+"""The whole job on a tiny configuration: it runs, it resumes bit for bit, it stops cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax import cli, train
+from fp8rl_jax.config import load_config
+from fp8rl_jax.errors import NonFiniteError
+from fp8rl_jax.metrics import read_jsonl, without_times
+from fp8rl_jax.runtime import Runtime
+
+CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
+FILES = ("metrics", "warmup", "eval", "samples")
+
+
+def _overrides(directory: pathlib.Path, **more) -> list[str]:
+    fields = {"run.dir": directory / "run", "run.cache_dir": directory / "cache", **more}
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def _start(directory: pathlib.Path, *more: str, **fields) -> subprocess.Popen:
+    command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG)]
+    return subprocess.Popen(
+        [*command, *_overrides(directory, **fields), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=pathlib.Path(__file__).parent.parent,
+    )
+
+
+def _finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def _reproducible(directory: pathlib.Path) -> dict[str, list[dict]]:
+    return {
+        name: [without_times(r) for r in read_jsonl(directory / "run" / f"{name}.jsonl")]
+        for name in FILES
+    }
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run that nothing interrupted, in this process, with its compile counts."""
+    directory = tmp_path_factory.mktemp("whole")
+    config = load_config(str(CONFIG), _overrides(directory))
+    return directory, train.train(config)
+
+
+def test_files_and_metrics(whole_run):
+    directory, outcome = whole_run
+    run = directory / "run"
+    assert outcome.finished and outcome.report == run / "report.html"
+    assert (run / "report.html").stat().st_size > 10_000
+    assert any((run / "tensorboard").iterdir())
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    for record in records:
+        assert record["train_rollout_logprob_abs_diff"] == 0.0
+        assert record["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert record["logprob_equal_frac"] == 1.0
+        assert record["tis_clipfrac"] == 0.0
+        assert record["token_mult_prob_error"] == 1.0
+        assert record["refit_checksum_ok"] is True
+        assert record["drift_tokens"] >= 16
+        assert record["fp8_underflow_frac/activations"] < 0.01
+        assert record["fp8_saturated_frac/weights"] == 0.0
+    evaluations = [(r["phase"], r["step"]) for r in read_jsonl(run / "eval.jsonl")]
+    assert evaluations == [("warmup", 4), ("warmup", 8), ("rl", 3), ("rl", 6)]
+    losses = [r["loss"] for r in read_jsonl(run / "warmup.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+def test_programs_compile_once(whole_run):
+    _, outcome = whole_run
+    assert outcome.compile_counts == {
+        "sampler": 1, "eval_sampler": 1, "score": 1, "refit": 1, "train_step": 1,
+    }  # fmt: skip
+
+
+def test_warmup_is_cached(whole_run, tmp_path, capsys):
+    """A run with other RL settings finds the warm-up; the same settings give the same metrics."""
+    directory, _ = whole_run
+    arguments = _overrides(tmp_path, **{"run.cache_dir": directory / "cache", "run.steps": 3})
+    assert cli.run(["train", "--config", str(CONFIG), *arguments]) == 0
+    assert "found in the cache" in capsys.readouterr().out
+    ours, theirs = _reproducible(tmp_path), _reproducible(directory)
+    assert ours["warmup"] == theirs["warmup"]
+    assert ours["metrics"] == theirs["metrics"][:3]
+
+
+def _kill_after(process: subprocess.Popen, run: pathlib.Path, name: str, lines: int) -> None:
+    path = run / f"{name}.jsonl"
+    deadline = time.monotonic() + 400
+    while len(read_jsonl(path)) < lines:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_and_resumed_is_the_same(whole_run, tmp_path):
+    """SIGKILL after the fourth RL step (checkpoints are at 2 and 4), then --resume."""
+    process = _start(tmp_path)
+    _kill_after(process, tmp_path / "run", "metrics", 3)
+    process.kill()
+    process.communicate()
+    _finish(_start(tmp_path, "--resume"))
+    directory, _ = whole_run
+    assert _reproducible(tmp_path) == _reproducible(directory)
+
+
+def test_sigterm_saves_and_leaves(whole_run, tmp_path):
+    """SIGTERM in the warm-up ends the process with status 0; --resume gives the same run."""
+    process = _start(tmp_path)
+    _kill_after(process, tmp_path / "run", "warmup", 2)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM" in _finish(process)
+    assert 2 <= len(read_jsonl(tmp_path / "run" / "warmup.jsonl")) < 8
+    _finish(_start(tmp_path, "--resume"))
+    directory, _ = whole_run
+    assert _reproducible(tmp_path) == _reproducible(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_at_a_random_moment(whole_run, tmp_path, attempt):
+    """SIGKILL at any moment, compilation and checkpointing included, twice in a row."""
+    rng = random.Random(os.getpid() + attempt)
+    for resume in ([], ["--resume"]):
+        process = _start(tmp_path, *resume)
+        try:
+            process.communicate(timeout=rng.uniform(5, 60))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    _finish(_start(tmp_path, *(["--resume"] if (tmp_path / "run").exists() else [])))
+    directory, _ = whole_run
+    assert _reproducible(tmp_path) == _reproducible(directory)
+
+
+def test_nan_stops_with_the_last_good_state(tmp_path, monkeypatch):
+    """A NaN in the parameters ends the run with step and layer; the saved state is finite."""
+    made = Runtime.train_step
+
+    def poisoned(self, optimizer, loss, micro_batches):
+        step = made(self, optimizer, loss, micro_batches)
+        calls = {"count": 0}
+
+        def run(state, batch, rope):
+            calls["count"] += 1
+            if loss.kind == "grpo" and calls["count"] == 3:
+                batch = batch.replace(advantages=jnp.full_like(batch.advantages, jnp.nan))
+            return step(state, batch, rope)
+
+        run._cache_size = step._cache_size
+        return run
+
+    monkeypatch.setattr(Runtime, "train_step", poisoned)
+    config = load_config(str(CONFIG), _overrides(tmp_path))
+    with pytest.raises(NonFiniteError, match=r"RL step 3: loss nan"):
+        train.train(config)
+    monkeypatch.undo()
+    numbers = sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert numbers[-1] == 8 + 2
+    assert cli.run(["train", "--config", str(CONFIG), *_overrides(tmp_path), "--resume"]) == 0
+    assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nan_names_the_layer(tmp_path, monkeypatch):
+    """A NaN in one layer's weights is reported with that layer's number."""
+    made = Runtime.init_params
+
+    def broken(self):
+        params = made(self)
+        kernel = np.array(params["layers"]["down_proj"]["kernel"])
+        kernel[1, 5, 7] = np.nan
+        params["layers"]["down_proj"]["kernel"] = jax.device_put(kernel)
+        return params
+
+    monkeypatch.setattr(Runtime, "init_params", broken)
+    config = load_config(str(CONFIG), _overrides(tmp_path))
+    with pytest.raises(NonFiniteError, match=r"warm-up step 1: .*layer 1 is the first"):
+        train.train(config)
+
+
+def test_mixed_precision_drifts(tmp_path):
+    """FP8 rollout with a bf16 learner: the same metrics are visibly not zero."""
+    fields = {"precision.learner": "bf16", "run.steps": 2, "warmup.steps": 0}
+    config = load_config(str(CONFIG), _overrides(tmp_path, **fields))
+    train.train(config)
+    for record in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        assert record["train_rollout_logprob_abs_diff"] > 1e-4
+        assert record["logprob_equal_frac"] < 0.5
+        assert record["token_mult_prob_error"] > 1.0
+        assert "refit_checksum_ok" not in record, "other recipes: other bytes by design"
+
+
+def test_golden_curve(whole_run):
+    """The tiny run's numbers stay what they were, within what other CPUs and versions differ."""
+    directory, _ = whole_run
+    golden = json.loads((CONFIG.parent / "golden" / "tiny_run.json").read_text())
+    warmup = [r["loss"] for r in read_jsonl(directory / "run" / "warmup.jsonl")]
+    np.testing.assert_allclose(warmup, golden["warmup_loss"], rtol=2e-2)
+    entropy = [r["entropy"] for r in read_jsonl(directory / "run" / "metrics.jsonl")]
+    np.testing.assert_allclose(entropy, golden["rl_entropy"], rtol=5e-2)
