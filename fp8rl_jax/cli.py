@@ -83,9 +83,9 @@ def _train(arguments: Sequence[str]) -> int:
 
     outcome = train(config, values.resume)
     if outcome.report is not None:
-        for name, value in summarise(config.run.dir).items():
-            print(f"{name:>42}  {value}")
-        print(f"report: {outcome.report}")
+        summary = summarise(config.run.dir)
+        for line in (summary["sentence"], *summary["notes"], f"report: {outcome.report}"):
+            print(line)
     return 0
 
 

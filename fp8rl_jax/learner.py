@@ -246,7 +246,7 @@ def make_train_step(
             (value, grads, sums), (logp, finite) = lax.scan(accumulate, zeros, parts)
             logp = logp.reshape(batch.mask.shape)
             finite = finite.all(axis=0)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)

@@ -195,9 +195,9 @@ def _time_table(rows: list[dict]) -> str:
     for phase, value in mean.items():
         first = statistic(series(rows[:1], f"time_{phase}")[1], np.max)
         median = typical(rows, f"time_{phase}")
-        share = None if value is None or not mean["step"] else round(value / mean["step"], 3)
+        part = None if value is None or not mean["step"] else round(value / mean["step"], 3)
         name = "whole step" if phase == "step" else phase
-        out.append((name, *map(number, (first, value, median)), share(share)))
+        out.append((name, *map(number, (first, value, median)), share(part)))
     head = ("Phase", "First step, s", "Mean of the others, s", "Their median, s", "Share of mean")
     return _table(head, out)
 
@@ -229,7 +229,7 @@ def _table(head: Sequence, rows: Iterable[Sequence], style: str = "num", cell: s
 
 def _key_figures(s: dict) -> str:
     checks = f"{s['refit_checks'] - s['refit_failures']:,} of {s['refit_checks']:,} matched"
-    first, typical = number(s["time_step_first"], " s"), number(s["time_step"], " s")
+    first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
     sampled, greedy = (
         " → ".join(share(s[kind][when]) for when in ("warmup_end", "last"))
@@ -241,7 +241,7 @@ def _key_figures(s: dict) -> str:
         ("Best warm-up accuracy, greedy", share(s["greedy"]["warmup_best"])),
         ("Held-out questions", number(s["questions"])),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
-        ("First step; median of the others", f"{first}; {typical}"),
+        ("First step; median of the others", f"{first}; {others}"),
         ("Tokens per second, rollout; learner", "; ".join(rates)),
         ("Max |Δlogp|", drift_text(s)),
         ("Mean |Δlogp|", number(s["drift_mean"])),

@@ -150,6 +150,12 @@ class Runtime:
         state = learner.new_state(params, optimizer, rng)
         return jax.device_put(state, self.state_shardings(state))
 
+    def advance(self, state, step: int, position: int) -> learner.TrainState:
+        """`state` after `step` steps of its phase and `position` batches of its stream."""
+        whole = self._whole()
+        step, position = (jax.device_put(np.int32(n), whole) for n in (step, position))
+        return dataclasses.replace(state, step=step, data_state=position)
+
     # Work on text.
 
     def generate(

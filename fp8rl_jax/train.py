@@ -277,7 +277,7 @@ class _Run:
             if rt.rollout_recipe == rt.learner_recipe:
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             record |= _health_metrics({"weights": jax.device_get(health), **old})
-            state = state.replace(step=np.int32(step + 1), data_state=np.int32(stream.position))
+            state = rt.advance(state, step + 1, stream.position)
             begin = time.perf_counter()
             weights, checksum, health = jax.block_until_ready(rt.refit(state.params))
             record["time_refit"] = time.perf_counter() - begin

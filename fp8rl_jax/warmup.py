@@ -143,7 +143,7 @@ def run_warmup(
         if not metrics["good"]:
             checkpoint(state)
             raise NonFiniteError(non_finite_message("warm-up", step + 1, metrics))
-        state = state.replace(step=np.int32(step + 1), data_state=np.int32(stream.position))
+        state = runtime.advance(state, step + 1, stream.position)
         record = {
             "step": step + 1,
             "loss": float(metrics["loss"]),

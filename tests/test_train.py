@@ -31,13 +31,16 @@ def _overrides(directory: pathlib.Path, **more) -> list[str]:
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def _start(directory: pathlib.Path, *more: str, **fields) -> subprocess.Popen:
+def _start(directory: pathlib.Path, *more: str, cached: bool = True, **fields):
+    """A `fp8rl train` process; `cached` shares compiled programs with the other tests."""
+    environment = {k: v for k, v in os.environ.items() if cached or "CACHE" not in k}
     command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG)]
     return subprocess.Popen(
         [*command, *_overrides(directory, **fields), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=environment,
         cwd=pathlib.Path(__file__).parent.parent,
     )
 
@@ -143,7 +146,7 @@ def test_killed_at_a_random_moment(whole_run, tmp_path, attempt):
     """SIGKILL at any moment, compilation and checkpointing included, twice in a row."""
     rng = random.Random(os.getpid() + attempt)
     for resume in ([], ["--resume"]):
-        process = _start(tmp_path, *resume)
+        process = _start(tmp_path, *resume, cached=False)
         try:
             process.communicate(timeout=rng.uniform(5, 60))
         except subprocess.TimeoutExpired:

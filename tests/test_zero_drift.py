@@ -100,24 +100,15 @@ def test_per_tensor_activations_drift():
     assert result.differing()[0] > 0.5 * result.rollout_logp.size
 
 
-def _plant(change):
-    """Changes one element of one layer's down_proj in what the rollout holds."""
+def test_one_planted_ulp_is_seen():
+    """One last bit of one float32 weight of the final norm, 1e-7 of its value, shows."""
 
     def plant(weights):
-        kernel = weights["layers"]["down_proj"]["kernel"]
-        layers = {**weights["layers"], "down_proj": {"kernel": change(kernel)}}
-        return {**weights, "layers": layers}
+        weight = weights["norm"]["weight"]
+        weight = weight.at[7].set(jnp.nextafter(weight[7], jnp.float32(jnp.inf)))
+        return {**weights, "norm": {"weight": weight}}
 
-    return plant
-
-
-def test_one_planted_ulp_is_seen():
-    """One last bit of one float32 weight of the rollout, 1e-7 of its value, shows."""
-
-    def next_float(kernel):
-        return kernel.at[0, 5, 7].set(np.nextafter(kernel[0, 5, 7], np.float32(np.inf)))
-
-    result = run(Case("f32"), plant=_plant(next_float))
+    result = run(Case("f32"), plant=plant)
     logp, logits = result.differing()
     assert logp > 0 and logits > 0
     assert 0 < np.abs(result.rollout_logp - result.learner_logp).max() < 1e-4
@@ -126,10 +117,13 @@ def test_one_planted_ulp_is_seen():
 def test_one_planted_fp8_code_is_seen():
     """One FP8 code of one weight, moved to its neighbour, shows."""
 
-    def next_code(q):
+    def plant(weights):
+        q = weights["layers"]["down_proj"]["kernel"]
         codes = jax.lax.bitcast_convert_type(q.qvalue, jnp.uint8)
         codes = codes.at[0, 5, 7].set(codes[0, 5, 7] ^ 1)
-        return QArray(jax.lax.bitcast_convert_type(codes, q.qvalue.dtype), q.scale, q.block_shape)
+        qvalue = jax.lax.bitcast_convert_type(codes, q.qvalue.dtype)
+        down = {"kernel": QArray(qvalue, q.scale, q.block_shape)}
+        return {**weights, "layers": {**weights["layers"], "down_proj": down}}
 
-    logp, logits = run(Case("fp8"), plant=_plant(next_code)).differing()
+    logp, logits = run(Case("fp8"), plant=plant).differing()
     assert logp > 0 and logits > 0

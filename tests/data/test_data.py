@@ -62,10 +62,8 @@ def test_bytes_ids_are_distinct_and_inside_the_vocabulary():
 _VOCAB = ["<pad>", "<bos>", "<eos>", "<unk>", "one", "two", "plus"]
 
 
-def _write_tokenizer(path):
-    model = tokenizers.models.WordLevel(
-        {word: i for i, word in enumerate(_VOCAB)}, unk_token="<unk>"
-    )
+def _write_tokenizer(path, vocab):
+    model = tokenizers.models.WordLevel(vocab, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
@@ -84,7 +82,7 @@ def _config(path, **changes):
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    _write_tokenizer(path)
+    _write_tokenizer(path, {word: i for i, word in enumerate(_VOCAB)})
     return path
 
 
@@ -130,6 +128,15 @@ def test_file_tokenizer_missing_token(tokenizer_file, field):
         load_tokenizer(_config(tokenizer_file, **{field: "<|other|>"}))
 
 
+@pytest.mark.xfail(strict=True, reason="vocab_size is the number of entries, not the largest id")
+def test_file_tokenizer_vocabulary_covers_every_id(tmp_path):
+    """Ids with a gap: the embedding must have a row for the largest one."""
+    path = tmp_path / "gap.json"
+    _write_tokenizer(path, {word: i for i, word in enumerate(_VOCAB)} | {"far": 50})
+    tokenizer = load_tokenizer(_config(path))
+    assert max(tokenizer.encode("one far")) < tokenizer.vocab_size
+
+
 # Streams.
 
 
@@ -144,9 +151,9 @@ def _flat(items, batch_size, seed, total):
     return [x for batch in batches for x in batch][:total]
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=12)
 @hypothesis.given(
-    st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**31 - 1), st.integers(0, 30)
+    st.integers(1, 12), st.integers(1, 8), st.integers(0, 2**31 - 1), st.integers(0, 8)
 )
 def test_stream_resumes_from_any_position(size, batch_size, seed, position):
     """A stream set to a position gives the batches that an unbroken one gives from there."""
@@ -162,8 +169,8 @@ def test_stream_position_counts_batches():
     assert stream.position == 2
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
-@hypothesis.given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 2**31 - 1))
+@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.given(st.integers(1, 20), st.integers(1, 24), st.integers(0, 2**31 - 1))
 def test_stream_epochs_are_permutations(size, batch_size, seed):
     """Each run of len(items) examples holds every item once, across batch borders."""
     flat = _flat(range(size), batch_size, seed, 3 * size)
@@ -172,14 +179,10 @@ def test_stream_epochs_are_permutations(size, batch_size, seed):
 
 
 def test_stream_epochs_and_seeds_differ():
-    """Twenty orders of 30 items (5 epochs, 4 seeds) are all different, and none is sorted."""
-    orders = [
-        tuple(_flat(range(30), 30, seed, 150)[30 * epoch : 30 * epoch + 30])
-        for seed in range(4)
-        for epoch in range(5)
-    ]
-    assert len(set(orders)) == 20
-    assert tuple(range(30)) not in orders
+    """Twelve orders of 20 items (4 epochs, 3 seeds) are all different, and none is sorted."""
+    orders = {tuple(epoch) for seed in range(3) for epoch in _take(range(20), 20, seed, 4)}
+    assert len(orders) == 12
+    assert tuple(range(20)) not in orders
 
 
 def test_stream_order_does_not_depend_on_the_batch_size():
@@ -188,9 +191,9 @@ def test_stream_order_does_not_depend_on_the_batch_size():
 
 
 def test_stream_shuffles_evenly():
-    """Over 300 seeds each of 3 items comes first about 100 times (6 sigma of a fair draw)."""
-    first = collections.Counter(_take(range(3), 1, seed, 1)[0][0] for seed in range(300))
-    assert all(50 < first[item] < 150 for item in range(3))
+    """Over 150 seeds each of 3 items comes first about 50 times (5 sigma of a fair draw)."""
+    first = collections.Counter(_take(range(3), 1, seed, 1)[0][0] for seed in range(150))
+    assert all(20 < first[item] < 80 for item in range(3))
 
 
 def test_stream_gives_the_items_themselves():
