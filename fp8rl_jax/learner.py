@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -33,6 +34,8 @@ from fp8rl_jax.models import (
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rl import clipped_policy_loss, k3
 
+Array = Any  # numpy on the host, jax.Array on the device
+
 
 @flax.struct.dataclass
 class Batch:
@@ -49,15 +52,15 @@ class Batch:
         first update; importance weights (1 without a correction); of the reference policy.
     """
 
-    tokens: jax.Array
-    prompt_lengths: jax.Array
-    targets: jax.Array
-    mask: jax.Array
-    temperature: jax.Array
-    advantages: jax.Array
-    old_logprobs: jax.Array
-    rollout_weights: jax.Array
-    ref_logprobs: jax.Array
+    tokens: Array
+    prompt_lengths: Array
+    targets: Array
+    mask: Array
+    temperature: Array
+    advantages: Array
+    old_logprobs: Array
+    rollout_weights: Array
+    ref_logprobs: Array
 
 
 @flax.struct.dataclass
@@ -249,7 +252,9 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        new = dataclasses.replace(
+            state, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+        )
         new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
         metrics = {
             "loss": value,

@@ -341,13 +341,13 @@ class _Run:
         begin = time.perf_counter()
         if config.algo.old_logprobs == "learner":
             old, health = jax.device_get(rt.score(state.params, to_device(batch, rt), rt.rope))
-            batch = batch.replace(old_logprobs=np.where(rollout.mask, old, 0.0))
+            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
             if checks.use_tis(config):
                 w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
-                batch = batch.replace(rollout_weights=w)
+                batch = dataclasses.replace(batch, rollout_weights=w)
         if reference is not None:
             logp, _ = rt.score(reference, to_device(batch, rt), rt.rope)
-            batch = batch.replace(ref_logprobs=np.asarray(logp))
+            batch = dataclasses.replace(batch, ref_logprobs=np.asarray(logp))
         record["time_old_logprobs"] = time.perf_counter() - begin
 
         response_lengths = rollout.mask.sum(1)

@@ -7,6 +7,7 @@ resumes like the RL phase.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -57,6 +58,7 @@ def evaluation_steps(config) -> set[int]:
     return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
 
 
+@functools.cache
 def _source_digest() -> str:
     """Hash of the library's source: other numerics must not find an old warm-up."""
     root = pathlib.Path(fp8rl_jax.__file__).parent

@@ -9,6 +9,8 @@ scalar code of `exp` differ).
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,9 +34,10 @@ def replicate(tree):
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
-def gather_kernel(inputs, kernel, bias, dtype=None):
+def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """For Flax's `promote_dtype=`: keeps every dtype and gathers the kernel over the mesh."""
-    return keep_dtypes(inputs, replicate(kernel), bias, dtype=dtype)
+    inputs, kernel, bias = keep_dtypes(*args, dtype=dtype, inexact=inexact)
+    return [inputs, replicate(kernel), bias]
 
 
 def linear(recipe: Recipe, features: int, name: str, init_scale: float = 1.0) -> nn.Dense:

@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         gated = compute_value(gated, recipe)
         down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
-        aux = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
+        aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
         if self.collect_health and recipe.quantized:
             counts = [self._health(operand) for operand in (h, a, h2, gated)]
             aux["health"] = {"activations": jax.tree.map(lambda *n: sum(n), *counts)}
@@ -196,9 +196,8 @@ def forward(
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    if rope is None:
-        rope = rope_tables(config, cache.k.shape[2] if cache is not None else length)
-    cos, sin = (jnp.asarray(table)[positions] for table in rope)
+    tables = rope or rope_tables(config, cache.k.shape[2] if cache is not None else length)
+    cos, sin = (jnp.asarray(table)[positions] for table in tables)
     module = Transformer(config, recipe, remat, collect_health)
     hidden, cache, aux = module.apply({"params": params}, tokens, cache, positions, cos, sin)
     logits = None

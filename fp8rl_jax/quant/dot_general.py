@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,7 @@ def make_dot_general(recipe: Recipe | str):
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         x = jnp.transpose(lhs, [*lhs_free, *lhs_contract]).reshape(-1, depth)
         if not isinstance(rhs, QArray | TrainableWeight):
-            w = jnp.transpose(rhs, [*rhs_contract, *rhs_free]).reshape(depth, -1)
+            w: Weight = jnp.transpose(rhs, [*rhs_contract, *rhs_free]).reshape(depth, -1)
         elif rhs.ndim == 2 and tuple(rhs_contract) == (0,):
             w = rhs
         else:
@@ -235,7 +236,7 @@ def make_dot_general(recipe: Recipe | str):
     return dot_general
 
 
-def keep_dtypes(*args, dtype=None):
+def keep_dtypes(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """For Flax's `promote_dtype=`: passes inputs and (quantised) kernels through unchanged."""
-    del dtype
-    return args
+    del dtype, inexact
+    return list(args)

@@ -133,7 +133,8 @@ def make_sampler(
             kept = {}
             if sampler.keep_logits:
                 kept = {"logits": rollout.logits.at[:, index].set(logits)}
-            return rollout.replace(
+            return dataclasses.replace(
+                rollout,
                 tokens=rollout.tokens.at[:, index].set(jnp.where(done, sampler.pad_id, token)),
                 mask=rollout.mask.at[:, index].set(~done),
                 logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
@@ -144,6 +145,7 @@ def make_sampler(
         cache = init_cache(model, recipe, prompts.shape[0], prompt_slots)
         prefill = forward(weights, prompts, model, recipe, cache=cache, rope=rope, output="hidden")
         last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        assert prefill.cache is not None
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
         shape = (batch, slots_new)
         rollout = Rollout(

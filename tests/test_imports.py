@@ -1,0 +1,187 @@
+"""The rooms import one way: kernels <- quant <- models <- rollout, learner <- programs <- cli.
+
+Every import statement is read from the source, those inside functions included, so a forbidden
+one fails here even if nothing runs it.
+"""
+
+import ast
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_PACKAGE = "fp8rl_jax"
+_EVERYBODY_MAY = {"errors", "exact_jit", "version"}
+_PROGRAM = {
+    "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
+    "checks", "config", "metrics", "progress", "report", "sharding", "summary",
+    "runtime", "evaluate", "warmup", "train", "inference", "bench", _PACKAGE,
+}  # fmt: skip
+# Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
+_MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "exact_jit": set(),
+    "version": set(),
+    "kernels": set(),
+    "quant": {"kernels"},
+    "models": {"kernels", "quant"},
+    "rl": set(),
+    "data": set(),
+    "envs": set(),
+    "rollout": {"kernels", "quant", "models"},
+    "learner": {"kernels", "quant", "models", "rl"},
+    "config": set(),
+    "metrics": set(),
+    "progress": set(),
+    "sharding": set(),
+    "summary": {"metrics"},
+    "report": {"summary", "metrics"},
+    "checkpoint": {"models"},
+    "checks": {"config", "envs", "models", "quant"},
+    **dict.fromkeys(("runtime", "evaluate", "warmup", "train", "inference", "bench"), _PROGRAM),
+    "cli": _PROGRAM,
+    _PACKAGE: {"kernels"},
+}
+_KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
+_ROOMS = set(_MAY_IMPORT) - {_PACKAGE}
+
+
+def _sources() -> dict[str, pathlib.Path]:
+    """Dotted name -> file, of every module of the library, kernels included."""
+    found = {}
+    for folder, prefix in (
+        (_ROOT / "fp8rl_jax", _PACKAGE),
+        (_ROOT / "kernels", "fp8rl_jax.kernels"),
+    ):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((prefix, *parts))] = path
+    return found
+
+
+def _room(module: str) -> str:
+    """'fp8rl_jax.quant.kv' -> 'quant'; the package itself -> 'fp8rl_jax'."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else _PACKAGE
+
+
+def _imports(module: str, source: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of all that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")[: None if is_package else -1]
+                above = above[: len(above) - (node.level - 1)]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                # `from fp8rl_jax import checks` names a room, `... import __version__` does not.
+                room = base == _PACKAGE and alias.name in _ROOMS
+                yield node.lineno, f"{base}.{alias.name}" if room else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def _violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What a module imports and may not, one sentence each."""
+    room, found = _room(module), []
+    if room not in _MAY_IMPORT:
+        return [f"{module}: the room {room!r} is not in the table of this test; add it"]
+    allowed = {room} | _MAY_IMPORT[room] | (_EVERYBODY_MAY if room != "kernels" else set())
+    for line, name in _imports(module, source, is_package):
+        top = name.split(".")[0]
+        if top == _PACKAGE:
+            if _room(name) not in allowed:
+                found.append(f"{module}:{line} imports {name}; {room} may import {sorted(allowed)}")
+        elif top == "kernels":
+            found.append(f"{module}:{line} imports {name}; write fp8rl_jax.kernels")
+        elif room == "kernels" and top not in _KERNEL_LIBRARIES | sys.stdlib_module_names:
+            found.append(f"{module}:{line} imports {name}; kernels need JAX and numpy alone")
+    return found
+
+
+_SOURCES = _sources()
+
+
+def test_every_room_is_read():
+    """No room of the table is missing from what is checked, and none is empty."""
+    assert {_room(module) for module in _SOURCES} >= set(_MAY_IMPORT) - {"summary"}
+    read = sum(1 for m, p in _SOURCES.items() for _ in _imports(m, p.read_text(), False))
+    assert read > 2 * len(_SOURCES)
+
+
+@pytest.mark.parametrize("module", sorted(_SOURCES))
+def test_imports_run_one_way(module):
+    """No module imports a room above it or beside it."""
+    path = _SOURCES[module]
+    found = _violations(module, path.read_text(), path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_rooms_have_no_cycle():
+    """Some order of the rooms exists in which each imports earlier ones only."""
+    needs: dict[str, set[str]] = {}
+    for module, path in _SOURCES.items():
+        names = _imports(module, path.read_text(), path.name == "__init__.py")
+        rooms = {_room(name) for _, name in names if name.split(".")[0] == _PACKAGE}
+        needs.setdefault(_room(module), set()).update(rooms - {_room(module), _PACKAGE})
+    del needs[_PACKAGE]
+    while free := {room for room, others in needs.items() if not others & set(needs)}:
+        needs = {room: others for room, others in needs.items() if room not in free}
+    assert not needs, f"these rooms import each other in a circle: {needs}"
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.name)
+def test_configs_import_ml_collections_only(path):
+    """A config file is data: it needs nothing of the library to be read."""
+    names = {name for _, name in _imports(path.stem, path.read_text(), False)}
+    others = {name for name in names if name.split(".")[0] not in ("ml_collections", "__future__")}
+    assert not others, f"{path.name} imports {', '.join(sorted(others))}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "named"),
+    [
+        ("fp8rl_jax.rollout.sampler", "from fp8rl_jax.learner import Batch", "fp8rl_jax.learner"),
+        ("fp8rl_jax.learner", "from fp8rl_jax import kernels, rollout", "fp8rl_jax.rollout"),
+        ("fp8rl_jax.quant.kv", "import fp8rl_jax.models.layers as m", "fp8rl_jax.models.layers"),
+        ("fp8rl_jax.models.layers", "def f():\n    import fp8rl_jax.cli", "fp8rl_jax.cli"),
+        ("fp8rl_jax.rl.kl", "from ..quant import quantize", "fp8rl_jax.quant"),
+        ("fp8rl_jax.rl.kl", "from .. import models", "fp8rl_jax.models"),
+        ("fp8rl_jax.envs.tasks", "from fp8rl_jax.models import forward", "fp8rl_jax.models"),
+        ("fp8rl_jax.data.batching", "import fp8rl_jax.rollout", "fp8rl_jax.rollout"),
+        ("fp8rl_jax.runtime", "if 0:\n    from fp8rl_jax.cli import run", "fp8rl_jax.cli"),
+        ("fp8rl_jax.quant.kv", "import_module('fp8rl_jax.train')", "fp8rl_jax.train"),
+        ("fp8rl_jax.models.x", "from kernels import block_matmul", "kernels"),
+        ("fp8rl_jax.kernels.x", "from fp8rl_jax.errors import UserError", "fp8rl_jax.errors"),
+        ("fp8rl_jax.kernels.x", "import flax.linen", "flax.linen"),
+        ("fp8rl_jax.kernels.x", "import fp8rl_jax", "fp8rl_jax"),
+        ("fp8rl_jax.newroom.x", "import math", "newroom"),
+    ],
+)
+def test_planted_violation_is_named(module, source, named):
+    """The check finds a forbidden import of every form, and says which."""
+    (found,) = _violations(module, source)
+    assert named in found
+    assert module in found
+
+
+def test_packages_resolve_relative_imports():
+    """In an `__init__` one dot is the package itself, in a module the package around it."""
+    assert not _violations("fp8rl_jax.rl", "from .kl import k3", is_package=True)
+    assert _violations("fp8rl_jax.rl", "from ..quant import quantize", is_package=True)
+    assert not _violations("fp8rl_jax.rl.kl", "from .losses import clipped_policy_loss")
+
+
+def test_allowed_imports_pass():
+    """The check does not refuse what the rules allow."""
+    source = "import jax\nfrom fp8rl_jax import kernels\nfrom fp8rl_jax.errors import UserError"
+    assert not _violations("fp8rl_jax.models.x", source)
+    assert not _violations("fp8rl_jax.kernels.x", "import triton\nimport jax_triton, functools")
