@@ -35,7 +35,7 @@ def test_fsdp_equals_one_device(recipe):
     for mesh in meshes:
         many = _run(8, mesh, recipe)
         assert many["devices"] == 8
-        assert many["sharded_leaves"] > 10, "parameters must really lie in parts"
+        assert many["sharded_leaves"] == 9, "every matrix must really lie in parts"
         assert many["drift"] == 0.0
         assert many["tokens"] == one["tokens"]
         assert many["logp"] == one["logp"], "first step: same bits"

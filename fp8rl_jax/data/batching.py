@@ -41,6 +41,7 @@ def pad_responses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Answers with end-of-sequence -> (B, slots) int32 and mask (B, slots) bool."""
     tokens = np.full((len(answers), slots), tokenizer.pad_id, np.int32)
+    lengths = np.zeros((len(answers), 1), np.int32)
     for row, answer in enumerate(answers):
         ids = [*tokenizer.encode(answer), tokenizer.eos_id]
         if len(ids) > slots:
@@ -48,8 +49,8 @@ def pad_responses(
                 f"a demonstration takes {len(ids)} tokens and rollout.max_new_tokens is {slots}: "
                 f"raise it to {len(ids)} ({answer[:60]!r})"
             )
-        tokens[row, : len(ids)] = ids
-    return tokens, tokens != tokenizer.pad_id
+        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+    return tokens, np.arange(slots) < lengths
 
 
 def join(

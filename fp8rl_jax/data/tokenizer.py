@@ -52,7 +52,7 @@ class FileTokenizer:
             self._reader = Reader.from_file(path)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"data.tokenizer: {path} is no tokenizer.json ({error})") from None
-        self.vocab_size = self._reader.get_vocab_size()
+        self.vocab_size = max(self._reader.get_vocab().values()) + 1  # ids may have gaps
         self.bos_id, self.eos_id, self.pad_id = (self._id(t, path) for t in (bos, eos, pad))
 
     def _id(self, token: str, path: str) -> int:

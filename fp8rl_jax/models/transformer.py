@@ -199,7 +199,8 @@ def forward(
     tables = rope or rope_tables(config, cache.k.shape[2] if cache is not None else length)
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     module = Transformer(config, recipe, remat, collect_health)
-    hidden, cache, aux = module.apply({"params": params}, tokens, cache, positions, cos, sin)
+    out: tuple = module.apply({"params": params}, tokens, cache, positions, cos, sin)
+    hidden, cache, aux = out
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)

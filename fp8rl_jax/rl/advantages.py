@@ -30,4 +30,4 @@ def group_advantages(
 def zero_std_fraction(rewards: np.ndarray, group_size: int) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
     groups = np.asarray(rewards).reshape(-1, group_size)
-    return float(np.mean(groups.std(axis=1) == 0))
+    return float(np.mean(groups.max(axis=1) == groups.min(axis=1)))

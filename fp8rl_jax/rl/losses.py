@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
+
 
 def clipped_policy_loss(
     logp: jax.Array,
@@ -31,7 +33,8 @@ def clipped_policy_loss(
     Returns:
       The sum, and sums over tokens: clipped_low, clipped_high, ratio, as float32 scalars.
     """
-    ratio = jnp.exp((logp - old_logp) * mask)
+    log_ratio = jnp.clip((logp - old_logp) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)  # clamped first: 0 * inf would be NaN
     advantage = advantages[:, None]
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     loss = -jnp.minimum(ratio * advantage, clipped * advantage) * mask

@@ -175,6 +175,7 @@ def make_sampler(
             drawn = draw(out.hidden[:, 0], index)
             rollout = record(state.rollout, index, state.done, *drawn)
             done = state.done | rollout.finished | (index + 1 >= limits)
+            assert out.cache is not None
             return _LoopState(index, drawn[0], done, out.cache, rollout)
 
         return lax.while_loop(running, step, state).rollout

@@ -129,11 +129,6 @@ def test_bad_options_are_refused(options):
         check_task(_TASK, options)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(LookupError, AttributeError),
-    reason="only three exception types are caught",
-)
 @pytest.mark.parametrize(
     ("task", "options"),
     [

@@ -51,6 +51,13 @@ def _quantized(model, recipe):
     return exact_jit(functools.partial(quantize_params, recipe=recipe))(_params(model))
 
 
+@exact_jit
+def _refit(params):
+    """FP8 weights, their checksum and their health, in one program."""
+    weights = quantize_params(params, "fp8")
+    return weights, checksum(weights), weight_health(params, weights)
+
+
 # Initialisation.
 
 
@@ -61,7 +68,8 @@ def test_init_params():
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, embedding_init_std=0.5,
     )  # fmt: skip
     init = jax.jit(functools.partial(init_params, model))
-    params = _leaves(init(jax.random.key(0)))
+    keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1)]  # compiles fast
+    params = _leaves(init(keys[0]))
     attention, residual = "layers/self_attn/", 1 / np.sqrt(2 * 3)
     expected = {  # shape, standard deviation (0: constant 1)
         "embed_tokens": ((60, 64), 0.5),
@@ -91,7 +99,7 @@ def test_init_params():
                 assert (leaf[0] != leaf[1]).any()  # every layer has its own draw
         else:
             assert (leaf == 1).all(), name
-    other = _leaves(init(jax.random.key(1)))
+    other = _leaves(init(keys[1]))
     assert (np.asarray(other["embed_tokens"]) != np.asarray(params["embed_tokens"])).any()
 
 
@@ -106,7 +114,7 @@ def test_a_tied_model_has_no_head():
 def test_roles_under_fp8():
     """Linear layers hold the oracle's bytes and scales, tables bf16, norms the masters."""
     masters = _leaves(_params(_WIDE))
-    weights = _leaves(_quantized(_WIDE, "fp8"))
+    weights = _leaves(_refit(_params(_WIDE))[0])
     assert weights.keys() == masters.keys()
     seen = set()
     for name, weight in weights.items():
@@ -178,11 +186,14 @@ def _train_step(model, recipe):
     return jax.device_get(grads), np.asarray(logits)
 
 
-_FORMS = [(_MODEL, "fp8"), (_TIED, "bf16"), (_MODEL, "f32")]
-_IDS = ["fp8", "bf16-tied", "f32"]
+_FORMS = [
+    pytest.param(_MODEL, "fp8", id="fp8"),
+    pytest.param(_MODEL, "bf16", id="bf16", marks=pytest.mark.slow),
+    pytest.param(_TIED, "f32", id="f32-tied"),
+]
 
 
-@pytest.mark.parametrize(("model", "recipe"), _FORMS, ids=_IDS)
+@pytest.mark.parametrize(("model", "recipe"), _FORMS)
 def test_three_forms_give_the_same_bits(model, recipe):
     """Raw masters, rollout weights, and masters paired with weights under a gradient."""
     rollout = np.asarray(_program(model, recipe)(_quantized(model, recipe), *_inputs(model)))
@@ -192,7 +203,7 @@ def test_three_forms_give_the_same_bits(model, recipe):
     np.testing.assert_array_equal(_train_step(model, recipe)[1], rollout)
 
 
-@pytest.mark.parametrize(("model", "recipe"), _FORMS, ids=_IDS)
+@pytest.mark.parametrize(("model", "recipe"), _FORMS)
 def test_gradients_reach_every_master(model, recipe):
     """One float32 gradient per master, of its shape, finite, in every layer not zero."""
     grads, params = _leaves(_train_step(model, recipe)[0]), _leaves(_params(model))
@@ -207,12 +218,13 @@ def test_gradients_reach_every_master(model, recipe):
         assert unseen.size and not grads["embed_tokens"][unseen].any()
 
 
-def test_fp8_gradients_differ_from_float32_by_rounding_only():
+@pytest.mark.slow
+def test_fp8_gradients_differ_from_bf16_by_rounding_only():
     """Relative error (Frobenius) of each master's gradient, within two-sided recorded bounds."""
-    exact, rounded = (_leaves(_train_step(_MODEL, recipe)[0]) for recipe in ("f32", "fp8"))
+    exact, rounded = (_leaves(_train_step(_MODEL, recipe)[0]) for recipe in ("bf16", "fp8"))
     for name, expected in exact.items():
         error = np.linalg.norm(rounded[name] - expected) / np.linalg.norm(expected)
-        assert 2e-2 < error < 0.25, (name, error)
+        assert 0.04 < error < 0.25, (name, error)
 
 
 def test_weights_receive_no_gradient():
@@ -247,9 +259,8 @@ def test_checksum_of_equal_trees():
     copy = jax.tree.map(np.array, tree)
     assert _checksum(tree).dtype == np.uint32 and _checksum(tree).shape == ()
     assert int(_checksum(tree)) == int(_checksum(copy))
-    quantized = _quantized(_MODEL, "fp8")
-    together = jax.jit(lambda params: checksum(quantize_params(params, "fp8")))(_params(_MODEL))
-    assert int(_checksum(quantized)) == int(together)
+    weights, together, _ = _refit(_params(_WIDE))
+    assert int(_checksum(weights)) == int(together)
 
 
 def test_checksum_sees_every_bit():
@@ -284,7 +295,7 @@ def test_checksum_sees_order():
 
 def test_checksum_of_model_weights_sees_one_bit():
     """The last byte of one FP8 kernel, one scale, one norm weight: each alone is seen."""
-    weights = _quantized(_MODEL, "fp8")
+    weights = _refit(_params(_WIDE))[0]
     base = int(_checksum(weights))
     leaves, structure = jax.tree.flatten(weights)
     assert len(leaves) == 2 * 7 + 2 + 5  # bytes and scales, tables, norms
@@ -298,11 +309,8 @@ def test_checksum_of_model_weights_sees_one_bit():
 # Health.
 
 
-_health_program = jax.jit(lambda params: weight_health(params, quantize_params(params, "fp8")))
-
-
 def _health(params):
-    return {name: float(count) for name, count in _health_program(params).items()}
+    return {name: float(count) for name, count in _refit(params)[2].items()}
 
 
 def _with_down_proj(change):

@@ -1,0 +1,277 @@
+"""Configuration: defaults, then the file, then the command line; names and types are checked."""
+
+import pathlib
+
+import ml_collections
+import pytest
+
+from fp8rl_jax.checks import check_config
+from fp8rl_jax.config import (
+    AT_LEAST,
+    CHOICES,
+    FIELDS,
+    default_config,
+    describe_fields,
+    flatten,
+    load_config,
+)
+from fp8rl_jax.errors import UserError
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_NAMES = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(fields of the file, *overrides) -> the configuration."""
+
+    def run(fields: dict, *overrides: str) -> ml_collections.ConfigDict:
+        path = tmp_path / "config.py"
+        path.write_text(
+            "import ml_collections\n\n\n"
+            f"def get_config():\n    return ml_collections.ConfigDict({fields!r})\n"
+        )
+        return load_config(str(path), [f"--config.{o}" for o in overrides])
+
+    return run
+
+
+def test_defaults_where_nothing_is_said(load):
+    """An empty file gives every default, and nothing else."""
+    assert load({}).to_dict() == default_config().to_dict()
+    assert set(flatten(load({}))) == set(_NAMES)
+
+
+def test_file_beats_defaults_and_command_line_beats_file(load):
+    """The three layers, seen at one field each and in the order of their strength."""
+    default = FIELDS["rollout"]["group_size"][0]
+    fields = {"rollout": {"group_size": default + 1, "max_new_tokens": 31}}
+    assert load({}).rollout.group_size == default
+    assert load(fields).rollout.group_size == default + 1
+    config = load(fields, f"rollout.group_size={default + 2}", "run.seed=5")
+    assert config.rollout.group_size == default + 2
+    assert config.rollout.max_new_tokens == 31
+    assert config.run.seed == 5
+    untouched = {k: v for k, v in flatten(config).items() if not k.startswith(("rollout.", "run."))}
+    assert untouched.items() <= flatten(default_config()).items()
+
+
+def test_last_override_wins(load):
+    """Of two values for one field the later one holds."""
+    assert load({}, "run.steps=3", "run.steps=4").run.steps == 4
+
+
+def test_loading_leaves_the_defaults_alone(load):
+    """A configuration shares nothing with the next one."""
+    before = default_config().to_dict()
+    config = load({"env": {"task_options": {"min_terms": 2}}}, "run.steps=3")
+    config.env.task_options.min_terms = 7
+    config.model.hidden_size = 1
+    assert default_config().to_dict() == before
+    assert load({}).to_dict() == before
+
+
+@pytest.mark.parametrize("value", [0, 2, 3.5])
+def test_numbers_for_a_float_field(load, value):
+    """A float field takes whole numbers too, and always holds a float."""
+    for config in (load({"algo": {"kl_coef": value}}), load({}, f"algo.kl_coef={value}")):
+        assert config.algo.kl_coef == value
+        assert type(config.algo.kl_coef) is float
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("rollout.group_size", True),
+        ("rollout.group_size", 4.0),
+        ("rollout.group_size", "4"),
+        ("rollout.group_size", None),
+        ("rollout.group_size", [4]),
+        ("rollout.temperature", False),
+        ("rollout.temperature", "1.0"),
+        ("algo.normalize_std", 1),
+        ("algo.normalize_std", "True"),
+        ("precision.rollout", 8),
+        ("precision.rollout", None),
+        ("run.dir", {"a": "b"}),
+        ("env.task_options", "min_terms"),
+    ],
+)
+def test_a_file_with_the_wrong_type(load, path, value):
+    """bool is no int and int no bool; the sentence names the file, the field and the value."""
+    section, name = path.split(".")
+    with pytest.raises(UserError) as error:
+        load({section: {name: value}})
+    assert path in str(error.value)
+    assert "config.py" in str(error.value)
+    assert "write" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "needed"),
+    [
+        ("rollout.group_size=four", "whole number"),
+        ("rollout.group_size=4.5", "whole number"),
+        ("rollout.group_size=True", "whole number"),
+        ("rollout.group_size=", "whole number"),
+        ("rollout.temperature=hot", "a number"),
+        ("algo.normalize_std=perhaps", "True or False"),
+    ],
+)
+def test_a_command_line_with_the_wrong_type(load, override, needed):
+    """Text that is no value of the field: the sentence names it and says what to write."""
+    with pytest.raises(UserError) as error:
+        load({}, override)
+    message = str(error.value)
+    assert override.split("=")[0] in message
+    assert needed in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("rollout.group_size=16", "rollout.group_size", 16),
+        ("rollout.temperature=0.5", "rollout.temperature", 0.5),
+        ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", 1e-5),
+        ("algo.normalize_std=False", "algo.normalize_std", False),
+        ("model.tie_word_embeddings=true", "model.tie_word_embeddings", True),
+        ("precision.rollout=bf16", "precision.rollout", "bf16"),
+        ("run.dir=a=b c", "run.dir", "a=b c"),
+        ("env.reward=module:function", "env.reward", "module:function"),
+    ],
+)
+def test_values_from_the_command_line(load, override, path, value):
+    """Text becomes the type of the field."""
+    found = flatten(load({}, override))[path]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_single_dash(load, tmp_path):
+    """-config.x.y=1 is what --config.x.y=1 is."""
+    load({})
+    assert load_config(str(tmp_path / "config.py"), ["-config.run.steps=7"]).run.steps == 7
+
+
+_OPTIONS = {"min_terms": 2, "operators": ["+", "-"], "allow_negation": False}
+
+
+def test_task_options_from_the_file(load):
+    """The free-form section takes any key, and a later file value replaces all of it."""
+    config = load({"env": {"task_options": _OPTIONS}})
+    assert flatten(config)["env.task_options"] == _OPTIONS
+    assert load({"env": {"task_options": {}}}).env.task_options.to_dict() == {}
+
+
+def test_task_options_of_the_file_changed_by_the_command_line(load):
+    """A single option of the file can be overridden; the others stay."""
+    config = load(
+        {"env": {"task_options": _OPTIONS}},
+        "env.task_options.min_terms=5",
+        "env.task_options.allow_negation=True",
+    )
+    expected = {**_OPTIONS, "min_terms": 5, "allow_negation": True}
+    assert config.env.task_options.to_dict() == expected
+
+
+def test_task_options_as_one_dict(load):
+    """The whole section written as a dict replaces the file's."""
+    config = load({"env": {"task_options": _OPTIONS}}, "env.task_options={'level': 3}")
+    assert config.env.task_options.to_dict() == {"level": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3", 3), ("0.5", 0.5), ("True", True), ("easy", "easy")]
+)
+def test_task_options_that_only_the_command_line_has(load, text, value):
+    """An option that the file does not have is free-form too: its text is read as Python."""
+    options = load({}, f"env.task_options.level={text}").env.task_options.to_dict()
+    assert options == {"level": value}
+
+
+def test_task_options_that_are_lists(load):
+    """A list of the file is overridden by a list, or refused in a sentence that names it."""
+    fields = {"env": {"task_options": _OPTIONS}}
+    try:
+        config = load(fields, 'env.task_options.operators=["*"]')
+    except UserError as error:
+        assert "env.task_options.operators" in str(error)
+    else:
+        assert list(config.env.task_options.operators) == ["*"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("rollout.group_sise", "rollout.group_size"),
+        ("rolout.group_size", "rollout.group_size"),
+        ("run.sead", "run.seed"),
+    ],
+)
+def test_unknown_field_names_the_nearest(load, wrong, near):
+    """In the file and on the command line alike; the place is named."""
+    section, name = wrong.split(".")
+    with pytest.raises(UserError) as in_file:
+        load({section: {name: 1}})
+    assert "config.py" in str(in_file.value)
+    with pytest.raises(UserError) as on_line:
+        load({}, f"{wrong}=1")
+    assert "command line" in str(on_line.value)
+    assert wrong in str(on_line.value) and near in str(on_line.value)
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("rolout", "rollout"), ("optimiser", "optimizer")])
+def test_unknown_section_names_the_nearest_section(load, wrong, near):
+    """A misspelt section is answered with a section, not with some field of another one."""
+    with pytest.raises(UserError) as error:
+        load({wrong: {"group_size": 4}})
+    hint = str(error.value).rpartition("did you mean ")[2]
+    assert hint.rstrip("?").strip("'\"") in (near, f"{near}.group_size"), str(error.value)
+
+
+def test_flatten_lists_every_field_once():
+    """One entry a field, under 'section.field'; free-form fields are dicts."""
+    flat = flatten(default_config())
+    assert set(flat) == set(_NAMES)
+    assert len(_NAMES) == len(set(_NAMES))
+    for section, fields in FIELDS.items():
+        for name, (default, _) in fields.items():
+            if isinstance(default, ml_collections.ConfigDict):
+                assert flat[f"{section}.{name}"] == {}
+            else:
+                assert flat[f"{section}.{name}"] == default
+
+
+def test_every_field_has_a_meaning():
+    """The table that `--help` prints explains every field in its own words."""
+    meanings = [meaning for fields in FIELDS.values() for _, meaning in fields.values()]
+    assert all(meaning.strip() == meaning and len(meaning) >= 4 for meaning in meanings)
+    assert not any("\n" in meaning for meaning in meanings)
+
+
+def test_describe_fields_shows_name_default_and_meaning():
+    """Each field stands there as it would be written on the command line."""
+    lines = describe_fields().splitlines()
+    assert len(lines) == 2 * len(_NAMES)
+    for section, fields in FIELDS.items():
+        for name, (default, meaning) in fields.items():
+            shown = "{}" if isinstance(default, ml_collections.ConfigDict) else repr(default)
+            index = lines.index(f"  --config.{section}.{name}={shown}")
+            assert lines[index + 1].strip() == meaning
+
+
+def test_rules_name_fields_that_exist():
+    """No rule refers to a field that was renamed."""
+    assert set(AT_LEAST) <= set(_NAMES)
+    assert set(CHOICES) <= set(_NAMES)
+    flat = flatten(default_config())
+    assert all(flat[path] >= least for path, least in AT_LEAST.items())
+    assert all(flat[path] in choices for path, choices in CHOICES.items())
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_shipped_configs_are_valid(path):
+    """Every config of the repository loads and passes the checks, and so do the defaults."""
+    check_config(load_config(str(path)))
+    check_config(default_config())

@@ -1,0 +1,175 @@
+"""Logs are lines that survive a crash: a run can return to any position that it has synced."""
+
+import json
+import math
+
+import pytest
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.metrics import TIME_PREFIXES, JsonlWriter, RunLogs, read_jsonl, without_times
+
+
+def test_a_line_is_readable_at_once(tmp_path):
+    """A written record is in the file before the writer is closed or synced."""
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    for step in range(3):
+        writer.write({"step": step, "loss": 0.1 * step})
+        assert read_jsonl(tmp_path / "a.jsonl")[-1] == {"step": step, "loss": 0.1 * step}
+    writer.close()
+    assert (tmp_path / "a.jsonl").read_text().count("\n") == 3
+
+
+def test_floats_come_back_bit_for_bit(tmp_path):
+    """A float64 passes through the text unchanged, so files of two runs can be compared."""
+    values = [0.1, 1 / 3, 5e-324, -0.0, 1.7976931348623157e308, 2**53 + 1.0]
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    writer.write({"values": values})
+    writer.close()
+    (record,) = read_jsonl(tmp_path / "a.jsonl")
+    assert [v.hex() for v in record["values"]] == [v.hex() for v in values]
+
+
+def test_text_with_line_breaks_stays_one_line(tmp_path):
+    """Line separators of any alphabet inside a value do not break the file into more lines."""
+    text = "a\nb\r\nc\u2028d\x0be\x85f\x1cg ünïcödé"
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    writer.write({"response": text})
+    writer.write({"response": "next"})
+    writer.close()
+    assert read_jsonl(tmp_path / "a.jsonl") == [{"response": text}, {"response": "next"}]
+
+
+def test_opening_again_appends(tmp_path):
+    """A second writer of the same file adds to it, and its size counts all of it."""
+    path = tmp_path / "a.jsonl"
+    for step in range(2):
+        writer = JsonlWriter(path)
+        writer.write({"step": step})
+        assert writer.sync() == path.stat().st_size
+        writer.close()
+    assert [r["step"] for r in read_jsonl(path)] == [0, 1]
+
+
+def test_truncate_returns_to_a_synced_position(tmp_path):
+    """What was written after a position disappears, and writing goes on from there."""
+    path = tmp_path / "a.jsonl"
+    writer = JsonlWriter(path)
+    positions = [writer.sync()]
+    for step in range(4):
+        writer.write({"step": step, "text": "x" * step})
+        positions.append(writer.sync())
+    assert positions == sorted(set(positions)) and positions[0] == 0
+    writer.truncate(positions[2])
+    assert [r["step"] for r in read_jsonl(path)] == [0, 1]
+    assert writer.sync() == positions[2]
+    writer.write({"step": 9})
+    writer.close()
+    assert [r["step"] for r in read_jsonl(path)] == [0, 1, 9]
+    assert b"\0" not in path.read_bytes()
+
+
+def test_read_of_a_missing_or_empty_file(tmp_path):
+    """No file and an empty file hold no record."""
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+    (tmp_path / "empty.jsonl").touch()
+    assert read_jsonl(tmp_path / "empty.jsonl") == []
+
+
+def test_a_cut_last_line_is_left_out(tmp_path):
+    """Wherever a crash cut the last line, the lines before it are read and it is not."""
+    whole = json.dumps({"step": 1, "loss": 0.5, "flags": [True, {"a": "}"}]})
+    first = json.dumps({"step": 0})
+    path = tmp_path / "a.jsonl"
+    for size in range(len(whole)):
+        path.write_text(first + "\n" + whole[:size])
+        assert read_jsonl(path) == [{"step": 0}], whole[:size]
+    path.write_text(first + "\n" + whole)
+    assert len(read_jsonl(path)) == 2
+
+
+def test_without_times_drops_times_and_rates_only():
+    """What remains is what two runs of one configuration must share."""
+    record = {
+        "step": 3,
+        "time_step": 1.0,
+        "time_rollout": 2.0,
+        "tokens_per_s_learner": 3.0,
+        "mean_time": 4.0,
+        "loss": math.pi,
+        "fp8_saturated_frac/weights": 0.0,
+    }
+    kept = {"step": 3, "mean_time": 4.0, "loss": math.pi, "fp8_saturated_frac/weights": 0.0}
+    assert without_times(record) == kept
+    assert "time_step" in record, "the argument was changed"
+    assert all(without_times({f"{prefix}x": 1.0}) == {} for prefix in TIME_PREFIXES)
+
+
+def _fill(logs: RunLogs, steps: range) -> None:
+    for step in steps:
+        logs.write("metrics", {"step": step, "loss": 1.0 / (step + 1), "time_step": 0.1})
+        logs.write("warmup", {"step": step, "loss": 2.0})
+        logs.write("eval", {"step": step, "phase": "rl", "accuracy_greedy": 0.5})
+        logs.write("samples", {"step": step, "phase": "rl", "prompt": "1 + 1", "reward": 1.0})
+
+
+def _steps(directory) -> dict[str, list[int]]:
+    files = {name: read_jsonl(directory / f"{name}.jsonl") for name in RunLogs.NAMES}
+    return {name: [record["step"] for record in records] for name, records in files.items()}
+
+
+def test_run_logs_are_cut_to_their_offsets(tmp_path):
+    """A resumed run finds each of its files as long as when the checkpoint was written."""
+    logs = RunLogs(tmp_path, None)
+    _fill(logs, range(3))
+    offsets = logs.offsets()
+    before = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in RunLogs.NAMES}
+    _fill(logs, range(3, 5))
+    logs.write("metrics", {"step": 5})
+    logs.close()
+    assert set(offsets) == set(RunLogs.NAMES)
+    assert all(offsets[name] == len(before[name]) for name in RunLogs.NAMES)
+    assert _steps(tmp_path)["metrics"] == [0, 1, 2, 3, 4, 5]
+
+    logs = RunLogs(tmp_path, offsets)
+    for name in RunLogs.NAMES:
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == before[name]
+    assert logs.offsets() == offsets
+    _fill(logs, range(3, 4))
+    logs.close()
+    assert set(map(tuple, _steps(tmp_path).values())) == {(0, 1, 2, 3)}
+
+
+def test_run_logs_without_offsets_start_empty(tmp_path):
+    """A run that starts anew in a directory drops the lines of one that left no checkpoint."""
+    for offsets in (None, {}):
+        logs = RunLogs(tmp_path, None)
+        _fill(logs, range(2))
+        logs.close()
+        RunLogs(tmp_path, offsets).close()
+        assert not any(_steps(tmp_path).values())
+
+
+def test_run_logs_write_tensorboard_events(tmp_path):
+    """Numbers reach the event file under the phase's prefix."""
+    logs = RunLogs(tmp_path, None)
+    _fill(logs, range(2))
+    logs.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    for tag in (b"rl/loss", b"warmup/loss", b"eval_rl/accuracy_greedy"):
+        assert tag in content
+    assert b"prompt" not in content
+
+
+@pytest.mark.parametrize("name", RunLogs.NAMES)
+def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
+    """A log that lost lines since the checkpoint is reported, never filled up with zero bytes."""
+    logs = RunLogs(tmp_path, None)
+    _fill(logs, range(3))
+    offsets = logs.offsets()
+    logs.close()
+    path = tmp_path / f"{name}.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError, match=name):
+        RunLogs(tmp_path, offsets).close()
+    assert b"\0" not in path.read_bytes()
