@@ -8,6 +8,8 @@ into a temporary directory and renames it, so a killed run leaves complete check
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import pathlib
 from typing import Any
@@ -40,7 +42,8 @@ class Checkpoints:
         """Writes a checkpoint; one that exists under that number is left alone."""
         if number in self._manager.all_steps():
             return
-        meta = {**meta, "checksum": state_checksum(state)}
+        meta = {**meta, "checksum": state_checksum(state), "structure": _structure(state)}
+        meta["digest"] = _digest(meta)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._manager.save(number, args=args, force=True)
         self._manager.wait_until_finished()
@@ -49,7 +52,10 @@ class Checkpoints:
         """The JSON beside a checkpoint's arrays."""
         try:
             args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            return self._manager.restore(number, args=args)["meta"]
+            meta = self._manager.restore(number, args=args)["meta"]
+            if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
+                raise ValueError("its metadata does not match its digest")
+            return meta
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
 
@@ -60,6 +66,8 @@ class Checkpoints:
           UserError: it is truncated, damaged, or of another model.
         """
         meta = self.read_meta(number)
+        if meta.get("structure") != _structure(like):
+            raise self._unreadable(number, ValueError("it is of another model or optimiser"))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
@@ -84,6 +92,19 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _structure(state: Any) -> str:
+    """Hash of a state's paths, shapes and dtypes."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    shapes = [f"{jax.tree_util.keystr(p)} {x.shape} {x.dtype}" for p, x in leaves]
+    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+
+
+def _digest(meta: dict[str, Any]) -> str:
+    """Hash of the metadata, the digest itself aside."""
+    content = {key: value for key, value in meta.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache

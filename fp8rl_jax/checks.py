@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pathlib
 import shutil
@@ -10,7 +11,7 @@ import tempfile
 
 import ml_collections
 
-from fp8rl_jax.config import AT_LEAST, CHOICES, flatten
+from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags
@@ -21,12 +22,23 @@ from fp8rl_jax.quant import get_recipe
 def check_config(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first thing in `config` that cannot work."""
     flat = flatten(config)
+    for path, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            span = " in (0, 1]" if path == "rollout.top_p" else ""
+            raise UserError(f"{path} is {value}; write a finite number{span}")
     for path, least in AT_LEAST.items():
         if flat[path] < least:
             raise UserError(f"{path} is {flat[path]}; write a number of at least {least}")
+    for path, most in AT_MOST.items():
+        if flat[path] > most:
+            raise UserError(f"{path} is {flat[path]}; write a number of at most {most}")
     for path, choices in {**CHOICES, "learner.remat": REMAT}.items():
         if flat[path] not in choices:
             raise UserError(f"{path} is {flat[path]!r}; write one of {', '.join(choices)}")
+    if config.mesh.expert != 1:
+        raise UserError(
+            f"mesh.expert is {config.mesh.expert}, and a dense model has no experts: write 1"
+        )
     _check_precision(config)
     _check_rollout(config)
     _check_batches(config)
@@ -57,6 +69,11 @@ def use_tis(config: ml_collections.ConfigDict) -> bool:
 
 
 def _check_precision(config) -> None:
+    for side in ("rollout", "learner"):
+        try:
+            get_recipe(config.precision[side])
+        except UserError as error:
+            raise UserError(f"precision.{side}: {error}") from None
     rollout = get_recipe(config.precision.rollout)
     learner = get_recipe(config.precision.learner)
     if not zero_drift_required(config):
@@ -77,14 +94,10 @@ def _check_precision(config) -> None:
 
 def _check_rollout(config) -> None:
     rollout, algo = config.rollout, config.algo
-    if algo.normalize_std and rollout.group_size == 1:
-        raise UserError(
-            "rollout.group_size is 1, whose standard deviation is 0: write a group of at least 2, "
-            "or set algo.normalize_std=False"
-        )
     if rollout.group_size == 1:
         raise UserError(
-            "rollout.group_size is 1, so every advantage is 0: write a group of at least 2"
+            "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
+            "standard deviation too: write a group of at least 2"
         )
     need = rollout.max_prompt_tokens + rollout.max_new_tokens
     if rollout.cache_slots and rollout.cache_slots < need:
@@ -107,6 +120,12 @@ def _check_rollout(config) -> None:
 
 
 def _check_batches(config) -> None:
+    warmup = config.warmup
+    if warmup.steps and warmup.end_fraction < 1 and warmup.warmup_steps >= warmup.steps:
+        raise UserError(
+            f"warmup.warmup_steps is {warmup.warmup_steps}, which leaves nothing of warmup.steps = "
+            f"{warmup.steps} for the decay to warmup.end_fraction: lower it, or set end_fraction=1"
+        )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.updates_per_rollout * config.learner.micro_batches
     if rows % parts:
@@ -144,7 +163,7 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
             )
 
 
-def check_room(directory: pathlib.Path, bytes_needed: int) -> None:
+def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
     """Raises UserError if `directory` cannot be made, written, or has too little room."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -153,19 +172,19 @@ def check_room(directory: pathlib.Path, bytes_needed: int) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise no_room(directory, error) from None
+        raise no_room(directory, error, field) from None
     free = shutil.disk_usage(directory).free
     if free < bytes_needed:
         raise UserError(
-            f"run.dir: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
-            f"{bytes_needed / 1e6:.0f} MB; free some, or set run.dir elsewhere"
+            f"{field}: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
+            f"{bytes_needed / 1e6:.0f} MB; free some, or set {field} elsewhere"
         )
 
 
-def no_room(directory: pathlib.Path, error: OSError) -> UserError:
+def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
     """The sentence for a write that failed."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = "no room is left" if full else error.strerror or str(error)
     return UserError(
-        f"cannot write in {directory}: {reason}; free some room, or set run.dir elsewhere"
+        f"{field}: cannot write in {directory}: {reason}; free some room, or set {field} elsewhere"
     )

@@ -160,10 +160,10 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         return _COMMANDS[command](rest)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except NonFiniteError as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        print("stopped:", error, file=sys.stderr)
         return 1
 
 

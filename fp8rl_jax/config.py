@@ -7,6 +7,7 @@ single fields (``--config.rollout.group_size=16``). The whole is checked before 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import pathlib
@@ -126,6 +127,9 @@ CHOICES = {
 }
 # Fields with the least value allowed.
 AT_LEAST = {
+    "run.seed": 0, "algo.clip_low": 0, "algo.clip_high": 0, "algo.tis_cap": 0,
+    "optimizer.weight_decay": 0, "warmup.weight_decay": 0, "warmup.end_fraction": 0,
+    "optimizer.b1": 0, "optimizer.b2": 0, "warmup.b2": 0,
     "run.steps": 0, "run.samples": 0, "run.checkpoint_every": 1, "run.keep_checkpoints": 1,
     "env.train_questions": 1, "rollout.prompts_per_step": 1, "rollout.group_size": 1,
     "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
@@ -134,6 +138,11 @@ AT_LEAST = {
     "optimizer.clip_norm": 0, "warmup.steps": 0, "warmup.questions": 1, "warmup.batch_size": 1,
     "warmup.learning_rate": 0, "warmup.warmup_steps": 0, "warmup.evaluations": 1,
     "eval.questions": 1, "eval.batch_size": 1, "eval.every": 1,
+}  # fmt: skip
+# Fields with the greatest value allowed.
+AT_MOST = {
+    "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
+    "optimizer.b1": 0.9999999, "optimizer.b2": 0.9999999, "warmup.b2": 0.9999999,
 }  # fmt: skip
 
 
@@ -168,6 +177,10 @@ def _known(path: str) -> bool:
 
 
 def _unknown(path: str, where: str) -> UserError:
+    if "." not in path:
+        near = difflib.get_close_matches(path, FIELDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "the sections are " + ", ".join(FIELDS)
+        return UserError(f"{where}: there is no config section {path!r}; {hint}")
     names = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
     by_leaf = {name.split(".")[1]: name for name in names}
     near = difflib.get_close_matches(path, names, 1, 0.5)
@@ -215,6 +228,8 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 
 
 def _article(default: Any) -> str:
+    if isinstance(default, ml_collections.ConfigDict):
+        return "its options one by one, as --config.env.task_options.NAME=VALUE"
     kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
     return f"{kind[type(default)]} such as {default!r}"
 
@@ -234,11 +249,16 @@ def read_config_file(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises
-        raise UserError(f"--config: {path} fails with {type(error).__name__}: {error}") from None
-    if not hasattr(module, "get_config"):
-        raise UserError(f"--config: {path} has no function get_config(); add one")
-    return module.get_config()
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"--config: {path} has no function get_config(); add one")
+        return module.get_config()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
+        raise UserError(
+            f"--config: {path} fails with {type(error).__name__}: {error}; mend the file so that "
+            "get_config() takes no argument and returns a ConfigDict"
+        ) from None
 
 
 def _example() -> str:
@@ -254,20 +274,46 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.Conf
     config = default_config()
     _merge(config, read_config_file(path), path)
     for override in overrides:
-        name = override.split("=")[0].lstrip("-").removeprefix("config.")
-        if not _known(name) or "." not in name:
-            raise _unknown(name, "command line")
-        if "=" not in override:
-            raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
+        _apply(config, override)
+    return config
+
+
+def _apply(config: ml_collections.ConfigDict, override: str) -> None:
+    """Sets one field from ``--config.section.field=value``."""
+    name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
+    if "." not in name or not _known(name):
+        raise _unknown(name, "command line")
+    if not equals:
+        raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
+    section, _, field = name.partition(".")
+    free = next((f for f in _FREE_FORM if name.startswith(f + ".")), None)
+    if free:
+        options = config[section][free.partition(".")[2]]
+        option, value = name[len(free) + 1 :], _literal(text)
+        if option in options and type(options[option]) in (bool, int, float, str):
+            default = options[option]
+            if not _fits(value, default):
+                raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
+        with options.ignore_type():
+            options[option] = value
+        return
     values = flags.FlagValues()
-    argv = ["fp8rl", *overrides]
+    argv = ["fp8rl", f"--config.{name}={text}"]
     config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
     try:
         values(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"command line: {text}") from None
-    return values.config
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(
+            f"command line: {name} is {text!r}; write {_article(FIELDS[section][field][0])}"
+        ) from None
+
+
+def _literal(text: str) -> Any:
+    """A Python literal (number, list, True, ...), or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import os
 import pathlib
 from typing import Any
 
+from fp8rl_jax.errors import UserError
+
 TIME_PREFIXES = ("time_", "tokens_per_s_")  # not reproducible: left out of bitwise comparisons
 
 
@@ -66,7 +68,13 @@ class RunLogs:
 
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
-            writer.truncate((offsets or {}).get(name, 0))
+            size = (offsets or {}).get(name, 0)
+            if writer.path.stat().st_size < size:
+                raise UserError(
+                    f"{writer.path} is shorter than it was when the checkpoint was written "
+                    f"({size} bytes): put the file back, or start again with another run.dir"
+                )
+            writer.truncate(size)
         self._board = SummaryWriter(str(directory / "tensorboard"))
 
     def write(self, name: str, record: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from fp8rl_jax import checks, learner, sharding
 from fp8rl_jax.data import Tokenizer, load_tokenizer, pad_prompts, pad_responses
 from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params, rope_tables
 from fp8rl_jax.quant import Recipe, get_recipe
@@ -199,6 +200,11 @@ def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
     questions = make_questions(
         config.env.task, config.env.task_options.to_dict(), counts, config.run.seed
     )
+    if config.rollout.top_k > tokenizer.vocab_size:
+        raise UserError(
+            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
+            f"{tokenizer.vocab_size} tokens: lower it, or write 0 for all"
+        )
     everything = [q for split in questions.values() for q in split]
     pad_prompts([q.text for q in everything], tokenizer, config.rollout.max_prompt_tokens)
     demonstrations = [q.answer for q in questions["warmup"]]

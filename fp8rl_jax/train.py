@@ -33,6 +33,7 @@ from fp8rl_jax.report import write_report
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
 from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
 from fp8rl_jax.warmup import (
+    cache_directory,
     load_cached,
     non_finite_message,
     optimizer_of,
@@ -78,17 +79,17 @@ class Outcome:
 
 
 def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
-    """Prepares the run directory.
+    """Prepares the run directory: writes its config.json.
 
     Raises:
-      UserError: it cannot be written, holds another configuration, or holds a run that
+      UserError: it holds another configuration, or holds a run that
         `resume` was not asked for.
     """
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
     ours = json.loads(json.dumps(config.to_dict()))
     if saved.exists():
-        theirs = json.loads(saved.read_text())
+        theirs = _read_config(saved)
         difference = _first_difference(theirs, ours)
         if difference:
             name, before, now = difference
@@ -101,11 +102,24 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
                 "choose another --config.run.dir"
             )
-    checks.check_room(directory, 0)
+    directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / "config.json.tmp"
     temporary.write_text(json.dumps(ours, indent=2) + "\n")
     os.replace(temporary, saved)
     return directory
+
+
+def _read_config(path: pathlib.Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+        if not all(isinstance(section, dict) for section in content.values()):
+            raise ValueError("its sections are no objects")
+        return content
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"run.dir: {path} is damaged ({error}): put the file back, or choose another "
+            "--config.run.dir"
+        ) from None
 
 
 def _first_difference(theirs: dict, ours: dict):
@@ -128,8 +142,11 @@ def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
+    needed = (config.run.keep_checkpoints + 1) * state_bytes(runtime)
+    checks.check_room(pathlib.Path(config.run.dir), needed)
+    if config.warmup.steps:
+        checks.check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     directory = open_run(config, resume)
-    checks.check_room(directory, (config.run.keep_checkpoints + 1) * state_bytes(runtime))
     with _Interrupt() as interrupt, jax.set_mesh(runtime.mesh), Display() as display:
         try:
             return _Run(runtime, directory, display, interrupt).execute()

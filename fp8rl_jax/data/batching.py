@@ -23,34 +23,39 @@ def pad_prompts(
     Raises:
       UserError: a question needs more slots.
     """
-    tokens = np.full((len(questions), slots), tokenizer.pad_id, np.int32)
-    lengths = np.zeros(len(questions), np.int32)
-    for row, question in enumerate(questions):
-        ids = encode_prompt(question, tokenizer)
-        if len(ids) > slots:
-            raise UserError(
-                f"a prompt takes {len(ids)} tokens and rollout.max_prompt_tokens is {slots}: "
-                f"raise it to {len(ids)}, or choose shorter questions ({question[:60]!r})"
-            )
-        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-    return tokens, lengths
+    rows = [encode_prompt(question, tokenizer) for question in questions]
+    longest = max(rows, key=len)
+    if len(longest) > slots:
+        question = questions[rows.index(longest)]
+        raise UserError(
+            f"a prompt takes {len(longest)} tokens and rollout.max_prompt_tokens is {slots}: "
+            f"raise it to {len(longest)}, or choose shorter questions ({question[:60]!r})"
+        )
+    return _pad(rows, slots, tokenizer.pad_id)
+
+
+def _pad(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded (rows, slots) int32 and lengths (rows,) int32."""
+    tokens = np.full((len(rows), slots), pad_id, np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens, np.array([len(ids) for ids in rows], np.int32)
 
 
 def pad_responses(
     answers: Sequence[str], tokenizer: Tokenizer, slots: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Answers with end-of-sequence -> (B, slots) int32 and mask (B, slots) bool."""
-    tokens = np.full((len(answers), slots), tokenizer.pad_id, np.int32)
-    lengths = np.zeros((len(answers), 1), np.int32)
-    for row, answer in enumerate(answers):
-        ids = [*tokenizer.encode(answer), tokenizer.eos_id]
-        if len(ids) > slots:
-            raise UserError(
-                f"a demonstration takes {len(ids)} tokens and rollout.max_new_tokens is {slots}: "
-                f"raise it to {len(ids)} ({answer[:60]!r})"
-            )
-        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-    return tokens, np.arange(slots) < lengths
+    rows = [[*tokenizer.encode(answer), tokenizer.eos_id] for answer in answers]
+    longest = max(rows, key=len, default=[])
+    if len(longest) > slots:
+        answer = answers[rows.index(longest)]
+        raise UserError(
+            f"a demonstration takes {len(longest)} tokens and rollout.max_new_tokens is {slots}: "
+            f"raise it to {len(longest)} ({answer[:60]!r})"
+        )
+    tokens, lengths = _pad(rows, slots, tokenizer.pad_id)
+    return tokens, np.arange(slots) < lengths[:, None]
 
 
 def join(

@@ -53,7 +53,7 @@ def load_reward(name: str) -> RewardFunction:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported
         raise UserError(
             f"env.reward: {name!r} cannot be imported ({type(error).__name__}: {error}); check the "
             "module's name and that it lies in the current directory or on PYTHONPATH"

@@ -304,6 +304,17 @@ def test_finite_names_the_first_bad_layer():
     assert np.isnan(logits).any()
 
 
+def test_one_bad_sequence_is_reported_and_spoils_no_other():
+    """A NaN that one of two sequences meets: no layer is finite, the other's logits keep bits."""
+    params, tokens = jax.tree.map(np.array, _params(_MODEL)), _tokens()
+    only_second = np.setdiff1d(tokens[1], tokens[0])[0]
+    params["embed_tokens"][only_second] = np.nan
+    logits, finite = _program("f32")(params, tokens, rope_tables(_MODEL, _SLOTS))
+    np.testing.assert_array_equal(finite, [False, False])
+    np.testing.assert_array_equal(logits[0], _logits("f32")[0])
+    assert np.isnan(logits[1]).any()
+
+
 @pytest.mark.parametrize("recipe", ["f32", "bf16"])
 def test_hidden_output_has_no_logits(recipe):
     """Hidden states in the compute dtype, and nothing of the vocabulary's size."""
