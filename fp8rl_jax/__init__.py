@@ -17,15 +17,20 @@ __all__ = ["__version__"]
 
 
 def _register_kernels() -> None:
-    """In a bare checkout, makes ``../kernels`` importable as ``fp8rl_jax.kernels``.
+    """In a checkout, makes ``../kernels`` importable as ``fp8rl_jax.kernels``.
 
-    An installation maps the name itself (setup.cfg, package_dir); then this does nothing.
+    An installed package holds it inside (setup.cfg, package_dir); then this does nothing. The
+    checkout's own kernels come before those of an editable installation of another checkout.
     """
     name = __name__ + ".kernels"
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
+    package = pathlib.Path(__file__).resolve().parent
+    if name in sys.modules or (package / "kernels" / "__init__.py").is_file():
         return
-    init = pathlib.Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
-    if not init.is_file():
+    init = package.parent / "kernels" / "__init__.py"
+    # Beside an installed package, a folder `kernels` is another project's: only a checkout counts.
+    if not init.is_file() or not (package.parent / "setup.cfg").is_file():
+        if importlib.util.find_spec(name) is not None:
+            return
         raise ImportError(
             f"fp8rl_jax.kernels is not installed and {init} does not exist: install the package "
             "with `pip install .`, or import it from a complete checkout"

@@ -18,6 +18,10 @@ from fp8rl_jax.exact_jit import check_xla_flags
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.quant import get_recipe
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a write may meet that the user can mend; any other OSError is ours.
+WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
+
 
 def check_config(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first thing in `config` that cannot work."""
@@ -35,6 +39,9 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     for path, choices in {**CHOICES, "learner.remat": REMAT}.items():
         if flat[path] not in choices:
             raise UserError(f"{path} is {flat[path]!r}; write one of {', '.join(choices)}")
+    for path in ("run.dir", "data.tokenizer"):
+        if not flat[path]:
+            raise UserError(f"{path} is empty; write a path")
     if config.mesh.expert != 1:
         raise UserError(
             f"mesh.expert is {config.mesh.expert}, and a dense model has no experts: write 1"
@@ -183,7 +190,7 @@ def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
     """The sentence for a write that failed."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in _FULL
     reason = "no room is left" if full else error.strerror or str(error)
     return UserError(
         f"{field}: cannot write in {directory}: {reason}; free some room, or set {field} elsewhere"

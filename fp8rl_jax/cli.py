@@ -136,8 +136,11 @@ def _report(arguments: Sequence[str]) -> int:
 
     try:
         print(write_report(directories[0], directories[1:]))
-    except ValueError as error:
-        raise UserError(f"fp8rl report: {error}") from None
+    except OSError as error:
+        raise UserError(
+            f"fp8rl report: {directories[0]}/report.html cannot be written ({error.strerror}): "
+            "make room for it, or mend its permissions"
+        ) from None
     return 0
 
 

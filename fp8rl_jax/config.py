@@ -135,7 +135,7 @@ AT_LEAST = {
     "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
     "rollout.top_k": 0, "algo.kl_coef": 0, "algo.updates_per_rollout": 1,
     "learner.micro_batches": 1, "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0,
-    "optimizer.clip_norm": 0, "warmup.steps": 0, "warmup.questions": 1, "warmup.batch_size": 1,
+    "optimizer.clip_norm": 1e-6, "warmup.steps": 0, "warmup.questions": 1, "warmup.batch_size": 1,
     "warmup.learning_rate": 0, "warmup.warmup_steps": 0, "warmup.evaluations": 1,
     "eval.questions": 1, "eval.batch_size": 1, "eval.every": 1,
 }  # fmt: skip
@@ -178,7 +178,8 @@ def _known(path: str) -> bool:
 
 def _unknown(path: str, where: str) -> UserError:
     if "." not in path:
-        near = difflib.get_close_matches(path, FIELDS, 1)
+        fields = [f"{s}.{name}" for s, names in FIELDS.items() for name in names if name == path]
+        near = fields or difflib.get_close_matches(path, FIELDS, 1)
         hint = f"did you mean {near[0]}?" if near else "the sections are " + ", ".join(FIELDS)
         return UserError(f"{where}: there is no config section {path!r}; {hint}")
     names = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
@@ -290,6 +291,11 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     if free:
         options = config[section][free.partition(".")[2]]
         option, value = name[len(free) + 1 :], _literal(text)
+        if "." in option:
+            raise UserError(
+                f"command line: {name}: an option's name holds no dot; write "
+                f"--config.{free}.NAME=VALUE"
+            )
         if option in options and type(options[option]) in (bool, int, float, str):
             default = options[option]
             if not _fits(value, default):

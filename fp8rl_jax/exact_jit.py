@@ -57,6 +57,9 @@ def check_xla_flags(environment: str | None = None) -> None:
       UserError: a fast-math flag is switched on.
     """
     flags = os.environ.get("XLA_FLAGS", "") if environment is None else environment
+    if flags and not flags.lstrip().startswith("-") and os.path.isfile(flags):
+        with open(flags) as file:  # XLA takes the name of a file, too
+            flags = file.read()
     for name, value in _FAST_MATH.findall(flags):
         if value.lower() not in ("false", "0"):
             raise UserError(

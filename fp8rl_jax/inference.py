@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import jax
@@ -13,7 +14,7 @@ from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.runtime import Runtime, make_runtime
-from fp8rl_jax.train import optimizer_of_phase
+from fp8rl_jax.train import first_difference, optimizer_of_phase, read_saved_config
 
 
 def load_weights(runtime: Runtime):
@@ -28,6 +29,16 @@ def load_weights(runtime: Runtime):
         raise UserError(
             f"run.dir: {config.run.dir} holds no checkpoints; train first, or name the directory "
             "of a run with --config.run.dir"
+        )
+    theirs = read_saved_config(pathlib.Path(config.run.dir) / "config.json")
+    ours = json.loads(json.dumps(config.to_dict()))
+    kept = ("model", "data", "precision")
+    difference = first_difference(*({k: c.get(k, {}) for k in kept} for c in (theirs, ours)))
+    if difference:
+        name, before, now = difference
+        raise UserError(
+            f"run.dir: the run in {config.run.dir} was trained with {name} = {before!r}, and the "
+            f"config says {now!r}: set it back"
         )
     checkpoints = Checkpoints(directory, config.run.keep_checkpoints)
     number = checkpoints.latest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
 from fp8rl_jax.errors import UserError
@@ -75,11 +76,19 @@ class RunLogs:
                     f"({size} bytes): put the file back, or start again with another run.dir"
                 )
             writer.truncate(size)
+        # TensorBoard cannot cut its events, so they are written anew from the JSON lines.
+        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
         self._board = SummaryWriter(str(directory / "tensorboard"))
+        for name, writer in self._writers.items():
+            for record in read_jsonl(writer.path):
+                self._show(name, record)
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Appends a record to one of NAMES; its numbers go to TensorBoard too."""
         self._writers[name].write(record)
+        self._show(name, record)
+
+    def _show(self, name: str, record: dict[str, Any]) -> None:
         if name == "samples":
             return
         prefix = {"metrics": "rl", "warmup": "warmup"}.get(name) or f"eval_{record['phase']}"

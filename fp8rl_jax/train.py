@@ -89,8 +89,8 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
     saved = directory / "config.json"
     ours = json.loads(json.dumps(config.to_dict()))
     if saved.exists():
-        theirs = _read_config(saved)
-        difference = _first_difference(theirs, ours)
+        theirs = read_saved_config(saved)
+        difference = first_difference(theirs, ours)
         if difference:
             name, before, now = difference
             raise UserError(
@@ -102,14 +102,18 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
                 "choose another --config.run.dir"
             )
-    directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / "config.json.tmp"
-    temporary.write_text(json.dumps(ours, indent=2) + "\n")
-    os.replace(temporary, saved)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(ours, indent=2) + "\n")
+        os.replace(temporary, saved)
+    except OSError as error:
+        raise checks.no_room(directory, error) from None
     return directory
 
 
-def _read_config(path: pathlib.Path) -> dict:
+def read_saved_config(path: pathlib.Path) -> dict:
+    """The config.json of a run; UserError if it is damaged."""
     try:
         content = json.loads(path.read_text())
         if not all(isinstance(section, dict) for section in content.values()):
@@ -122,7 +126,8 @@ def _read_config(path: pathlib.Path) -> dict:
         ) from None
 
 
-def _first_difference(theirs: dict, ours: dict):
+def first_difference(theirs: dict, ours: dict):
+    """(field, their value, our value) of the first field that differs, or None."""
     before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
     for name in sorted({*before, *now} - set(_MAY_CHANGE)):
         if before.get(name) != now.get(name):
@@ -149,8 +154,10 @@ def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
     directory = open_run(config, resume)
     with _Interrupt() as interrupt, jax.set_mesh(runtime.mesh), Display() as display:
         try:
-            return _Run(runtime, directory, display, interrupt).execute()
+            return _Run(runtime, directory, display, interrupt, resume).execute()
         except OSError as error:
+            if error.errno not in checks.WRITE_ERRORS:
+                raise
             raise checks.no_room(directory, error) from error
 
 
@@ -165,7 +172,8 @@ def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str):
 class _Run:
     """One execution of the job: what the phases share."""
 
-    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt: _Interrupt):
+    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt, resume):
+        self.resume = resume
         self.runtime, self.config = runtime, runtime.config
         self.directory, self.display, self.interrupt = directory, display, interrupt
         keep = self.config.run.keep_checkpoints
@@ -232,6 +240,8 @@ class _Run:
         if number is None:
             self.logs = RunLogs(self.directory, None)
             params = rt.init_params()
+            if self.resume:
+                self.display.note("there is no checkpoint to resume from: starting anew")
             if not self.config.warmup.steps:
                 return self._begin_rl(params)
             return rt.new_state(params, optimizer_of(self.config)[0])

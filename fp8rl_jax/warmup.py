@@ -23,7 +23,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream, join, pad_prompts, pad_responses
-from fp8rl_jax.errors import NonFiniteError
+from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
 from fp8rl_jax.metrics import RunLogs, read_jsonl
@@ -86,8 +86,15 @@ def load_cached(runtime: Runtime, params_like, logs: RunLogs):
     if not directory.is_dir():
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
-    params = checkpoints.restore(0, params_like)
-    checkpoints.close()
+    try:
+        params = checkpoints.restore(0, params_like)
+    except UserError:
+        raise UserError(
+            f"the cached warm-up {directory.resolve()} is damaged: delete that directory, and the warm-up "
+            "runs again"
+        ) from None
+    finally:
+        checkpoints.close()
     for name in ("warmup", "eval", "samples"):
         for record in read_jsonl(directory / f"{name}.jsonl"):
             logs.write(name, record)

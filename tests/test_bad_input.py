@@ -361,6 +361,7 @@ _FIELDS = {
     "env.task_options.min_terms=3": ["env.task_options", "max_terms"],
     "env.task_options.min_terms=two": ["env.task_options.min_terms", "two"],
     "env.task_options.nope=3": ["env.task_options", "nope"],
+    "env.task_options.a.b=3": ["env.task_options", "a.b"],
     "env.task_options.size=3": ["env.task_options", "size"],
     "env.task_options=3": ["env.task_options", "write"],
     "env.train_questions=100000": ["env.task", "100000", "'train'", "lower"],

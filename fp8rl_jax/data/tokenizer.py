@@ -28,7 +28,7 @@ class ByteTokenizer:
     vocab_size = 259
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(text.encode(errors="surrogateescape"))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text up to the first special token; bytes that are no UTF-8 become U+FFFD."""

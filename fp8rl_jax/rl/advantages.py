@@ -22,6 +22,8 @@ def group_advantages(
     """
     groups = np.asarray(rewards, np.float64).reshape(-1, group_size)
     advantages = groups - groups.mean(axis=1, keepdims=True)
+    equal = groups.max(axis=1) == groups.min(axis=1)
+    advantages[equal] = 0.0  # the mean of equal numbers may differ from them in the last bit
     if normalize_std:
         advantages = advantages / (groups.std(axis=1, keepdims=True) + eps)
     return advantages.reshape(-1).astype(np.float32)

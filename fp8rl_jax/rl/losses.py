@@ -21,7 +21,7 @@ def clipped_policy_loss(
 
     PPO's clipped objective (arXiv:1707.06347, equation 7) with GRPO's group advantage; `clip_high`
     above `clip_low` is DAPO's clip-higher (arXiv:2503.14476). The caller divides by its token
-    count (token-level mean).
+    count (token-level mean). logp - old is clamped to +-20 first, beyond which no gradient flows.
 
     Args:
       logp, old_logp: (B, T) float32; old_logp is constant.

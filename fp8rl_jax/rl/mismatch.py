@@ -60,7 +60,7 @@ def mismatch_metrics(
         "mismatch_k1": (-d).mean() + 0.0,  # + 0.0: -0.0 becomes 0.0
         "chi2_token": (np.exp(2 * d) - 1).mean(),
         "ess_ratio": w.sum() ** 2 / (w.size * (w**2).sum()),
-        "tis_clipfrac": (truncated != w).mean(),
+        "tis_clipfrac": np.nan if np.isnan(d).any() else (truncated != w).mean(),
         "tis_weight_mean": truncated.mean(),
         "tis_weight_max": truncated.max(),
         "drift_tokens": d.size,
