@@ -90,8 +90,8 @@ def load_cached(runtime: Runtime, params_like, logs: RunLogs):
         params = checkpoints.restore(0, params_like)
     except UserError:
         raise UserError(
-            f"the cached warm-up {directory.resolve()} is damaged: delete that directory, and the warm-up "
-            "runs again"
+            f"the cached warm-up {directory.resolve()} is damaged: delete that directory, and the "
+            "warm-up runs again"
         ) from None
     finally:
         checkpoints.close()
