@@ -62,7 +62,7 @@ class _Subject:
                 prompt_lengths=lengths,
                 targets=rollout.tokens,
                 mask=rollout.mask.astype(np.float32),
-                temperature=np.ones(rows, np.float32),
+                temperature=np.full(rows, rt.config.rollout.temperature, np.float32),
                 **fields,
             ),
             rt,

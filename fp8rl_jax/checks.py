@@ -9,12 +9,13 @@ import pathlib
 import shutil
 import tempfile
 
+import jax
 import ml_collections
 
 from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import check_xla_flags
+from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.quant import get_recipe
 
@@ -85,6 +86,11 @@ def _check_precision(config) -> None:
     learner = get_recipe(config.precision.learner)
     if not zero_drift_required(config):
         return
+    if config.precision.zero_drift == "required" and not compiler_options():
+        raise UserError(
+            f"precision.zero_drift is 'required', and on {jax.default_backend()} with this jaxlib "
+            "the promise is not kept yet: set precision.zero_drift='report'"
+        )
     if rollout != learner:
         raise UserError(
             f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
@@ -159,9 +165,10 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     sizes = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,
-        "warmup.batch_size": config.warmup.batch_size,
         "eval.batch_size": config.eval.batch_size,
     }
+    if config.warmup.steps:
+        sizes["warmup.batch_size"] = config.warmup.batch_size
     for name, size in sizes.items():
         if size % rows_at_once:
             raise UserError(

@@ -28,7 +28,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "steps": (100, "RL steps; 0 runs the warm-up only"),
         "cache_dir": ("", "where finished warm-ups are kept; '' for ~/.cache/fp8rl_jax"),
         "samples": (4, "transcripts written at each evaluation"),
-        "checkpoint_every": (20, "RL steps (and warm-up evaluations) between checkpoints"),
+        "checkpoint_every": (20, "RL steps between checkpoints (warm-up: at each evaluation)"),
         "keep_checkpoints": (2, "newest checkpoints to keep"),
     },
     "model": {

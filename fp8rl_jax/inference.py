@@ -69,13 +69,12 @@ def sample_checkpoint(
         weights, _, step = load_weights(runtime)
         size = config.eval.batch_size
         answers = []
+        sampler = runtime.make_sampler(1, config.rollout.top_k, config.rollout.top_p)
+        temperature = np.full(size, config.rollout.temperature, np.float32)
         for first in range(0, len(questions), size):
             part = [Question(text, "") for text in questions[first : first + size]]
             padded = part + [part[-1]] * (size - len(part))
-            temperature = np.tile(np.float32([0.0, config.rollout.temperature]), size)
             key = jax.random.fold_in(runtime.keys["eval"], first + step)
-            rollout, _, _ = runtime.generate(
-                runtime.eval_sampler, weights, padded, key, temperature
-            )
-            answers += runtime.decode(rollout)[1 : 2 * len(part) : 2]
+            rollout, _, _ = runtime.generate(sampler, weights, padded, key, temperature)
+            answers += runtime.decode(rollout)[: len(part)]
     return list(zip(questions, answers, strict=True))

@@ -132,8 +132,10 @@ def make_optimizer(
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
         )
+    elif warmup_steps:
+        schedule = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     else:
-        schedule = optax.linear_schedule(0.0, learning_rate, max(warmup_steps, 1))
+        schedule = optax.constant_schedule(learning_rate)
     transform = optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
@@ -237,7 +239,10 @@ def make_train_step(
         if micro_batches == 1:
             value, grads, (logp, sums, finite) = run(batch)
         else:
-            parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch)
+            # Row r goes to part r % micro_batches: so each device keeps its own rows.
+            parts = jax.tree.map(
+                lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch
+            )
 
             def accumulate(total, part):
                 value, grads, (logp, sums, finite) = run(part)
@@ -247,7 +252,7 @@ def make_train_step(
             zeros = (zeros[0], zeros[1], zeros[2][1])
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
             (value, grads, sums), (logp, finite) = lax.scan(accumulate, zeros, parts)
-            logp = logp.reshape(batch.mask.shape)
+            logp = logp.swapaxes(0, 1).reshape(batch.mask.shape)
             finite = finite.all(axis=0)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)

@@ -91,7 +91,8 @@ class Runtime:
             shardings={"in_shardings": (self.param_shardings,), "out_shardings": whole},
         )
 
-    def _sampler(self, group_size: int, top_k: int, top_p: float):
+    def make_sampler(self, group_size: int, top_k: int, top_p: float):
+        """A compiled sampler with the run's prompt and response slots."""
         rollout = self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens, group_size=group_size,
@@ -109,12 +110,12 @@ class Runtime:
     def sampler(self):
         """The rollout program; see `make_sampler`."""
         rollout = self.config.rollout
-        return self._sampler(rollout.group_size, rollout.top_k, rollout.top_p)
+        return self.make_sampler(rollout.group_size, rollout.top_k, rollout.top_p)
 
     @functools.cached_property
     def eval_sampler(self):
         """The evaluation program: two samples a question, one greedy, one at temperature 1."""
-        return self._sampler(2, 0, 1.0)
+        return self.make_sampler(2, 0, 1.0)
 
     @functools.cached_property
     def score(self):

@@ -202,6 +202,9 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
             )
     if s["refit_failures"]:
         notes.append(f"The refit checksum failed at {steps_text(s['refit_failures'])}.")
+    recipes = (run.field("precision", "rollout"), run.field("precision", "learner"))
+    if recipes[0] == recipes[1] and s["drift_exactly_zero"] is False:
+        notes.append("The recipes are equal, but the drift is not zero at every step.")
     if s["reward_errors"]:
         notes.append(f"{s['reward_errors']} rewards raised an error and were scored 0.")
     for key in keys_with(run.metrics, "fp8_nonfinite_blocks"):

@@ -58,6 +58,8 @@ class _Interrupt:
         return self
 
     def _note(self, number, frame) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step's end
         self.received = signal.Signals(number).name
 
     def __call__(self) -> bool:
@@ -101,6 +103,14 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
             raise UserError(
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
                 "choose another --config.run.dir"
+            )
+    else:
+        names = ("checkpoints", "reference", "tensorboard", *(f"{n}.jsonl" for n in RunLogs.NAMES))
+        found = next((name for name in names if (directory / name).exists()), None)
+        if found:
+            raise UserError(
+                f"run.dir: {directory} has no config.json but holds {found}, which a run would "
+                "replace: choose another --config.run.dir"
             )
     temporary = directory / "config.json.tmp"
     try:
@@ -174,6 +184,7 @@ class _Run:
 
     def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt, resume):
         self.resume = resume
+        self.drift_noted = False
         self.runtime, self.config = runtime, runtime.config
         self.directory, self.display, self.interrupt = directory, display, interrupt
         keep = self.config.run.keep_checkpoints
@@ -301,6 +312,14 @@ class _Run:
             record |= mismatch_metrics(
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
+            if checks.zero_drift_required(config) and not self.drift_noted:
+                drift = record["train_rollout_logprob_abs_diff_max"]
+                if drift != 0.0:
+                    self.drift_noted = True
+                    self.display.note(
+                        f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
+                        "equal; this platform or jaxlib does not keep the promise"
+                    )
             if rt.rollout_recipe == rt.learner_recipe:
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             record |= _health_metrics({"weights": jax.device_get(health), **old})
@@ -401,8 +420,9 @@ class _Run:
             state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
             metrics = jax.device_get(metrics)
             if not metrics["good"]:
-                self._save(state)
-                raise NonFiniteError(non_finite_message("RL", step + 1, metrics))
+                if index == 0:  # later, the state holds a part of this step: nothing to resume from
+                    self._save(state)
+                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
             updates.append(metrics)
             first = np.asarray(logp) if first is None else first
         seconds = time.perf_counter() - begin

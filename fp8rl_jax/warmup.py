@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -34,6 +36,8 @@ _SECTIONS = ("model", "mesh", "data", "env", "warmup", "eval")
 _FIELDS = (
     "run.seed",
     "run.samples",
+    "optimizer.b1",
+    "optimizer.clip_norm",
     "precision.rollout",
     "precision.learner",
     "learner.remat",
@@ -41,6 +45,8 @@ _FIELDS = (
     "rollout.max_new_tokens",
     "rollout.cache_slots",
 )
+
+_LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
 
 def optimizer_of(config):
@@ -63,7 +69,7 @@ def _source_digest() -> str:
     """Hash of the library's source: other numerics must not find an old warm-up."""
     root = pathlib.Path(fp8rl_jax.__file__).parent
     kernel_root = pathlib.Path(kernels.__file__).parent
-    digest = hashlib.sha256(jax.__version__.encode())
+    digest = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *kernel_root.rglob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -74,6 +80,15 @@ def cache_directory(config) -> pathlib.Path:
     flat = flatten(config)
     parts = {k: v for k, v in flat.items() if k.split(".")[0] in _SECTIONS or k in _FIELDS}
     parts["source"] = _source_digest()
+    parts["devices"] = [jax.default_backend(), jax.device_count()]
+    parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    files = []
+    if config.data.tokenizer != "byte":
+        files.append(config.data.tokenizer)
+    if ":" in config.env.reward:
+        module = importlib.util.find_spec(config.env.reward.partition(":")[0])
+        files += [module.origin] if module and module.origin else []
+    parts["files"] = [hashlib.sha256(pathlib.Path(f).read_bytes()).hexdigest() for f in files]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     root = pathlib.Path(config.run.cache_dir or os.path.join(home, "fp8rl_jax"))
@@ -176,15 +191,20 @@ def run_warmup(
     return state
 
 
-def non_finite_message(phase: str, step: int, metrics) -> str:
-    """The sentence for a run that met NaN: step, and layer if one is known."""
+def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
+    """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
     layer = int(metrics["bad_layer"])
     where = f"layer {layer} is the first with a non-finite output" if layer >= 0 else (
         "every layer's output is finite, so it arose in the loss or in a gradient"
     )  # fmt: skip
     return (
         f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
-        f"{float(metrics['grad_norm'])}; {where}; the last good state is saved"
+        f"{float(metrics['grad_norm'])}; {where}; "
+        + (
+            "the last good state is saved"
+            if saved
+            else "the newest checkpoint is the last good state"
+        )
     )
 
 

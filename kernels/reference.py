@@ -221,7 +221,8 @@ def attention_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
 
-    The backward pass makes no bitwise promise, so it is written plainly: probabilities are
+    The backward pass makes no bitwise promise, so it is written plainly, with memory that grows
+    with T * S: probabilities are
     recomputed, then ``dv = p^T do``, ``ds = p * (do v^T - rowsum)``, ``dq = ds k``,
     ``dk = ds^T q``.
 

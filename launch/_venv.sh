@@ -1,12 +1,12 @@
 # Sourced by the launch scripts: makes .venv in the repository and installs the project into it.
-# PYTHON chooses the interpreter (default: the newest of python3.12, python3.11, python3);
+# PYTHON chooses the interpreter (default: the first of python3.12, python3.11, python3);
 # VENV chooses the directory (default: .venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 pick_python() {
   local candidate
-  for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
+  for candidate in "${PYTHON:-}" python3.12 python3.11 python3; do
     if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return

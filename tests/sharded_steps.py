@@ -16,7 +16,7 @@ from fp8rl_jax.runtime import empty_response_fields, make_runtime, to_device
 
 
 def main() -> None:
-    mesh, recipe = json.loads(sys.argv[1]), sys.argv[2]
+    mesh, recipe, micro_batches = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     overrides = [f"--config.mesh.{k}={v}" for k, v in mesh.items()]
     overrides += [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
     overrides += ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2"]
@@ -26,7 +26,7 @@ def main() -> None:
         optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
         state = rt.new_state(rt.init_params(), optimizer)
         sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
-        step = rt.train_step(optimizer, LossConfig(), 1)
+        step = rt.train_step(optimizer, LossConfig(), micro_batches)
         weights, checksum, _ = rt.refit(state.params)
         questions = rt.questions["train"][:8]
         rollout, prompts, lengths = rt.generate(

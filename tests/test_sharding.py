@@ -14,13 +14,14 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 
 
-def _run(devices: int, mesh: dict[str, int], recipe: str) -> dict:
+def _run(devices: int, mesh: dict[str, int], recipe: str, micro_batches: int = 1) -> dict:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, str(HERE / "sharded_steps.py"), json.dumps(mesh), recipe]
+    command.append(str(micro_batches))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -45,8 +46,9 @@ def test_fsdp_equals_one_device(recipe):
 
 @pytest.mark.slow
 def test_data_parallel_and_tensor_storage():
+    """Rows over data x fsdp, parameters over fsdp x tensor, gradients over two micro-batches."""
     one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "f32")
-    many = _run(8, {"data": 2, "fsdp": 2, "tensor": 2}, "f32")
+    many = _run(8, {"data": 2, "fsdp": 2, "tensor": 2}, "f32", micro_batches=2)
     assert many["drift"] == 0.0
     assert many["logp"] == one["logp"]
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)

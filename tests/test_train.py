@@ -21,6 +21,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import NonFiniteError
 from fp8rl_jax.metrics import read_jsonl, without_times
 from fp8rl_jax.runtime import Runtime
+from fp8rl_jax.warmup import cache_directory
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
 FILES = ("metrics", "warmup", "eval", "samples")
@@ -106,6 +107,24 @@ def test_warmup_is_cached(whole_run, tmp_path, capsys):
     ours, theirs = _reproducible(tmp_path), _reproducible(directory)
     assert ours["warmup"] == theirs["warmup"]
     assert ours["metrics"] == theirs["metrics"][:3]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "optimizer.b1=0.5", "optimizer.clip_norm=0.5", "warmup.b2=0.9", "warmup.steps=7",
+        "warmup.learning_rate=0.1", "warmup.weight_decay=0.1", "warmup.end_fraction=0.5",
+        "warmup.warmup_steps=3", "run.seed=1", "precision.learner=bf16", "env.train_questions=65",
+        "model.rope_theta=100.0",
+    ],
+)  # fmt: skip
+def test_warmups_that_differ_have_other_caches(field, tmp_path):
+    """Whatever the warm-up depends on is part of its key; RL settings are not."""
+    directories = [
+        cache_directory(load_config(str(CONFIG), [*_overrides(tmp_path), *more]))
+        for more in ([], [f"--config.{field}"], ["--config.optimizer.learning_rate=0.5"])
+    ]
+    assert directories[0] == directories[2] != directories[1]
 
 
 def _kill_after(process: subprocess.Popen, run: pathlib.Path, name: str, lines: int) -> None:
@@ -200,6 +219,26 @@ def test_nan_names_the_layer(tmp_path, monkeypatch):
     config = load_config(str(CONFIG), _overrides(tmp_path))
     with pytest.raises(NonFiniteError, match=r"warm-up step 1: .*layer 1 is the first"):
         train.train(config)
+
+
+def test_many_updates_and_a_reference(tmp_path):
+    """Two updates a rollout, two micro-batches each, KL to a reference; stopped and resumed."""
+    fields = {
+        "algo.updates_per_rollout": 2, "learner.micro_batches": 2, "algo.kl_coef": 0.1,
+        "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "warmup.steps": 0,
+        "run.steps": 4, "run.checkpoint_every": 2, "env.reward": "dense_reward:share_of_even_bytes",
+    }  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train.train(load_config(str(CONFIG), _overrides(whole, **fields)))
+    train.train(load_config(str(CONFIG), _overrides(parts, **{**fields, "run.steps": 2})))
+    train.train(load_config(str(CONFIG), _overrides(parts, **fields)), resume=True)
+    records = _reproducible(whole)["metrics"]
+    assert records == _reproducible(parts)["metrics"]
+    assert records[-1]["kl_ref"] > records[0]["kl_ref"] >= 0
+    for record in records:
+        assert record["drift_tokens"] <= 8 * 4, "the first update's half of the rollout"
+        assert record["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert record["ratio_mean"] != 1.0, "the second update is off-policy by design"
 
 
 def test_mixed_precision_drifts(tmp_path):

@@ -3,8 +3,8 @@
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). The
 forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
 `lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `guard` on every product that
-feeds an addition, `exp` only over arrays whose last axis is a multiple of 16 (the vector and the
-scalar code of `exp` differ).
+feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
+multiple of 16, because its vector and scalar code differ; model widths usually are.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.quant import Recipe, compute_value, keep_dtypes, make_dot_general
+from fp8rl_jax.quant import Recipe, TrainableWeight, compute_value, keep_dtypes, make_dot_general
 
 
 def replicate(tree):
@@ -31,7 +31,14 @@ def replicate(tree):
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
-    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+    def gather(leaf):
+        if isinstance(leaf, TrainableWeight):  # the master is not read: it stays in parts
+            return TrainableWeight(gather(leaf.value), leaf.master)
+        whole = PartitionSpec()
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, whole), leaf)
+
+    return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, TrainableWeight))
 
 
 def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

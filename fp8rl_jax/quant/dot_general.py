@@ -16,7 +16,7 @@ A weight may come as a plain array (quantised here: drop-in for any Flax module)
 step for the forward pass, with the float32 master that receives the gradient). The three give the
 same bits.
 
-Not done: batch dimensions (experts have their own rule), forward-mode differentiation.
+Not done: batch dimensions (so no experts yet), forward-mode differentiation.
 """
 
 from __future__ import annotations
