@@ -353,7 +353,8 @@ _FIELDS = {
     "mesh.data=2": ["mesh.data", "2 places", "1 devices"],
     "mesh.data=0": ["mesh", "at least 1"],
     "mesh.fsdp=-1": ["mesh", "at most one"],
-    "mesh.tensor=2": ["mesh.tensor", "2 places"],
+    "mesh.tensor=2": ["mesh.tensor", "mesh.fsdp"],
+    "mesh.fsdp=2": ["mesh.fsdp", "2 places"],
     # task, reward, tokenizer
     "env.task=basic_arithmetics": ["env.task", "'basic_arithmetics'", "'basic_arithmetic'"],
     "env.task=zzzzzz": ["env.task", "'zzzzzz'", "reasoning_gym"],
@@ -548,7 +549,7 @@ def test_batches_that_do_not_divide_over_devices(field, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (["mesh.tensor=3"], ["mesh.tensor", "3 places", "4 devices"]),
+        (["mesh.fsdp=3"], ["mesh.fsdp", "3 places", "4 devices"]),
         (["mesh.expert=4", "mesh.data=1"], ["mesh.expert", "dense"]),
     ],
 )
