@@ -210,6 +210,7 @@ def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
     pad_prompts([q.text for q in everything], tokenizer, config.rollout.max_prompt_tokens)
     demonstrations = [q.answer for q in questions["warmup"]]
     pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
+    checks.check_platform(config)
     return Runtime(
         config=config,
         mesh=mesh,
