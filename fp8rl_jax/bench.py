@@ -14,12 +14,11 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.data import join
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import Batch, LossConfig, make_optimizer
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.runtime import empty_response_fields, make_runtime, to_device
+from fp8rl_jax.runtime import make_runtime, to_device
 
 
 class _Subject:
@@ -47,26 +46,13 @@ class _Subject:
 
     def batch(self) -> Batch:
         """A rollout of this model as a training batch, advantages drawn at random."""
-        rt, group = self.runtime, self.runtime.config.rollout.group_size
+        rt = self.runtime
         rollout, prompts, lengths = self.rollout()
-        lengths = np.repeat(lengths, group)
-        rows, slots = rollout.tokens.shape
-        fields = empty_response_fields(rows, slots) | {
-            "advantages": np.random.default_rng(0).standard_normal(rows).astype(np.float32),
-            "old_logprobs": rollout.logprobs,
-        }
-        pad = rt.tokenizer.pad_id
-        return to_device(
-            Batch(
-                tokens=join(np.repeat(prompts, group, axis=0), lengths, rollout.tokens, pad),
-                prompt_lengths=lengths,
-                targets=rollout.tokens,
-                mask=rollout.mask.astype(np.float32),
-                temperature=np.full(rows, rt.config.rollout.temperature, np.float32),
-                **fields,
-            ),
-            rt,
-        )
+        rows = len(rollout.tokens)
+        temperature = np.full(rows, rt.config.rollout.temperature, np.float32)
+        advantages = np.random.default_rng(0).standard_normal(rows).astype(np.float32)
+        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+        return to_device(batch, rt)
 
     def train(self, batch: Batch) -> None:
         self.state, _, metrics = self.step(self.state, batch, self.runtime.rope)

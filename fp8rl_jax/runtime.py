@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fp8rl_jax import checks, learner, sharding
-from fp8rl_jax.data import Tokenizer, load_tokenizer, pad_prompts, pad_responses
+from fp8rl_jax.data import Tokenizer, join, load_tokenizer, pad_prompts, pad_responses
 from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
@@ -174,6 +174,27 @@ class Runtime:
             np.full(count, rollout.max_new_tokens, np.int32), self.rope,
         )  # fmt: skip
         return jax.device_get(out), prompts, lengths
+
+    def rollout_batch(
+        self, rollout: Rollout, prompts, lengths, temperature, advantages
+    ) -> learner.Batch:
+        """A rollout as a training batch on the host; old log-probabilities are the sampler's.
+
+        prompts (P, Tp) and lengths (P,) are those of `generate`; the rest has one row a response.
+        """
+        rows, slots = rollout.tokens.shape
+        group = rows // len(lengths)
+        lengths = np.repeat(lengths, group)
+        tokens = np.repeat(prompts, group, axis=0)
+        fields = empty_response_fields(rows, slots)
+        return learner.Batch(
+            tokens=join(tokens, lengths, rollout.tokens, self.tokenizer.pad_id),
+            prompt_lengths=lengths,
+            targets=rollout.tokens,
+            mask=rollout.mask.astype(np.float32),
+            temperature=temperature,
+            **{**fields, "advantages": advantages, "old_logprobs": rollout.logprobs},
+        )
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Text of every response."""

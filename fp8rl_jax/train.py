@@ -22,7 +22,7 @@ import numpy as np
 from fp8rl_jax import checks
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
-from fp8rl_jax.data import Stream, join
+from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
@@ -355,7 +355,7 @@ class _Run:
     def _rollout(self, questions, state, weights, step, reference, record):
         """Samples and scores responses; returns the batch, rollout log-probs, and health."""
         rt, config = self.runtime, self.config
-        group, slots = config.rollout.group_size, config.rollout.max_new_tokens
+        group = config.rollout.group_size
         begin = time.perf_counter()
         rows = len(questions) * group
         temperature = np.full(rows, config.rollout.temperature, np.float32)
@@ -369,20 +369,8 @@ class _Run:
         rewards = np.asarray(rewards)
         record["time_reward"] = time.perf_counter() - begin
 
-        lengths = np.repeat(lengths, group)
-        zeros = np.zeros((rows, slots), np.float32)
-        pad = rt.tokenizer.pad_id
-        batch = Batch(
-            tokens=join(np.repeat(prompts, group, axis=0), lengths, rollout.tokens, pad),
-            prompt_lengths=lengths,
-            targets=rollout.tokens,
-            mask=rollout.mask.astype(np.float32),
-            temperature=temperature,
-            advantages=group_advantages(rewards, group, config.algo.normalize_std),
-            old_logprobs=rollout.logprobs,
-            rollout_weights=zeros + 1,
-            ref_logprobs=zeros,
-        )
+        advantages = group_advantages(rewards, group, config.algo.normalize_std)
+        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         health: dict = {}
         begin = time.perf_counter()
         if config.algo.old_logprobs == "learner":

@@ -79,7 +79,7 @@ def block_matmul(
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
         raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
     rows, columns = lhs.shape[0], rhs.shape[1]
-    lhs = _pad_to(_pad_to(lhs, 1, K_BLOCK), 0, 1)
+    lhs = _pad_to(lhs, 1, K_BLOCK)
     if rows < _MIN_ROWS:
         lhs = jnp.pad(lhs, ((0, _MIN_ROWS - rows), (0, 0)))
         if lhs_scale is not None:
