@@ -17,7 +17,8 @@ from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.models import REMAT, ModelConfig
-from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.precision import SIDES, same_numerics, side_recipe, zero_drift_required
+from fp8rl_jax.quant import same_forward
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can mend; any other OSError is ours.
@@ -60,33 +61,32 @@ def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelCon
     return ModelConfig(vocab_size=vocab_size, **config.model.to_dict())
 
 
-def zero_drift_required(config: ml_collections.ConfigDict) -> bool:
-    """Whether the run must refuse what cannot be exact."""
-    setting = config.precision.zero_drift
-    if setting != "auto":
-        return setting == "required"
-    return get_recipe(config.precision.rollout) == get_recipe(config.precision.learner)
-
-
 def use_tis(config: ml_collections.ConfigDict) -> bool:
     """Whether importance weights are applied."""
     if config.algo.correction != "auto":
         return config.algo.correction == "tis"
-    same = get_recipe(config.precision.rollout) == get_recipe(config.precision.learner)
-    return not same and config.algo.old_logprobs == "learner"
+    return not same_numerics(config) and config.algo.old_logprobs == "learner"
 
 
 def _check_precision(config) -> None:
-    for side in ("rollout", "learner"):
-        try:
-            get_recipe(config.precision[side])
-        except UserError as error:
-            raise UserError(f"precision.{side}: {error}") from None
-    rollout = get_recipe(config.precision.rollout)
-    learner = get_recipe(config.precision.learner)
+    rollout, learner = (side_recipe(config, side) for side in SIDES)
+    precision = config.precision
+    changes = ("weight_policy", "activation_policy", "gradient_policy", "bf16_modules")
+    for name in (*changes, "first_layers_bf16", "last_layers_bf16"):
+        if precision[name] and not rollout.quantized and not learner.quantized:
+            raise UserError(
+                f"precision.{name} is {precision[name]!r}, and neither recipe ({rollout.name}, "
+                f"{learner.name}) quantises linear layers: leave it out, or use fp8"
+            )
+    if rollout.stateful and not same_forward(rollout, learner):
+        raise UserError(
+            f"precision.rollout: recipe {rollout.name!r} scales by what the learner's steps "
+            f"observed, and the learner ({learner.name!r}) has another forward pass: use the same "
+            "recipe on both sides"
+        )
     if not zero_drift_required(config):
         return
-    if rollout != learner:
+    if not same_forward(rollout, learner):
         raise UserError(
             f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
             f"learner {learner.name}): make them equal, or set precision.zero_drift='report'"
@@ -99,9 +99,10 @@ def _check_precision(config) -> None:
         )
     if not rollout.row_local:
         raise UserError(
-            f"recipe {rollout.name!r} scales activations per tensor, from all tokens of a batch, "
-            "so sampler and learner cannot agree (measured mean drift 0.13 per token): use "
-            "fp8_blockwise, or set precision.zero_drift='report'"
+            f"recipe {rollout.name!r} takes an activation's scale from all tokens of a batch, and "
+            "sampler and learner see different batches, so they cannot agree (measured mean drift "
+            "0.13 per token): use fp8_blockwise (a scale per token) or fp8_delayed (a scale fixed "
+            "beforehand), or set precision.zero_drift='report'"
         )
     check_xla_flags()
 

@@ -1,12 +1,15 @@
-"""The command line: `fp8rl train | eval | sample | bench | report`.
+"""The command line: `fp8rl train | eval | sample | bench | recipe | report`.
 
 Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
@@ -24,6 +27,10 @@ commands:
   sample   answers of the newest checkpoint to questions given as arguments
   bench    time of rollout and train step under several recipes, in one process
            [--recipes=fp8,bf16,f32] [--repeats=5]
+           fp8rl bench gemm-error: error of every recipe's matrix products, beside a published
+           table; no config  [--recipes=fp8,mxfp8,...] [--out=runs/gemm_error]
+  recipe   fp8rl recipe list: the names of all recipes
+           fp8rl recipe show NAME: formats, blocks and scaling policies of every GEMM
   report   fp8rl report RUN_DIR [OTHER_RUN ...]: writes RUN_DIR/report.html again, with a
            comparison if other runs are named
 
@@ -32,14 +39,16 @@ commands:
 
 
 def _parse(
-    command: str, arguments: Sequence[str], options: dict[str, tuple[str, object, str]]
+    command: str, arguments: Sequence[str], options: Mapping[str, tuple[str, object, str]]
 ) -> tuple[flags.FlagValues, list[str], list[str]]:
     """Splits arguments into options, config overrides and positional ones.
 
     `options` maps a name to (kind, default, meaning), kind being 'string', 'bool' or 'int'.
     """
     values = flags.FlagValues()
-    define = {"string": flags.DEFINE_string, "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer}
+    define: dict[str, Callable[..., object]] = {
+        "string": flags.DEFINE_string, "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer,
+    }  # fmt: skip
     for name, (kind, default, meaning) in options.items():
         define[kind](name, default, meaning, flag_values=values)
     overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
@@ -113,17 +122,96 @@ def _sample(arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["gemm-error"]:
+        return _gemm_error(arguments[1:])
     options = {
         **_CONFIG,
         "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
         "repeats": ("int", 5, "timed repetitions, after one that compiles"),
     }
     values, overrides, positional = _parse("bench", arguments, options)
-    _no_positional("bench", positional)
+    if positional:
+        raise UserError(
+            f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
+            "FILE`, or `fp8rl bench gemm-error` and its options after that"
+        )
     config = _config("bench", values, overrides)
     from fp8rl_jax.bench import bench, format_table
 
     print(format_table(bench(config, values.recipes.split(","), values.repeats)))
+    return 0
+
+
+def _gemm_error(arguments: Sequence[str]) -> int:
+    options = {
+        "recipes": ("string", None, "recipes to measure; all that have a name if left out"),
+        "out": ("string", "runs/gemm_error", "directory of gemm_error.json and gemm_error.png"),
+    }
+    command = "bench gemm-error"
+    values, overrides, positional = _parse(command, arguments, options)
+    if overrides or positional:
+        raise UserError(
+            f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
+            "--recipes=NAME,NAME and --out=DIR, and no config"
+        )
+    if not values.out:
+        raise UserError(f"fp8rl {command}: --out is empty; name a directory, or leave it out")
+    from fp8rl_jax.quant import get_recipe
+
+    recipes = None if values.recipes is None else values.recipes.split(",")
+    for name in recipes or ():
+        get_recipe(name)
+    directory = pathlib.Path(values.out)
+
+    def unwritable(error: OSError) -> UserError:
+        return UserError(
+            f"fp8rl {command}: nothing can be written to --out={values.out} ({error.strerror}): "
+            "name another directory"
+        )
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise unwritable(error) from None
+    from fp8rl_jax.bench import format_error_table, gemm_errors, write_gemm_errors
+
+    result = gemm_errors(recipes, note=lambda text: print(text, file=sys.stderr, flush=True))
+    print(format_error_table(result))
+    try:
+        paths = write_gemm_errors(result, directory)
+    except OSError as error:
+        raise unwritable(error) from None
+    print(*paths, sep="\n")
+    return 0
+
+
+def _recipe(arguments: Sequence[str]) -> int:
+    _, overrides, words = _parse("recipe", arguments, {})
+    words += overrides
+    if not words:
+        raise UserError("fp8rl recipe: write `fp8rl recipe list` or `fp8rl recipe show NAME`")
+    from fp8rl_jax.quant import recipe_names
+
+    action, *names = words
+    if action not in ("list", "show"):
+        raise UserError(
+            f"fp8rl recipe: {action!r} is not understood; write list, or show and a name"
+        )
+    if action == "show" and not names:
+        raise UserError(
+            "fp8rl recipe show: name a recipe, one of " + ", ".join(recipe_names()) + ", or "
+            "package.module:function"
+        )
+    if junk := names[action == "show" :]:
+        raise UserError(
+            f"fp8rl recipe {action}: {junk[0]!r} is not understood; write "
+            f"`fp8rl recipe {action}{' NAME' if action == 'show' else ''}`"
+        )
+    from fp8rl_jax.recipe_show import list_recipes, show_recipe
+
+    print(show_recipe(*names) if names else list_recipes())
     return 0
 
 
@@ -144,7 +232,14 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "eval": _eval, "sample": _sample, "bench": _bench, "report": _report}
+_COMMANDS = {
+    "train": _train,
+    "eval": _eval,
+    "sample": _sample,
+    "bench": _bench,
+    "recipe": _recipe,
+    "report": _report,
+}
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -47,7 +47,21 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "rollout": ("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
         "learner": ("fp8", "recipe of the learner; equal recipes give zero drift"),
         "zero_drift": ("auto", "required: refuse what cannot be exact; report; auto: required "
-                       "when the two recipes are equal, else report"),
+                       "when the two recipes have the same forward pass, else report"),
+        "weight_policy": ("", "scaling policy of weights: dynamic, delayed(history=1024), "
+                          "static(amax=8.0), power_of_two(...), 'package.module:function'; "
+                          "'' for the recipe's own"),
+        "activation_policy": ("", "scaling policy of activations, likewise"),
+        "gradient_policy": ("", "scaling policy of output gradients, likewise"),
+        "first_layers_bf16": (0, "so many first layers run their linear layers in bf16"),
+        "last_layers_bf16": (0, "so many last layers, likewise"),
+        "bf16_modules": ("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
+        "kv_cache": ("recipe", "recipe: as the recipe says; bf16; fp8: a scale per (token, head); "
+                     "fp8_calibrated: a scale per layer, measured after each update"),
+        "attention": ("bf16", "bf16, or fp8: q too is quantised, as the KV cache is"),
+        "kv_margin": (1.05, "headroom of calibrated scales"),
+        "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
+        "health": (True, "count saturated, underflowed and non-finite values"),
     },
     "mesh": {
         "data": (-1, "devices that split the batch; -1 for all that the others leave"),
@@ -122,11 +136,15 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
 _FREE_FORM = ("env.task_options",)
 CHOICES = {
     "precision.zero_drift": ("auto", "required", "report"),
+    "precision.kv_cache": ("recipe", "bf16", "fp8", "fp8_calibrated"),
+    "precision.attention": ("bf16", "fp8"),
     "algo.correction": ("auto", "none", "tis"),
     "algo.old_logprobs": ("learner", "rollout"),
 }
 # Fields with the least value allowed.
 AT_LEAST = {
+    "precision.first_layers_bf16": 0, "precision.last_layers_bf16": 0, "precision.kv_margin": 1,
+    "precision.kv_percentile": 1,
     "run.seed": 0, "algo.clip_low": 0, "algo.clip_high": 0, "algo.tis_cap": 0,
     "optimizer.weight_decay": 0, "warmup.weight_decay": 0, "warmup.end_fraction": 0,
     "optimizer.b1": 0, "optimizer.b2": 0, "warmup.b2": 0,
@@ -141,7 +159,7 @@ AT_LEAST = {
 }  # fmt: skip
 # Fields with the greatest value allowed.
 AT_MOST = {
-    "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
+    "precision.kv_percentile": 100, "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
     "optimizer.b1": 0.9999999, "optimizer.b2": 0.9999999, "warmup.b2": 0.9999999,
 }  # fmt: skip
 

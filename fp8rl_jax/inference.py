@@ -48,7 +48,7 @@ def load_weights(runtime: Runtime):
     like = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, meta["phase"])[0])
     state = checkpoints.restore(number, like)
     checkpoints.close()
-    weights, _, _ = runtime.refit(state.params)
+    weights, _, _ = runtime.refit_state(state)
     return weights, meta["phase"], meta["step"]
 
 

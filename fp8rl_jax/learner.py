@@ -5,6 +5,10 @@ the one `forward` on whole sequences under `value_and_grad`, and returns the log
 *this step* computed. Drift is measured on those. Parameters stay float32; gradients are
 accumulated in float32 over micro-batches; the state is donated.
 
+States of scaling policies are frozen during the step, so that its forward pass is the rollout's.
+What the step observed (amaxes of weights, activations and gradients) comes back as the gradient of
+its probes and updates them once, whatever the number of micro-batches.
+
 Only response positions reach the output head: hidden states are gathered first, so that logits
 exist for one chunk of response tokens at a time.
 """
@@ -26,12 +30,17 @@ from fp8rl_jax.models import (
     ModelConfig,
     checksum,
     forward,
+    init_probes,
+    init_scaling,
     output_head,
     quantize_params,
     token_logprobs,
     trainable_params,
+    update_scaling,
+    with_kv_scales,
 )
-from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
+from fp8rl_jax.quant.site import COUNTS
 from fp8rl_jax.rl import clipped_policy_loss, k3
 
 Array = Any  # numpy on the host, jax.Array on the device
@@ -70,7 +79,8 @@ class TrainState:
     Attributes:
       params: float32 master parameters.
       opt_state: optax state of the current phase (warm-up or RL).
-      scaling_state: state of stateful scaling policies; () while every scale is dynamic.
+      scaling_state: states of stateful scaling policies, by site; {} while every scale is dynamic.
+      kv_scales: calibrated scales of q, k and v; None unless a recipe asks for them.
       step: () int32, finished updates of the warm-up, or finished RL steps.
       rng: key data (uint32) of the rollout key; each step folds its number into it.
       data_state: () int32, batches taken from the phase's stream.
@@ -78,15 +88,35 @@ class TrainState:
 
     params: dict
     opt_state: optax.OptState
-    scaling_state: tuple
+    scaling_state: dict
+    kv_scales: KVScales | None
     step: jax.Array
     rng: jax.Array
     data_state: jax.Array
 
 
-def new_state(params, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
-    """The state at the start of a phase. `rng` is key data; see `TrainState`."""
-    return TrainState(params, optimizer.init(params), (), jnp.int32(0), rng, jnp.int32(0))
+def new_state(
+    params,
+    optimizer: optax.GradientTransformation,
+    rng: jax.Array,
+    recipe: Recipe | str,
+    scaling_state: dict | None = None,
+    kv_scales: KVScales | None = None,
+) -> TrainState:
+    """The state at the start of a phase.
+
+    Args:
+      params: float32 masters.
+      optimizer: of the phase.
+      rng: key data; see `TrainState`.
+      recipe: of the learner.
+      scaling_state: where an earlier phase left it; None starts anew.
+      kv_scales: for recipes with calibrated scales.
+    """
+    if scaling_state is None:
+        scaling_state = init_scaling(params, recipe)
+    zeros = (jnp.int32(0), rng, jnp.int32(0))
+    return TrainState(params, optimizer.init(params), scaling_state, kv_scales, *zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +173,16 @@ def make_optimizer(
     return transform, schedule
 
 
-def _response_logprobs(params, batch: Batch, model, recipe, rope, remat, collect_health=False):
+def _response_logprobs(
+    params, batch: Batch, model, recipe, rope, remat, kv_scales, collect_health=False
+):
     """(logp, entropy) of the response tokens, each (B, R), and the forward's aux."""
     out = forward(
-        params, batch.tokens, model, recipe,
+        params, batch.tokens, model, recipe, kv_scales=kv_scales,
         rope=rope, remat=remat, output="hidden", collect_health=collect_health,
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
-    index = jnp.minimum(index, batch.tokens.shape[1] - 1)
     hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
     head = output_head(params, model)
     logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
@@ -159,27 +190,38 @@ def _response_logprobs(params, batch: Batch, model, recipe, rope, remat, collect
 
 
 def make_score(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    *,
-    collect_health: bool = False,
-    shardings: dict | None = None,
+    model: ModelConfig, recipe: Recipe | str, *, shardings: dict | None = None
 ) -> Callable:
-    """Returns the jitted ``score(params, batch, rope) -> (logp (B, R), health)``.
+    """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
-    Serves old and reference log-probabilities. `health` is {operand class: {count: (L,)}} with
-    `collect_health`, else {}.
+    Serves old and reference log-probabilities.
     """
     recipe = get_recipe(recipe)
 
-    def score(params, batch: Batch, rope):
-        weights = quantize_params(params, recipe)
-        logp, _, aux = _response_logprobs(
-            weights, batch, model, recipe, rope, "none", collect_health
-        )
-        return logp, aux.get("health", {})
+    def score(params, scaling_state, kv_scales, batch: Batch, rope):
+        weights = quantize_params(params, recipe, scaling_state)
+        return _response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
 
     return exact_jit(score, **(shardings or {}))
+
+
+def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
+    """Counts that the probes brought back: {operand class: {site: {count: (L,)}}}."""
+    health: dict = {}
+    for operand, name in (("activation", "activations"), ("gradient", "gradients")):
+        for site, probe in probes.items():
+            found = getattr(probe, operand)
+            if found is not None and found.counts is not None:
+                counts = {count: found.counts[..., i] for i, count in enumerate(COUNTS)}
+                health.setdefault(name, {})[site] = counts
+    return health
+
+
+def _add(one, other):
+    """Sum of two micro-batches' results; probes are merged."""
+    (value, grads, probes, sums), (value2, grads2, probes2, sums2) = one, other
+    value, grads, sums = jax.tree.map(jnp.add, (value, grads, sums), (value2, grads2, sums2))
+    return value, grads, merge_probes(probes, probes2), sums
 
 
 def make_train_step(
@@ -190,6 +232,7 @@ def make_train_step(
     *,
     micro_batches: int = 1,
     remat: str = "none",
+    health: bool = False,
     shardings: dict | None = None,
 ) -> Callable:
     """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
@@ -200,20 +243,26 @@ def make_train_step(
       loss: static choices of the loss.
       micro_batches: the batch is split into this many parts along B, gradients are added.
       remat: of `forward`.
+      health: also count what quantisation lost, by operand class, site and layer.
       shardings: keywords for jit on a mesh.
 
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
     are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
     kl_coef), checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients
-    finite), bad_layer (first layer with a non-finite output, else -1). If not good, the returned
-    state is the state before the step.
+    finite), bad_layer (first layer with a non-finite output, else -1), and with health 'health':
+    {'activations' | 'gradients' | 'kv': {site: {count: (L,)}}}. If not good, the returned state is
+    the state before the step.
     """
     recipe = get_recipe(recipe)
 
-    def objective(params, weights, part: Batch, rope, token_count):
-        paired = trainable_params(params, weights)
-        logp, entropy, aux = _response_logprobs(paired, part, model, recipe, rope, remat)
+    def objective(params, probes, weights, state: TrainState, part: Batch, rope, token_count):
+        paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
+        logp, entropy, aux = _response_logprobs(
+            paired, part, model, recipe, rope, remat, state.kv_scales, health
+        )
         sums = {"entropy": (entropy * part.mask).sum()}
+        if "kv_health" in aux:
+            sums["kv_health"] = aux["kv_health"]
         if loss.kind == "sft":
             value = -(logp * part.mask).sum()
         else:
@@ -228,16 +277,19 @@ def make_train_step(
         return value / token_count, (logp, sums, aux["finite"])
 
     def train_step(state: TrainState, batch: Batch, rope):
-        weights = quantize_params(state.params, recipe)
+        weights = quantize_params(state.params, recipe, state.scaling_state)
+        probes = init_probes(state.params, recipe, health)
         token_count = jnp.maximum(batch.mask.sum(), 1.0)
-        grad_fn = jax.value_and_grad(objective, has_aux=True)
+        grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
         def run(part: Batch):
-            (value, aux), grads = grad_fn(state.params, weights, part, rope, token_count)
-            return value, grads, aux
+            (value, (logp, sums, finite)), (grads, seen) = grad_fn(
+                state.params, probes, weights, state, part, rope, token_count
+            )
+            return (value, grads, seen, sums), logp, finite
 
         if micro_batches == 1:
-            value, grads, (logp, sums, finite) = run(batch)
+            total, logp, finite = run(batch)
         else:
             # Row r goes to part r % micro_batches: so each device keeps its own rows.
             parts = jax.tree.map(
@@ -245,20 +297,23 @@ def make_train_step(
             )
 
             def accumulate(total, part):
-                value, grads, (logp, sums, finite) = run(part)
-                return jax.tree.map(jnp.add, total, (value, grads, sums)), (logp, finite)
+                result, logp, finite = run(part)
+                return _add(total, result), (logp, finite)
 
-            zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
-            zeros = (zeros[0], zeros[1], zeros[2][1])
+            zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            (value, grads, sums), (logp, finite) = lax.scan(accumulate, zeros, parts)
+            total, (logp, finite) = lax.scan(accumulate, zeros, parts)
             logp = logp.swapaxes(0, 1).reshape(batch.mask.shape)
             finite = finite.all(axis=0)
+        value, grads, seen, sums = total
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = dataclasses.replace(
-            state, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+            state,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            scaling_state=update_scaling(state.params, recipe, state.scaling_state, seen),
         )
         new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
         metrics = {
@@ -266,7 +321,7 @@ def make_train_step(
             "grad_norm": norm,
             "good": good,
             "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
-            "checksum": checksum(weights),
+            "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
             "entropy": sums["entropy"] / token_count,
         }
         if loss.kind == "grpo":
@@ -275,6 +330,10 @@ def make_train_step(
             metrics["ratio_mean"] = sums["ratio"] / token_count
         if "kl_ref" in sums:
             metrics["kl_ref"] = sums["kl_ref"] / token_count
+        if health:
+            metrics["health"] = _site_health(seen)
+            if "kv_health" in sums:
+                metrics["health"]["kv"] = {"layers.self_attn": sums["kv_health"]}
         return new, logp, metrics
 
     return exact_jit(train_step, donate_argnums=0, **(shardings or {}))

@@ -10,7 +10,8 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 
-TIME_PREFIXES = ("time_", "tokens_per_s_")  # not reproducible: left out of bitwise comparisons
+# Not reproducible: left out of bitwise comparisons.
+TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")
 
 
 class JsonlWriter:

@@ -20,9 +20,10 @@ from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, init_params, rope_tables
-from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import Rollout, SamplerConfig, make_refit, make_sampler
+from fp8rl_jax.models import ModelConfig, init_params, init_scaling, rope_tables
+from fp8rl_jax.precision import side_recipe
+from fp8rl_jax.quant import KVScales, Recipe, missing_scales
+from fp8rl_jax.rollout import Rollout, SamplerConfig, make_calibrate, make_refit, make_sampler
 
 
 @dataclasses.dataclass
@@ -84,12 +85,54 @@ class Runtime:
 
     @functools.cached_property
     def refit(self):
-        """(params) -> (rollout weights, checksum, health); weights lie whole on every device."""
+        """The compiled refit; call `refit_state`. Weights lie whole on every device."""
         whole = self._whole()
         return make_refit(
-            self.rollout_recipe,
-            shardings={"in_shardings": (self.param_shardings,), "out_shardings": whole},
+            self.rollout_recipe, health=self.config.precision.health,
+            shardings={
+                "in_shardings": (self.param_shardings, whole, whole), "out_shardings": whole,
+            },
+        )  # fmt: skip
+
+    def refit_state(self, state: learner.TrainState):
+        """(rollout weights, checksum, health) of a state."""
+        return self.refit(state.params, state.scaling_state, state.kv_scales)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the KV cache has calibrated scales."""
+        return "calibrated" in (self.rollout_recipe.kv, self.learner_recipe.kv)
+
+    @functools.cached_property
+    def calibrate(self):
+        """The compiled calibration; call `calibrate_state`."""
+        whole, precision = self._whole(), self.config.precision
+        return make_calibrate(
+            self.model, self.rollout_recipe,
+            margin=precision.kv_margin, percentile=precision.kv_percentile,
+            shardings={
+                "in_shardings": (
+                    self.param_shardings, whole, self._rows(), self._rows(), whole, whole
+                ),
+                "out_shardings": whole,
+            },
+        )  # fmt: skip
+
+    def calibrate_state(self, state: learner.TrainState, tokens, lengths) -> learner.TrainState:
+        """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
+        recipe asks for them."""
+        if not self.calibrated:
+            return state
+        scales = self.calibrate(
+            state.params, state.scaling_state, tokens, lengths, state.step, self.rope
         )
+        return dataclasses.replace(state, kv_scales=scales)
+
+    @property
+    def warmup_recipe(self) -> Recipe:
+        """The learner's recipe in the warm-up, where nothing is sampled that could calibrate."""
+        recipe = self.learner_recipe
+        return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float):
         """A compiled sampler with the run's prompt and response slots."""
@@ -119,23 +162,36 @@ class Runtime:
 
     @functools.cached_property
     def score(self):
-        """Old log-probabilities under the learner, with activation health."""
+        """The compiled score; call `score_state`."""
+        rows, whole = self._rows(), self._whole()
         shardings = {
-            "in_shardings": (self.param_shardings, self._rows(), self._whole()),
-            "out_shardings": (self._rows(), self._whole()),
+            "in_shardings": (self.param_shardings, whole, whole, rows, whole),
+            "out_shardings": rows,
         }
-        return learner.make_score(
-            self.model, self.learner_recipe, collect_health=True, shardings=shardings
+        return learner.make_score(self.model, self.learner_recipe, shardings=shardings)
+
+    def score_state(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
+        batch = to_device(batch, self)
+        return np.asarray(
+            self.score(state.params, state.scaling_state, state.kv_scales, batch, self.rope)
         )
 
-    def train_step(self, optimizer, loss: learner.LossConfig, micro_batches: int):
-        """The compiled train step of a phase."""
+    def train_step(
+        self,
+        optimizer,
+        loss: learner.LossConfig,
+        micro_batches: int,
+        recipe: Recipe | None = None,
+    ):
+        """The compiled train step of a phase; `recipe` defaults to the learner's."""
         shapes = jax.eval_shape(lambda: self._abstract_state(optimizer))
         state = self.state_shardings(shapes)
         rows, whole = self._rows(), self._whole()
         return learner.make_train_step(
-            self.model, self.learner_recipe, optimizer, loss,
+            self.model, recipe or self.learner_recipe, optimizer, loss,
             micro_batches=micro_batches, remat=self.config.learner.remat,
+            health=self.config.precision.health,
             shardings={
                 "in_shardings": (state, rows, whole),
                 "out_shardings": (state, rows, whole),
@@ -144,12 +200,20 @@ class Runtime:
 
     def _abstract_state(self, optimizer) -> learner.TrainState:
         params = init_params(self.model, jax.random.key(0))
-        return learner.new_state(params, optimizer, jax.random.key_data(jax.random.key(0)))
+        rng = jax.random.key_data(jax.random.key(0))
+        scales = self.missing_kv_scales()
+        return learner.new_state(params, optimizer, rng, self.learner_recipe, None, scales)
 
-    def new_state(self, params, optimizer) -> learner.TrainState:
+    def missing_kv_scales(self) -> KVScales | None:
+        """KV scales before the first calibration, if a recipe needs any."""
+        return missing_scales(self.model.num_hidden_layers) if self.calibrated else None
+
+    def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
         """The state at the start of a phase, laid out over the mesh."""
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
-        state = learner.new_state(params, optimizer, rng)
+        state = learner.new_state(
+            params, optimizer, rng, self.learner_recipe, scaling_state, self.missing_kv_scales()
+        )
         return jax.device_put(state, self.state_shardings(state))
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:
@@ -160,14 +224,17 @@ class Runtime:
 
     # Work on text.
 
+    def pad_prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt tokens (P, Tp) and lengths (P,) of questions."""
+        texts = [question.text for question in questions]
+        return pad_prompts(texts, self.tokenizer, self.config.rollout.max_prompt_tokens)
+
     def generate(
         self, sampler, weights, questions: list[Question], key, temperature: np.ndarray
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...)."""
         rollout = self.config.rollout
-        prompts, lengths = pad_prompts(
-            [q.text for q in questions], self.tokenizer, rollout.max_prompt_tokens
-        )
+        prompts, lengths = self.pad_prompts(questions)
         count = temperature.shape[0]
         out = sampler(
             weights, prompts, lengths, key, np.arange(count, dtype=np.int32), temperature,
@@ -237,16 +304,20 @@ def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
         mesh=mesh,
         tokenizer=tokenizer,
         model=checks.model_config(config, tokenizer.vocab_size),
-        rollout_recipe=get_recipe(config.precision.rollout),
-        learner_recipe=get_recipe(config.precision.learner),
+        rollout_recipe=side_recipe(config, "rollout"),
+        learner_recipe=side_recipe(config, "learner"),
         questions=questions,
         reward=load_reward(config.env.reward),
     )
 
 
 def state_bytes(runtime: Runtime) -> int:
-    """Size of a checkpoint: float32 parameters and two moments."""
-    return 3 * sum(4 * x.size for x in jax.tree.leaves(runtime.param_shapes))
+    """Size of a checkpoint: float32 parameters, two moments, states of scaling policies."""
+    scaling = jax.eval_shape(
+        lambda p: init_scaling(p, runtime.learner_recipe), runtime.param_shapes
+    )
+    params = sum(x.size for x in jax.tree.leaves(runtime.param_shapes))
+    return 4 * (3 * params + sum(x.size for x in jax.tree.leaves(scaling)))
 
 
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:

@@ -26,11 +26,15 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
 from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
 from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.precision import zero_drift_required
 from fp8rl_jax.progress import Display
+from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
+from fp8rl_jax.rollout import require_fresh
 from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
 from fp8rl_jax.warmup import (
     cache_directory,
@@ -179,6 +183,11 @@ def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str):
     return make_optimizer(o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm)
 
 
+def _policy(state: TrainState) -> dict:
+    """What a policy's log-probabilities follow from, as fields of a TrainState."""
+    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+
+
 class _Run:
     """One execution of the job: what the phases share."""
 
@@ -215,7 +224,7 @@ class _Run:
     def compile_counts(self) -> dict[str, int]:
         """How often each program of the RL phase was compiled; 1 each in a healthy run."""
         counts = {}
-        for name in ("sampler", "eval_sampler", "score", "refit"):
+        for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
             if name in self.runtime.__dict__:
                 counts[name] = self.runtime.__dict__[name]._cache_size()
         if hasattr(self, "train_step"):
@@ -254,7 +263,7 @@ class _Run:
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
             if not self.config.warmup.steps:
-                return self._begin_rl(params)
+                return self._begin_rl(params, None)
             return rt.new_state(params, optimizer_of(self.config)[0])
         meta = self.checkpoints.read_meta(number)
         self.phase = meta["phase"]
@@ -264,47 +273,66 @@ class _Run:
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
         return state
 
-    def _begin_rl(self, params) -> TrainState:
+    def _begin_rl(self, params, scaling_state: dict | None) -> TrainState:
         self.phase = "rl"
-        state = self.runtime.new_state(params, self.optimizer)
+        state = self._calibrate_on_prompts(
+            self.runtime.new_state(params, self.optimizer, scaling_state)
+        )
         if self.config.algo.kl_coef:
             reference = Checkpoints(self.directory / "reference", keep=1)
-            reference.save(0, params, {})
+            reference.save(0, _policy(state), {})
             reference.close()
         self._save(state)
         return state
+
+    def _calibrate_on_prompts(self, state: TrainState) -> TrainState:
+        """`state` with KV scales from the prompts of the first RL step, if any are needed."""
+        rt = self.runtime
+        if not rt.calibrated:
+            return state
+        questions = self._stream(state).next()
+        prompts, lengths = rt.pad_prompts(questions)
+        return rt.calibrate_state(state, prompts, lengths)
+
+    def _stream(self, state: TrainState) -> Stream:
+        """Questions of the RL phase, from where `state` stands."""
+        config = self.config
+        questions = self.runtime.questions["train"]
+        stream = Stream(questions, config.rollout.prompts_per_step, config.run.seed)
+        stream.position = int(state.data_state)
+        return stream
 
     # Phases.
 
     def _warmup(self, state: TrainState) -> TrainState:
         rt = self.runtime
-        params = load_cached(rt, state.params, self.logs) if int(state.step) == 0 else None
-        if params is not None:
+        cached = load_cached(rt, state, self.logs) if int(state.step) == 0 else None
+        if cached is not None:
             self.display.note("warm-up found in the cache")
-        else:
-            state = run_warmup(rt, state, self.logs, self.display, self._save, self.interrupt)
-            if int(state.step) < self.config.warmup.steps:
-                return state
-            params = state.params
-            self.logs.offsets()
-            save_cached(rt, params, self.directory)
-        return self._begin_rl(params)
+            return self._begin_rl(*cached)
+        state = run_warmup(rt, state, self.logs, self.display, self._save, self.interrupt)
+        if int(state.step) < self.config.warmup.steps:
+            return state
+        self.logs.offsets()
+        save_cached(rt, state, self.directory)
+        return self._begin_rl(state.params, state.scaling_state)
 
     def _rl(self, state: TrainState) -> TrainState:
         rt, config = self.runtime, self.config
         loss = LossConfig("grpo", config.algo.clip_low, config.algo.clip_high, config.algo.kl_coef)
         self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
         reference = self._reference(state) if config.algo.kl_coef else None
-        stream = Stream(rt.questions["train"], config.rollout.prompts_per_step, config.run.seed)
-        stream.position = int(state.data_state)
-        weights, checksum, health = rt.refit(state.params)
+        stream = self._stream(state)
+        weights, checksum, lost = rt.refit_state(state)
         if not config.warmup.steps and int(state.step) == 0:
             self._evaluate(weights, 0)
         self.display.phase("RL", config.run.steps, int(state.step))
         for step in range(int(state.step), config.run.steps):
             start = time.perf_counter()
             record = {"step": step + 1}
-            batch, rollout_logp, old = self._rollout(
+            require_fresh(state.kv_scales, step)
+            record |= age_metrics(state.scaling_state, state.kv_scales, step)
+            batch, rollout_logp = self._rollout(
                 stream.next(), state, weights, step, reference, record
             )
             state, logp, updates = self._update(state, batch, step, record)
@@ -312,7 +340,7 @@ class _Run:
             record |= mismatch_metrics(
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
-            if checks.zero_drift_required(config) and not self.drift_noted:
+            if zero_drift_required(config) and not self.drift_noted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
                     self.drift_noted = True
@@ -320,14 +348,23 @@ class _Run:
                         f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
                         "equal; this platform or jaxlib does not keep the promise"
                     )
-            if rt.rollout_recipe == rt.learner_recipe:
+            if same_forward(rt.rollout_recipe, rt.learner_recipe):
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
-            record |= _health_metrics({"weights": jax.device_get(health), **old})
+            counts = add_counts([u["health"] for u in updates if "health" in u])
+            counts |= {"weights": jax.device_get(lost)} if lost else {}
+            record |= loss_metrics(counts, rt.rollout_recipe.first_layers)
             state = rt.advance(state, step + 1, stream.position)
             begin = time.perf_counter()
-            weights, checksum, health = jax.block_until_ready(rt.refit(state.params))
+            if rt.calibrated:
+                lengths = batch.prompt_lengths + batch.mask.sum(1).astype(np.int32)
+                state = jax.block_until_ready(rt.calibrate_state(state, batch.tokens, lengths))
+                record["time_calibrate"] = time.perf_counter() - begin
+                begin = time.perf_counter()
+            weights, checksum, lost = jax.block_until_ready(rt.refit_state(state))
             record["time_refit"] = time.perf_counter() - begin
             record["time_step"] = time.perf_counter() - start
+            if rt.calibrated:
+                record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
             self.logs.write("metrics", record)
             self.display.rl_step(record)
             last = step + 1 == config.run.steps
@@ -339,11 +376,12 @@ class _Run:
                 break
         return state
 
-    def _reference(self, state: TrainState):
+    def _reference(self, state: TrainState) -> TrainState:
+        """`state` with the reference policy in it."""
         checkpoints = Checkpoints(self.directory / "reference", keep=1)
-        params = checkpoints.restore(0, state.params)
+        policy = checkpoints.restore(0, _policy(state))
         checkpoints.close()
-        return params
+        return dataclasses.replace(state, **policy)
 
     def _evaluate(self, weights, step: int) -> None:
         result, samples = evaluate(self.runtime, weights, "rl", step)
@@ -353,7 +391,7 @@ class _Run:
         self.display.evaluation(result)
 
     def _rollout(self, questions, state, weights, step, reference, record):
-        """Samples and scores responses; returns the batch, rollout log-probs, and health."""
+        """Samples and scores responses; returns the batch and rollout log-probs."""
         rt, config = self.runtime, self.config
         group = config.rollout.group_size
         begin = time.perf_counter()
@@ -371,17 +409,15 @@ class _Run:
 
         advantages = group_advantages(rewards, group, config.algo.normalize_std)
         batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
-        health: dict = {}
         begin = time.perf_counter()
         if config.algo.old_logprobs == "learner":
-            old, health = jax.device_get(rt.score(state.params, to_device(batch, rt), rt.rope))
+            old = rt.score_state(state, batch)
             batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
             if checks.use_tis(config):
                 w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
                 batch = dataclasses.replace(batch, rollout_weights=w)
         if reference is not None:
-            logp, _ = rt.score(reference, to_device(batch, rt), rt.rope)
-            batch = dataclasses.replace(batch, ref_logprobs=np.asarray(logp))
+            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, batch))
         record["time_old_logprobs"] = time.perf_counter() - begin
 
         response_lengths = rollout.mask.sum(1)
@@ -395,7 +431,7 @@ class _Run:
             "truncated_frac": float(1 - rollout.finished.mean()),
             "tokens_per_s_rollout": float(response_lengths.sum() / record["time_rollout"]),
         }
-        return batch, rollout.logprobs, health
+        return batch, rollout.logprobs
 
     def _update(self, state, batch: Batch, step: int, record: dict):
         """All optimiser updates of a step; returns the first one's log-probabilities."""
@@ -414,7 +450,7 @@ class _Run:
             updates.append(metrics)
             first = np.asarray(logp) if first is None else first
         seconds = time.perf_counter() - begin
-        names = set(updates[0]) - {"good", "bad_layer", "checksum"}
+        names = set(updates[0]) - {"good", "bad_layer", "checksum", "health"}
         for name in sorted(names):
             record[name] = float(np.mean([m[name] for m in updates]))
         record["lr"] = float(self.schedule(step * count))
@@ -422,16 +458,3 @@ class _Run:
         tokens = float(np.asarray(batch.mask).sum())
         record["tokens_per_s_learner"] = tokens / seconds
         return state, first, updates
-
-
-def _health_metrics(health: dict) -> dict[str, float]:
-    """fp8_saturated_frac, fp8_underflow_frac, fp8_nonfinite_blocks by operand class."""
-    record = {}
-    for name, counts in health.items():
-        if not counts:
-            continue
-        total = {key: float(np.sum(value)) for key, value in counts.items()}
-        record[f"fp8_saturated_frac/{name}"] = total["saturated"] / total["elements"]
-        record[f"fp8_underflow_frac/{name}"] = total["underflowed"] / total["elements"]
-        record[f"fp8_nonfinite_blocks/{name}"] = total["nonfinite_blocks"]
-    return record

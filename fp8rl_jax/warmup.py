@@ -24,7 +24,7 @@ import fp8rl_jax
 from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
-from fp8rl_jax.data import Stream, join, pad_prompts, pad_responses
+from fp8rl_jax.data import Stream, join, pad_responses
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
@@ -32,19 +32,18 @@ from fp8rl_jax.metrics import RunLogs, read_jsonl
 from fp8rl_jax.progress import Display
 from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
 
-_SECTIONS = ("model", "mesh", "data", "env", "warmup", "eval")
+_SECTIONS = ("model", "mesh", "data", "env", "precision", "warmup", "eval")
 _FIELDS = (
     "run.seed",
     "run.samples",
     "optimizer.b1",
     "optimizer.clip_norm",
-    "precision.rollout",
-    "precision.learner",
     "learner.remat",
     "rollout.max_prompt_tokens",
     "rollout.max_new_tokens",
     "rollout.cache_slots",
 )
+_WITHOUT_EFFECT = ("precision.zero_drift", "precision.health")
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
@@ -78,16 +77,21 @@ def _source_digest() -> str:
 def cache_directory(config) -> pathlib.Path:
     """Where this configuration's warm-up is kept."""
     flat = flatten(config)
-    parts = {k: v for k, v in flat.items() if k.split(".")[0] in _SECTIONS or k in _FIELDS}
+    parts = {
+        name: value
+        for name, value in flat.items()
+        if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in _WITHOUT_EFFECT
+    }
     parts["source"] = _source_digest()
     parts["devices"] = [jax.default_backend(), jax.device_count()]
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     files = []
     if config.data.tokenizer != "byte":
         files.append(config.data.tokenizer)
-    if ":" in config.env.reward:
-        module = importlib.util.find_spec(config.env.reward.partition(":")[0])
-        files += [module.origin] if module and module.origin else []
+    for value in (config.env.reward, *config.precision.values()):
+        if isinstance(value, str) and ":" in value:  # a function of the user's, as module:function
+            module = importlib.util.find_spec(value.partition(":")[0])
+            files += [module.origin] if module and module.origin else []
     parts["files"] = [hashlib.sha256(pathlib.Path(f).read_bytes()).hexdigest() for f in files]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -95,14 +99,19 @@ def cache_directory(config) -> pathlib.Path:
     return root / f"warmup-{name}"
 
 
-def load_cached(runtime: Runtime, params_like, logs: RunLogs):
-    """Parameters of a finished warm-up, its records copied into `logs`; None if there is none."""
+def _kept(state: TrainState) -> dict:
+    """What the RL phase takes over from the warm-up."""
+    return {"params": state.params, "scaling_state": state.scaling_state}
+
+
+def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
+    """(params, scaling_state) of a finished warm-up, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config)
     if not directory.is_dir():
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
     try:
-        params = checkpoints.restore(0, params_like)
+        kept = checkpoints.restore(0, _kept(like))
     except UserError:
         raise UserError(
             f"the cached warm-up {directory.resolve()} is damaged: delete that directory, and the "
@@ -113,10 +122,10 @@ def load_cached(runtime: Runtime, params_like, logs: RunLogs):
     for name in ("warmup", "eval", "samples"):
         for record in read_jsonl(directory / f"{name}.jsonl"):
             logs.write(name, record)
-    return params
+    return kept["params"], kept["scaling_state"]
 
 
-def save_cached(runtime: Runtime, params, run_dir: pathlib.Path) -> None:
+def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
     """Keeps a finished warm-up; complete or not at all."""
     directory = cache_directory(runtime.config)
     if directory.exists():
@@ -125,7 +134,7 @@ def save_cached(runtime: Runtime, params, run_dir: pathlib.Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     checkpoints = Checkpoints(temporary / "checkpoint", keep=1)
-    checkpoints.save(0, params, {})
+    checkpoints.save(0, _kept(state), {})
     checkpoints.close()
     for name in ("warmup", "eval", "samples"):
         shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
@@ -154,7 +163,7 @@ def run_warmup(
     """
     config = runtime.config
     optimizer, schedule = optimizer_of(config)
-    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1)
+    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.warmup_recipe)
     stream = Stream(runtime.questions["warmup"], config.warmup.batch_size, config.run.seed)
     stream.position = int(state.data_state)
     evaluate_at = evaluation_steps(config)
@@ -178,7 +187,9 @@ def run_warmup(
         logs.write("warmup", record)
         display.warmup_step(record)
         if step + 1 in evaluate_at:
-            weights, _, _ = runtime.refit(state.params)
+            lengths = np.asarray(batch.prompt_lengths + batch.mask.sum(1), np.int32)
+            state = runtime.calibrate_state(state, batch.tokens, lengths)
+            weights, _, _ = runtime.refit_state(state)
             result, samples = evaluate(runtime, weights, "warmup", step + 1)
             logs.write("eval", result)
             for sample in samples:
@@ -210,9 +221,7 @@ def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> st
 
 def _demonstrations(runtime: Runtime, questions) -> Batch:
     rollout = runtime.config.rollout
-    prompts, lengths = pad_prompts(
-        [q.text for q in questions], runtime.tokenizer, rollout.max_prompt_tokens
-    )
+    prompts, lengths = runtime.pad_prompts(questions)
     targets, mask = pad_responses(
         [q.answer for q in questions], runtime.tokenizer, rollout.max_new_tokens
     )

@@ -129,21 +129,24 @@ def attention(
     positions: jax.Array,
     *,
     scale: float,
+    q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
 
     Cache slot j holds the key of position j; a query at position p sees slots 0..p. The scales of
-    quantised keys multiply the score, those of values multiply the probability ("folded"), so
-    that the stored bytes enter the products themselves.
+    quantised queries and keys multiply the score, those of values multiply the probability
+    ("folded"), so that the stored bytes enter the products themselves.
 
     Args:
-      q: (B, T, H, Dh) bf16 or float32, after QK-norm and RoPE.
+      q: (B, T, H, Dh) E4M3, bf16 or float32, after QK-norm and RoPE.
       k, v: (B, S, Hkv, Dh) E4M3, bf16 or float32; H is a multiple of Hkv.
       positions: (B, T) int32, position of each query.
       scale: softmax scale, usually 1/sqrt(Dh).
-      k_scale, v_scale: (B, S, Hkv) float32 dequantisation scales, or None for unquantised k, v.
+      q_scale: (B, T, H) float32 dequantisation scales, () for one of them all, or None for an
+        unquantised q.
+      k_scale, v_scale: likewise (B, S, Hkv), () or None.
 
     Returns:
       (B, T, H, Dh) float32.
@@ -152,19 +155,31 @@ def attention(
     kv_heads = k.shape[2]
     groups = heads // kv_heads
     rows = queries * groups
-    q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, head_dim)
-    q = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, head_dim)
+
+    def by_kv_head(x: jax.Array) -> jax.Array:
+        """(B, T, H, n) -> (B, Hkv, T * groups, n), at least 8 rows."""
+        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
+        x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, -1)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, max(_MIN_ROWS - rows, 0)), (0, 0)))
+
+    q = by_kv_head(q)
+    if q_scale is not None and q_scale.ndim:
+        q_scale = by_kv_head(q_scale[..., None])
     mask_rows = jnp.repeat(positions, groups, axis=1)
-    if rows < _MIN_ROWS:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, _MIN_ROWS - rows), (0, 0)))
-        mask_rows = jnp.pad(mask_rows, ((0, 0), (0, _MIN_ROWS - rows)))
+    mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_ROWS - rows, 0))))
     k, v = (_pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
-    if k_scale is not None:
-        k_scale, v_scale = (_pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) for x in (k_scale, v_scale))
+    k_scale, v_scale = (
+        _pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) if x is not None and x.ndim else x
+        for x in (k_scale, v_scale)
+    )
     chunks = k.shape[2] // KV_CHUNK
 
     def take(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2).astype(jnp.float32)
+
+    def scale_of(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
+        """Scales of a chunk of slots, to broadcast over (B, Hkv, rows, KV_CHUNK)."""
+        return take(x, chunk)[:, :, None, :] if x.ndim else x
 
     def scores(chunk: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         score = lax.dot_general(
@@ -172,7 +187,9 @@ def attention(
         )
         multiplier = jnp.float32(scale)
         if k_scale is not None:
-            multiplier = take(k_scale, chunk)[:, :, None, :] * multiplier
+            multiplier = scale_of(k_scale, chunk) * multiplier
+        if q_scale is not None:
+            multiplier = multiplier * q_scale
         slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
         mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
         return jnp.where(mask, guard(score * multiplier), jnp.float32(-1e30)), mask
@@ -182,7 +199,7 @@ def attention(
         weight = jnp.where(mask, jnp.exp(score - top[..., None]), 0.0)
         weight_sum = weight.sum(-1)
         if v_scale is not None:
-            weight = weight * take(v_scale, chunk)[:, :, None, :]
+            weight = weight * scale_of(v_scale, chunk)
         value = lax.dot_general(
             weight, take(v, chunk), (((3,), (2,)), ((0, 1), (0, 1))),
             preferred_element_type=jnp.float32,
@@ -222,9 +239,8 @@ def attention_vjp(
     """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
 
     The backward pass makes no bitwise promise, so it is written plainly, with memory that grows
-    with T * S: probabilities are
-    recomputed, then ``dv = p^T do``, ``ds = p * (do v^T - rowsum)``, ``dq = ds k``,
-    ``dk = ds^T q``.
+    with T * S: probabilities are recomputed, then ``dv = p^T do``,
+    ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
 
     Args:
       q: (B, T, H, Dh); k, v: (B, S, Hkv, Dh), dequantised; positions: (B, T) int32.

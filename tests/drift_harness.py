@@ -12,7 +12,7 @@ import optax
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.data import join
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
 EOS, PAD = 258, 256
 
@@ -21,7 +21,7 @@ EOS, PAD = 258, 256
 class Case:
     """One combination. `prompts` are lengths; the response has `new_tokens` slots."""
 
-    recipe: str = "fp8"
+    recipe: str | Recipe = "fp8"
     prompts: tuple[int, ...] = (1, 7, 20, 40)
     group_size: int = 2
     new_tokens: int = 24
@@ -141,14 +141,24 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     limits = np.full(rows, case.new_tokens, np.int32)
     # The learner sees the rows in another order, and one of them twice.
     order = np.concatenate([rng.permutation(rows), [0] * (-(rows + 1) % case.micro_batches + 1)])
-    state = learner.new_state(params, optimizer, np.zeros(2, np.uint32))
+    calibrated = recipe.kv == "calibrated"
+    state = learner.new_state(
+        params, optimizer, np.zeros(2, np.uint32), recipe,
+        kv_scales=missing_scales(case.layers) if calibrated else None,
+    )  # fmt: skip
+    calibrate = rollout.make_calibrate(model, recipe)
+    seen = (prompts, lengths)
     for update in range(case.updates + 1):
-        weights, checksum, _ = refit(state.params)
+        if calibrated:
+            scales = calibrate(state.params, state.scaling_state, *seen, np.int32(update), rope)
+            state = dataclasses.replace(state, kv_scales=scales)
+        weights, checksum, _ = refit(state.params, state.scaling_state, state.kv_scales)
         weights = plant(weights) if plant else weights
         key = jax.random.fold_in(jax.random.key(case.seed + 1), update)
         out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
         batch = _batch(case, prompts, lengths, out, order)
-        before = jax.tree.map(jnp.copy, state.params)
+        before = jax.tree.map(jnp.copy, state)
+        seen = (batch.tokens, batch.prompt_lengths + batch.mask.sum(1).astype(np.int32))
         state, logp, metrics = step(state, batch, rope)
     logits = _learner_logits(case, before, batch, rope)
     place = np.array([np.flatnonzero(order == row)[0] for row in range(rows)])
@@ -163,16 +173,18 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     )
 
 
-def _learner_logits(case: Case, params, batch: learner.Batch, rope) -> np.ndarray:
+def _learner_logits(case: Case, state, batch: learner.Batch, rope) -> np.ndarray:
     """Full-vocabulary logits of the response tokens, inside value_and_grad."""
     recipe, model = get_recipe(case.recipe), case.model()
 
-    def objective(params, batch, rope):
-        weights = models.quantize_params(jax.lax.stop_gradient(params), recipe)
-        paired = models.trainable_params(params, weights)
+    def objective(params, state, batch, rope):
+        frozen = state.scaling_state
+        weights = models.quantize_params(jax.lax.stop_gradient(params), recipe, frozen)
+        paired = models.trainable_params(params, weights, recipe, frozen)
         out = models.forward(
-            paired, batch.tokens, model, recipe, rope=rope, remat=case.remat, output="hidden"
-        )
+            paired, batch.tokens, model, recipe, kv_scales=state.kv_scales,
+            rope=rope, remat=case.remat, output="hidden",
+        )  # fmt: skip
         index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
         hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
         head = models.output_head(paired, model)
@@ -182,6 +194,6 @@ def _learner_logits(case: Case, params, batch: learner.Batch, rope) -> np.ndarra
         return -(logp * batch.mask).sum(), logits
 
     program = exact_jit(lambda *a: jax.value_and_grad(objective, has_aux=True)(*a))
-    (_, logits), grads = program(params, batch, rope)
+    (_, logits), grads = program(state.params, state, batch, rope)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
     return np.asarray(logits)

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from fp8rl_jax.config import load_config
-from fp8rl_jax.data import join
-from fp8rl_jax.learner import Batch, LossConfig, make_optimizer
-from fp8rl_jax.runtime import empty_response_fields, make_runtime, to_device
+from fp8rl_jax.learner import LossConfig, make_optimizer
+from fp8rl_jax.runtime import make_runtime, to_device
 
 
 def main() -> None:
@@ -27,27 +26,21 @@ def main() -> None:
         state = rt.new_state(rt.init_params(), optimizer)
         sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
         step = rt.train_step(optimizer, LossConfig(), micro_batches)
-        weights, checksum, _ = rt.refit(state.params)
+        weights, checksum, _ = rt.refit_state(state)
         questions = rt.questions["train"][:8]
         rollout, prompts, lengths = rt.generate(
             rt.sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
         )
-        lengths = np.repeat(lengths, 2)
-        rng = np.random.default_rng(0)
-        batch = Batch(
-            tokens=join(np.repeat(prompts, 2, 0), lengths, rollout.tokens, rt.tokenizer.pad_id),
-            prompt_lengths=lengths,
-            targets=rollout.tokens,
-            mask=rollout.mask.astype(np.float32),
-            temperature=np.ones(16, np.float32),
-            **empty_response_fields(16, rollout.tokens.shape[1])
-            | {
-                "advantages": rng.standard_normal(16).astype(np.float32),
-                "old_logprobs": rollout.logprobs,
-            },
-        )
+        advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
+        temperature = np.ones(16, np.float32)
+        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
         logp = np.asarray(logp)
+        scaling = {
+            f"{site}.{operand}": np.asarray(getattr(states, operand).state["amax"]).ravel().tolist()
+            for site, states in state.scaling_state.items()
+            for operand in ("weight", "activation", "gradient")
+        }
         assert bool(metrics["checksum"] == checksum)
         drift = np.abs(logp - rollout.logprobs)[rollout.mask].max()
     print(
@@ -60,6 +53,7 @@ def main() -> None:
                 "logp": logp.view(np.int32)[rollout.mask].tolist(),
                 "loss": float(metrics["loss"]),
                 "grad_norm": float(metrics["grad_norm"]),
+                "scaling": scaling,
             }
         )
     )

@@ -620,7 +620,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     checkpoints.save(1, state, {"phase": "warmup", "step": 1, "offsets": logs.offsets()})
     checkpoints.close()
     logs.close()
-    warmup.save_cached(runtime, state.params, directory)
+    warmup.save_cached(runtime, state, directory)
     return directory
 
 

@@ -36,7 +36,7 @@ _UPDATE = jax.jit(_OPTIMIZER.update)
 
 @jax.jit
 def _begin(params, rng) -> TrainState:
-    return new_state(params, _OPTIMIZER, rng)
+    return new_state(params, _OPTIMIZER, rng, "fp8_delayed")
 
 
 @jax.jit

@@ -16,7 +16,8 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
-    "checks", "config", "metrics", "progress", "report", "sharding", "summary",
+    "checks", "config", "health", "metrics", "precision", "progress", "report", "sharding",
+    "summary",
     "runtime", "evaluate", "warmup", "train", "inference", "bench", _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -39,9 +40,12 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "summary": set(),
     "report": {"summary"},
     "checkpoint": {"models"},
-    "checks": {"config", "envs", "models", "quant"},
+    "health": {"quant"},
+    "precision": {"models", "quant"},
+    "checks": {"config", "envs", "models", "precision", "quant"},
+    "recipe_show": {"quant"},
     **dict.fromkeys(("runtime", "evaluate", "warmup", "train", "inference", "bench"), _PROGRAM),
-    "cli": _PROGRAM,
+    "cli": _PROGRAM | {"recipe_show"},
     _PACKAGE: {"kernels"},
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}

@@ -44,6 +44,21 @@ def test_fsdp_equals_one_device(recipe):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
+def test_delayed_scaling_sees_every_device():
+    """Amaxes are of the whole batch on 8 devices, and after 2 micro-batches, as on one device."""
+    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "fp8_delayed")
+    many = _run(8, {"data": 2, "fsdp": 4, "tensor": 1}, "fp8_delayed", micro_batches=2)
+    assert one["drift"] == many["drift"] == 0.0
+    assert many["logp"] == one["logp"]
+    assert set(one["scaling"]) == set(many["scaling"]) and len(one["scaling"]) == 3 * 7
+    for name, amax in one["scaling"].items():
+        assert all(value > 0 for value in amax), name
+        if name.endswith("gradient"):  # gradients make no bitwise promise
+            np.testing.assert_allclose(many["scaling"][name], amax, rtol=0.1)
+        else:
+            assert many["scaling"][name] == amax, name
+
+
 @pytest.mark.slow
 def test_data_parallel_and_micro_batches():
     """Rows over data x fsdp, gradients over two micro-batches."""

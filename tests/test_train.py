@@ -180,8 +180,8 @@ def test_nan_stops_with_the_last_good_state(tmp_path, monkeypatch):
     """A NaN in the parameters ends the run with step and layer; the saved state is finite."""
     made = Runtime.train_step
 
-    def poisoned(self, optimizer, loss, micro_batches):
-        step = made(self, optimizer, loss, micro_batches)
+    def poisoned(self, optimizer, loss, *more):
+        step = made(self, optimizer, loss, *more)
         calls = {"count": 0}
 
         def run(state, batch, rope):
@@ -239,6 +239,63 @@ def test_many_updates_and_a_reference(tmp_path):
         assert record["drift_tokens"] <= 8 * 4, "the first update's half of the rollout"
         assert record["train_rollout_logprob_abs_diff_max"] == 0.0
         assert record["ratio_mean"] != 1.0, "the second update is off-policy by design"
+
+
+_POLICIES = {
+    f"precision.{operand}_policy": "ema_policy:ema"
+    for operand in ("weight", "activation", "gradient")
+}
+_STATEFUL = {
+    "delayed": {"precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed"},
+    "policy of the user's": {
+        "precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed", **_POLICIES,
+    },
+    "calibrated KV, FP8 attention, bf16 layers": {
+        "precision.kv_cache": "fp8_calibrated", "precision.attention": "fp8",
+        "precision.first_layers_bf16": 1, "precision.bf16_modules": "down_proj",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", _STATEFUL.values(), ids=_STATEFUL)
+def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
+    """Scaling states and calibrated scales thread through warm-up, refit, updates and resume."""
+    fields = {
+        **fields, "run.steps": 4, "run.checkpoint_every": 2, "learner.micro_batches": 2,
+        "algo.kl_coef": 0.1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0,
+        "env.reward": "dense_reward:share_of_even_bytes",
+    }  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train.train(load_config(str(CONFIG), _overrides(whole, **fields)))
+    train.train(load_config(str(CONFIG), _overrides(parts, **{**fields, "run.steps": 2})))
+    train.train(load_config(str(CONFIG), _overrides(parts, **fields)), resume=True)
+    records = _reproducible(whole)["metrics"]
+    assert records == _reproducible(parts)["metrics"]
+    for record in records:
+        assert record["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert record["refit_checksum_ok"] is True
+        assert record["grad_norm"] > 0 and record["reward_std"] > 0
+        if "precision.kv_cache" in fields:
+            assert record["scale_age/kv"] == 0
+        else:
+            assert record["scale_age/weights"] == 0
+            assert record["fp8_underflow_frac/gradients"] < 0.5
+    assert len({record["entropy"] for record in records}) == 4, "the policy moves"
+
+
+def test_health_can_be_switched_off(whole_run, tmp_path):
+    """The same run without counts: every other number is the same."""
+    directory, _ = whole_run
+    fields = {"run.cache_dir": directory / "cache", "run.steps": 2, "precision.health": False}
+    train.train(load_config(str(CONFIG), _overrides(tmp_path, **fields)))
+    theirs = _reproducible(directory)["metrics"]
+    for ours, with_health in zip(_reproducible(tmp_path)["metrics"], theirs, strict=False):
+        assert not any(name.startswith("fp8_") for name in ours)
+        assert {k: v for k, v in with_health.items() if not k.startswith("fp8_")} == ours
+        classes = {"activations", "gradients", "weights", "kv"}
+        assert {name for name in with_health if name.startswith("fp8_underflow_frac")} == {
+            f"fp8_underflow_frac/{name}" for name in classes
+        }
 
 
 def test_mixed_precision_drifts(tmp_path):

@@ -5,13 +5,15 @@ float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differenc
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drift_harness import Case, run
 
-from fp8rl_jax.quant import QArray
+from fp8rl_jax.quant import Operand, QArray, get_recipe, static
 
 RECIPES = ("f32", "bf16", "fp8")
 
@@ -53,8 +55,34 @@ def test_other_shapes(case):
     _assert_exact(case)
 
 
+_FP8 = get_recipe("fp8")
+_VARIANTS = {
+    "delayed": get_recipe("fp8_delayed"),
+    "mxfp8": get_recipe("mxfp8"),
+    "fake": get_recipe("fake"),
+    "static activations": dataclasses.replace(
+        _FP8, activation=Operand(block=(-1, -1), policy=static(amax=32.0))
+    ),
+    "first and last layer in bf16": dataclasses.replace(_FP8, first_layers=1, last_layers=1),
+    "down_proj in bf16": dataclasses.replace(_FP8, bf16_modules=("down_*",)),
+    "FP8 attention": dataclasses.replace(_FP8, fp8_attention=True),
+    "calibrated KV": dataclasses.replace(_FP8, kv="calibrated"),
+    "calibrated FP8 attention": dataclasses.replace(_FP8, kv="calibrated", fp8_attention=True),
+}
+
+
+@pytest.mark.parametrize("recipe", _VARIANTS.values(), ids=_VARIANTS)
+def test_every_row_local_recipe(recipe):
+    """After two updates, past 64 keys, with micro-batches: states are those of the rollout."""
+    _assert_exact(
+        Case(recipe, prompts=(1, 13, 40), new_tokens=40, layers=3, micro_batches=2, updates=2)
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*RECIPES, "fp8_blockwise_pow2"])
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, "fp8_blockwise_pow2", "fp8_delayed", "mxfp8", "fake_forward"]
+)
 @pytest.mark.parametrize("batch", [1, 3, 8, 17])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_grid(recipe, batch, remat):

@@ -13,13 +13,18 @@ from fp8rl_jax.models.logprobs import (
 from fp8rl_jax.models.params import (
     checksum,
     init_params,
+    init_probes,
+    init_scaling,
     quantize_params,
     trainable_params,
+    update_scaling,
     weight_health,
+    with_kv_scales,
 )
-from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward
+from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
 
 __all__ = [
+    "LINEAR_LAYERS",
     "REMAT",
     "ForwardOutput",
     "KVCache",
@@ -29,6 +34,8 @@ __all__ = [
     "head_logits",
     "init_cache",
     "init_params",
+    "init_probes",
+    "init_scaling",
     "logprobs_of_logits",
     "output_head",
     "quantize_params",
@@ -36,5 +43,7 @@ __all__ = [
     "scaled_logits",
     "token_logprobs",
     "trainable_params",
+    "update_scaling",
     "weight_health",
+    "with_kv_scales",
 ]

@@ -1,4 +1,7 @@
-"""Grouped-query attention with QK-norm and RoPE; K and V always pass through the KV quantiser."""
+"""Grouped-query attention with QK-norm and RoPE; K and V always pass through the KV quantiser.
+
+Under FP8 attention q passes through it too.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,93 @@ import math
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.kv_cache import KVCache
+from fp8rl_jax.models.kv_cache import StoredKV
 from fp8rl_jax.models.layers import RMSNorm, apply_rope, linear
 from fp8rl_jax.quant import Recipe, compute_value, quantize_kv
 
+Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
 
-def _store(k: jax.Array, v: jax.Array, recipe: Recipe) -> KVCache:
+
+def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
     """Keys and values of one layer as the cache holds them."""
-    (k, k_scale), (v, v_scale) = quantize_kv(k, recipe), quantize_kv(v, recipe)
-    return KVCache(k, v, k_scale, v_scale)
+    given = scales or {}
+    k, k_scale = quantize_kv(k, recipe, given.get("k"))
+    v, v_scale = quantize_kv(v, recipe, given.get("v"))
+    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds bytes alone
+        k_scale = v_scale = None
+    return StoredKV(k, v, k_scale, v_scale)
 
 
-def _attend(q: jax.Array, kv: KVCache, positions: jax.Array) -> jax.Array:
+def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
+    """(q, its scale): E4M3 under FP8 attention, else as it is."""
+    if not recipe.fp8_attention:
+        return q, None
+    return quantize_kv(q, recipe, (scales or {}).get("q"))
+
+
+def _attend(q, kv: StoredKV, positions, recipe: Recipe, scales: Scales | None) -> jax.Array:
+    q, q_scale = _query(q, recipe, scales)
+    k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
-        q, kv.k, kv.v, positions,
-        scale=1 / math.sqrt(q.shape[-1]), k_scale=kv.k_scale, v_scale=kv.v_scale,
+        q, kv.k, kv.v, positions, scale=1 / math.sqrt(q.shape[-1]),
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
+
+
+def _scales(kv: StoredKV, scales: Scales | None):
+    return (kv.k_scale, kv.v_scale) if scales is None else (scales["k"], scales["v"])
+
+
+def _dequantise(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    x = x.astype(jnp.float32)
+    if scale is None:
+        return x
+    return x * (scale[..., None] if scale.ndim else scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def self_attention(
-    recipe: Recipe, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    recipe: Recipe,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    scales: Scales | None,
 ) -> jax.Array:
     """Attention of a whole sequence to itself, as the learner runs it.
 
-    Keys and values make the same round trip through FP8 as in the sampler's cache; the gradient
+    Queries, keys and values make the same round trip through FP8 as in the sampler; the gradient
     is straight through the rounding, taken at the rounded values.
 
     Args:
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       positions: (B, T) int32.
+      scales: this layer's calibrated scales, or None.
 
     Returns:
       (B, T, H, Dh) float32.
     """
-    return _attend(q, _store(k, v, recipe), positions)
+    return _attend(q, _store(k, v, recipe, scales), positions, recipe, scales)
 
 
-def _self_attention_forward(recipe, q, k, v, positions):
-    kv = _store(k, v, recipe)
-    return _attend(q, kv, positions), (q, kv, positions)
+def _self_attention_forward(recipe, q, k, v, positions, scales):
+    kv = _store(k, v, recipe, scales)
+    out = _attend(q, kv, positions, recipe, scales)
+    return out, (_query(q, recipe, scales), kv, positions, scales, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, residual, cotangent):
-    q, kv, positions = residual
-    k, v = kv.k.astype("float32"), kv.v.astype("float32")
-    if kv.k_scale is not None and kv.v_scale is not None:
-        k, v = k * kv.k_scale[..., None], v * kv.v_scale[..., None]
-    grads = kernels.attention_vjp(q, k, v, positions, cotangent, scale=1 / math.sqrt(q.shape[-1]))
-    return (*(g.astype(q.dtype) for g in grads), None)
+    (q, q_scale), kv, positions, scales, like = residual
+    k_scale, v_scale = _scales(kv, scales)
+    grads = kernels.attention_vjp(
+        _dequantise(q, q_scale), _dequantise(kv.k, k_scale), _dequantise(kv.v, v_scale),
+        positions, cotangent, scale=1 / math.sqrt(q.shape[-1]),
+    )  # fmt: skip
+    return (*(g.astype(like.dtype) for g in grads), None, None)
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -71,8 +109,11 @@ class Attention(nn.Module):
     recipe: Recipe
 
     @nn.compact
-    def __call__(self, x, cache: KVCache | None, positions, cos, sin):
-        """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2) -> ((B, T, H*Dh), cache)."""
+    def __call__(self, x, cache: StoredKV | None, scales: Scales | None, positions, cos, sin):
+        """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
+
+        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation).
+        """
         config, recipe = self.config, self.recipe
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -83,10 +124,11 @@ class Attention(nn.Module):
         v = linear(recipe, kv_heads * dim, "v_proj")(x).reshape(batch, length, kv_heads, dim)
         q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
         k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
-        q, k = apply_rope(q, cos, sin, recipe), apply_rope(k, cos, sin, recipe)
+        q, k = apply_rope(recipe, q, cos, sin), apply_rope(recipe, k, cos, sin)
         if cache is None:
-            out = self_attention(recipe, q, k, v, positions)
+            out = self_attention(recipe, q, k, v, positions, scales)
         else:
-            cache = cache.write(_store(k, v, recipe), positions)
-            out = _attend(q, cache, positions)
-        return compute_value(out, recipe).reshape(batch, length, heads * dim), cache, (k, v)
+            cache = cache.write(_store(k, v, recipe, scales), positions)
+            out = _attend(q, cache, positions, recipe, scales)
+        out = compute_value(out, recipe).reshape(batch, length, heads * dim)
+        return out, cache, {"q": q, "k": k, "v": v}

@@ -5,10 +5,16 @@ forms are chosen so that a forward-only program and a train step give the same b
 `lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `guard` on every product that
 feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
 multiple of 16, because its vector and scalar code differ; model widths usually are.)
+
+Each has a derivative of its own that reads the values as they came in, in the compute dtype: left
+to itself, automatic differentiation would keep several float32 copies of every activation, many
+times what the linear layers keep (docs/recipes.md has the figures).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.quant import Recipe, TrainableWeight, compute_value, keep_dtypes, make_dot_general
+from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
 
 
 def replicate(tree):
@@ -33,12 +39,12 @@ def replicate(tree):
         return tree
 
     def gather(leaf):
-        if isinstance(leaf, TrainableWeight):  # the master is not read: it stays in parts
-            return TrainableWeight(gather(leaf.value), leaf.master)
+        if isinstance(leaf, BoundWeight):  # the forward pass does not read the master
+            return dataclasses.replace(leaf, value=gather(leaf.value))
         whole = PartitionSpec()
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, whole), leaf)
 
-    return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, TrainableWeight))
+    return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, BoundWeight))
 
 
 def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
@@ -48,19 +54,56 @@ def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[A
 
 
 def linear(recipe: Recipe, features: int, name: str, init_scale: float = 1.0) -> nn.Dense:
-    """A bias-free `nn.Dense` under the recipe; kernel (in, features), std init_scale/sqrt(in)."""
+    """A bias-free `nn.Dense` under the recipe of the layer `name`; kernel (in, features).
+
+    Initial standard deviation: init_scale / sqrt(in).
+    """
     return nn.Dense(
         features,
         use_bias=False,
         kernel_init=nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal"),
-        dot_general=make_dot_general(recipe),
+        dot_general=make_dot_general(recipe.for_module(name)),
         promote_dtype=gather_kernel,
         name=name,
     )
 
 
+def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
+    mean_square = guard(x * x).sum(-1, keepdims=True) * np.float32(1 / x.shape[-1])
+    return lax.rsqrt(guard(mean_square) + np.float32(eps))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 1910.07467).
+
+    Kept for the backward pass: x as it came, and no float32 copy.
+    """
+    x = x.astype(jnp.float32)
+    return compute_value(x * _inverse_rms(x, eps) * weight, recipe)
+
+
+def _rms_norm_forward(recipe, eps, x, weight):
+    return rms_norm(recipe, eps, x, weight), (x, weight)
+
+
+def _rms_norm_backward(recipe, eps, residual, cotangent):
+    x, weight = residual
+    y, dy = x.astype(jnp.float32), cotangent.astype(jnp.float32)
+    inverse = _inverse_rms(y, eps)
+    y = y * inverse
+    dy_weighted = dy * weight
+    projection = (dy_weighted * y).mean(-1, keepdims=True)
+    dx = inverse * (dy_weighted - y * projection)
+    return dx.astype(x.dtype), (dy * y).sum(tuple(range(x.ndim - 1))).astype(weight.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 1910.07467)."""
+    """`rms_norm` with its weight as a parameter."""
 
     eps: float
     recipe: Recipe
@@ -68,10 +111,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        x = x.astype(jnp.float32)
-        mean_square = guard(x * x).sum(-1, keepdims=True) * np.float32(1 / x.shape[-1])
-        inverse = lax.rsqrt(guard(mean_square) + np.float32(self.eps))
-        return compute_value(x * inverse * weight, self.recipe)
+        return rms_norm(self.recipe, self.eps, x, weight)
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +126,12 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarra
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, recipe: Recipe) -> jax.Array:
-    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired (Su et al., 2104.09864)."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired (Su et al., 2104.09864).
+
+    Kept for the backward pass: the tables. The gradient is the rotation back.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     rotated = jnp.concatenate(
@@ -96,14 +140,40 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, recipe: Recipe) -> 
     return compute_value(rotated, recipe)
 
 
-@jax.custom_jvp
-def silu(x: jax.Array) -> jax.Array:
-    """``x / (1 + exp(-x))`` in float32; the derivative is written so that it never overflows."""
-    return x / (1.0 + jnp.exp(-x))
+def _apply_rope_forward(recipe, x, cos, sin):
+    return apply_rope(recipe, x, cos, sin), (cos, sin, jnp.zeros((0,), x.dtype))
 
 
-@silu.defjvp
-def _silu_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
-    sigmoid = 1.0 / (1.0 + jnp.exp(-x))
-    return silu(x), dx * (sigmoid + x * sigmoid * (1.0 - sigmoid))
+def _apply_rope_backward(recipe, residual, cotangent):
+    cos, sin, like = residual
+    return apply_rope(recipe, cotangent, cos, -sin).astype(like.dtype), None, None
+
+
+apply_rope.defvjp(_apply_rope_forward, _apply_rope_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """``silu(gate) * up`` with silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
+
+    Kept for the backward pass: gate and up as they came, and no float32 copy.
+    """
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return compute_value(gate / (1.0 + jnp.exp(-gate)) * up, recipe)
+
+
+def _gated_silu_forward(recipe, gate, up):
+    return gated_silu(recipe, gate, up), (gate, up)
+
+
+def _gated_silu_backward(recipe, residual, cotangent):
+    gate, up = (x.astype(jnp.float32) for x in residual)
+    dy = cotangent.astype(jnp.float32)
+    sigmoid = 1.0 / (1.0 + jnp.exp(-gate))
+    slope = sigmoid + gate * sigmoid * (1.0 - sigmoid)  # written so that it never overflows
+    return (dy * up * slope).astype(residual[0].dtype), (dy * gate * sigmoid).astype(
+        residual[1].dtype
+    )
+
+
+gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)

@@ -7,8 +7,6 @@ it for the token it chose, the learner recomputes it for the same token; both th
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +28,7 @@ def output_head(params, config: ModelConfig) -> Weight:
 
 def head_logits(hidden: jax.Array, head: Weight, recipe: Recipe) -> jax.Array:
     """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
-    return matmul(dataclasses.replace(recipe, quantized=False), hidden, head)
+    return matmul(recipe.unquantized(), hidden, head)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:

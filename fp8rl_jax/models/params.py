@@ -1,11 +1,17 @@
 """Parameter trees: initialisation, quantisation for the forward pass, and their checksum.
 
-One tree, three forms with the same structure: float32 masters (what is trained), `quantize_params`
-of them (what the sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32
-norms), and `trainable_params`, which pairs the two for the learner's forward pass.
+One tree, three forms: float32 masters (what is trained), `quantize_params` of them (what the
+sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32 norms), and
+`trainable_params`, which pairs the two for the learner's forward pass. Their structures are equal
+unless the recipe keeps the first or last layers in bf16, which cuts `layers` into up to three runs.
+
+A *site* is a quantised linear layer of a run, named by its path (``layers.self_attn.q_proj``);
+policy states and probes are flat dictionaries of sites, stacked over the run's layers.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +22,23 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import rope_tables
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
+    BoundWeight,
+    KVScales,
     QArray,
     Recipe,
-    TrainableWeight,
+    SiteProbe,
+    SiteScaling,
     block_health,
     compute_value,
     get_recipe,
+    init_probe,
+    init_site,
     quantize_weight,
+    update_site,
 )
+from fp8rl_jax.quant.formats import round_bf16
+from fp8rl_jax.quant.scaling import never_saturates
+from fp8rl_jax.quant.site import stacked
 
 
 def init_params(config: ModelConfig, key: jax.Array):
@@ -34,7 +49,7 @@ def init_params(config: ModelConfig, key: jax.Array):
     tokens = jnp.zeros((1, 1), jnp.int32)
     cos, sin = (jnp.asarray(t)[tokens] for t in rope_tables(config, 1))
     module = Transformer(config, get_recipe("f32"))
-    return module.init(key, tokens, None, tokens, cos, sin)["params"]
+    return module.init(key, tokens, None, None, tokens, cos, sin, tokens)["params"]
 
 
 def _role(path) -> str:
@@ -45,49 +60,175 @@ def _role(path) -> str:
     return "norm" if names[-1] == "weight" else "table"
 
 
-def quantize_params(params, recipe: Recipe | str):
+def _names(path) -> list[str]:
+    return [entry.key for entry in path]
+
+
+def split_layers(params, recipe: Recipe):
+    """Parameters with their layers cut into runs under one recipe (`Recipe.layer_segments`).
+
+    The tree as it is when every layer has the same recipe.
+    """
+    layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    segments = recipe.layer_segments(layers)
+    if len(segments) == 1 and segments[0][0] == "layers":
+        return params
+    others = {name: value for name, value in params.items() if name != "layers"}
+    return others | {
+        name: jax.tree.map(lambda x, span=span: x[span], params["layers"])
+        for name, span, _ in segments
+    }
+
+
+def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
+    """{'layers.self_attn.q_proj': (recipe of that site, weight)} of every quantised layer."""
+    layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    recipes = {name: run for name, _, run in recipe.layer_segments(layers)}
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
+        names = _names(path)
+        if _role(path) == "linear":
+            site = recipes[names[0]].for_module(names[-2])
+            if site.quantized:
+                found[".".join(names[:-1])] = (site, leaf)
+    return found
+
+
+def init_scaling(params, recipe: Recipe | str) -> dict[str, SiteScaling]:
+    """States of every stateful policy at the start: {site: SiteScaling}, {} without any.
+
+    Weights are known before the first step, so their policies have seen them once: the first
+    rollout does not run on weights that were quantised with a scale of 1.
+    """
+    states = {}
+    for name, (site, leaf) in _sites(params, get_recipe(recipe)).items():
+        state = init_site(site, leaf.shape)
+        if state is not None and state.weight is not None:
+            amax = {"weight": quantize_weight(leaf, site, state)[1]}
+            seen = update_site(site, SiteScaling(weight=state.weight), amax)
+            state = dataclasses.replace(state, weight=seen.weight)
+        if state is not None:
+            states[name] = state
+    return states
+
+
+def init_probes(params, recipe: Recipe | str, health: bool) -> dict[str, SiteProbe]:
+    """Zeros whose gradient is what each site observed: {site: SiteProbe}."""
+    probes = {
+        name: init_probe(site, leaf.shape, health)
+        for name, (site, leaf) in _sites(params, get_recipe(recipe)).items()
+    }
+    return {name: probe for name, probe in probes.items() if probe is not None}
+
+
+def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, SiteScaling]:
+    """States after an optimiser step.
+
+    Args:
+      params: masters that the step's forward pass used; their amax is observed here.
+      recipe: of the learner.
+      scaling: the states that the step used.
+      seen: gradient of the step with respect to its probes.
+    """
+    sites = _sites(params, get_recipe(recipe))
+
+    def advance(name: str, state: SiteScaling) -> SiteScaling:
+        site, leaf = sites[name]
+        amax = {}
+        for operand in ("activation", "gradient"):
+            if getattr(state, operand) is not None:
+                amax[operand] = getattr(seen[name], operand).amax
+        if state.weight is not None:
+            amax["weight"] = quantize_weight(leaf, site, state)[1]
+        return update_site(site, state, amax)
+
+    return {name: advance(name, state) for name, state in scaling.items()}
+
+
+def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     """What the forward pass reads: QArray for linear layers, compute dtype for tables.
 
-    The result depends on values and recipe alone, so rollout and learner hold the same bytes.
+    Where activations have a stateful policy, the weight comes as a BoundWeight that carries the
+    frozen state. The result depends on values, recipe and states alone, so rollout and learner
+    hold the same bytes.
+
+    Args:
+      params: float32 masters.
+      recipe: of this side.
+      scaling: of `init_scaling`, for recipes with stateful policies.
+
+    Raises:
+      ValueError: the recipe is stateful and `scaling` lacks a site.
     """
     recipe = get_recipe(recipe)
+    sites = _sites(params, recipe)
 
     def convert(path, leaf):
-        role = _role(path)
-        if role == "linear" and recipe.quantized:
-            return quantize_weight(leaf, recipe)
-        return leaf if role == "norm" else compute_value(leaf, recipe)
+        name = ".".join(_names(path)[:-1])
+        if _role(path) == "linear" and name in sites:
+            state = (scaling or {}).get(name)
+            q, _ = quantize_weight(leaf, sites[name][0], state)
+            if state is None or state.activation is None:
+                return q
+            return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
+        return leaf if _role(path) == "norm" else compute_value(leaf, recipe)
 
-    return jax.tree_util.tree_map_with_path(convert, params)
+    return jax.tree_util.tree_map_with_path(convert, split_layers(params, recipe))
 
 
-def trainable_params(params, weights):
-    """Pairs masters with the bytes that the forward pass reads (both trees of one structure).
+def with_kv_scales(weights, kv_scales: KVScales | None):
+    """Weights with the calibrated scales beside them, as the sampler takes them."""
+    return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
-    Differentiate with respect to `params`; `weights` must come from outside the differentiated
-    function, or pass through `lax.stop_gradient`.
+
+def _is_weight(x) -> bool:
+    return isinstance(x, QArray | BoundWeight)
+
+
+def trainable_params(
+    params, weights, recipe: Recipe | str, scaling: dict | None = None, probes: dict | None = None
+):
+    """Pairs masters with the bytes that the forward pass reads.
+
+    Differentiate with respect to `params` (and `probes`); `weights` must come from outside the
+    differentiated function, or pass through `lax.stop_gradient`.
+
+    Args:
+      params: float32 masters.
+      weights: `quantize_params` of them.
+      recipe: that they were quantised under.
+      scaling: states of stateful policies, as in `quantize_params`.
+      probes: of `init_probes`, to observe; None observes nothing.
     """
 
-    def pair(path, master, value):
+    def pair(path, master, weight):
         if _role(path) == "norm":
             return master
-        return TrainableWeight(lax.stop_gradient(value), master)
+        value = weight.value if isinstance(weight, BoundWeight) else weight
+        name = ".".join(_names(path)[:-1])
+        state, probe = (scaling or {}).get(name), (probes or {}).get(name)
+        return BoundWeight(lax.stop_gradient(value), master, lax.stop_gradient(state), probe)
 
-    return jax.tree_util.tree_map_with_path(
-        pair, params, weights, is_leaf=lambda x: isinstance(x, QArray)
-    )
+    masters = split_layers(params, get_recipe(recipe))
+    return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=_is_weight)
 
 
-def weight_health(params, weights) -> dict[str, jax.Array]:
-    """`block_health` of every quantised weight, added up."""
-    masters = jax.tree.leaves(params)
-    values = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, QArray))
-    counts = [
-        block_health(compute_value(m, get_recipe("bf16")), q)
-        for m, q in zip(masters, values, strict=True)
-        if isinstance(q, QArray)
-    ]
-    return jax.tree.map(lambda *n: sum(n), *counts) if counts else {}
+def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
+    """`block_health` of every quantised weight: {site: {count: (L,) float32}}."""
+    recipe = get_recipe(recipe)
+    values = {
+        ".".join(_names(path)[:-1]): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=_is_weight)
+    }
+    health = {}
+    for name, (site, master) in _sites(params, recipe).items():
+        assert site.weight is not None
+        q = values[name]
+        q = q.value if isinstance(q, BoundWeight) else q
+        saturable = not never_saturates(site.weight.policy)
+        count = stacked(lambda x, q, s=saturable: block_health(x, q, s), master.ndim - 2)
+        health[name] = count(round_bf16(master), q)
+    return health
 
 
 def checksum(tree) -> jax.Array:

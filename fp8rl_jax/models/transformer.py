@@ -16,20 +16,21 @@ import jax.numpy as jnp
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
-from fp8rl_jax.models.layers import RMSNorm, linear, replicate, rope_tables, silu
+from fp8rl_jax.models.layers import RMSNorm, gated_silu, linear, replicate, rope_tables
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.quant import (
-    QArray,
+    BoundWeight,
+    KVScales,
     Recipe,
-    TrainableWeight,
-    block_health,
     compute_value,
     get_recipe,
+    kv_health,
     quantize_kv,
-    quantize_rows,
 )
+from fp8rl_jax.quant.formats import amax
 
 REMAT = ("none", "full")
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @flax.struct.dataclass
@@ -40,8 +41,9 @@ class ForwardOutput:
       logits: (B, T, V) float32, or None with ``output='hidden'``.
       hidden: (B, T, D) after the final norm, in the compute dtype.
       cache: the cache with the new keys and values, or None.
-      aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers, and with
-        collect_health 'health': {operand: {count name: (L,) float32}}}.
+      aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
+        collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
+        {'q' | 'k' | 'v': (L, B) float32}}.
     """
 
     logits: jax.Array | None
@@ -56,54 +58,59 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
     recipe: Recipe
     collect_health: bool
-
-    def _health(self, x: jax.Array) -> dict[str, jax.Array]:
-        rows = x.reshape(-1, x.shape[-1])
-        return block_health(rows, quantize_rows(rows, self.recipe))
+    collect_amax: bool
 
     @nn.compact
-    def __call__(self, x, cache, positions, cos, sin):
+    def __call__(self, x, cache, scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
-        a, cache, (k, v) = Attention(config, recipe, name="self_attn")(
-            h, cache, positions, cos, sin
+        a, cache, qkv = Attention(config, recipe, name="self_attn")(
+            h, cache, scales, positions, cos, sin
         )
         o = linear(recipe, config.hidden_size, "o_proj", residual_scale)(a)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
         gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
         up = linear(recipe, config.intermediate_size, "up_proj")(h2)
-        gated = silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        gated = compute_value(gated, recipe)
+        gated = gated_silu(recipe, gate, up)
         down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
-        if self.collect_health and recipe.quantized:
-            counts = [self._health(operand) for operand in (h, a, h2, gated)]
-            aux["health"] = {"activations": jax.tree.map(lambda *n: sum(n), *counts)}
-            if recipe.kv_quantized:
-                counts = [_kv_health(x, recipe) for x in (k, v)]
-                aux["health"]["kv"] = jax.tree.map(lambda *n: sum(n), *counts)
+        if self.collect_health and recipe.kv_quantized:
+            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in "kv"]
+            aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
+        if self.collect_amax:
+            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
         return x, (cache, aux)
 
 
-def _kv_health(x: jax.Array, recipe: Recipe) -> dict[str, jax.Array]:
-    stored, scale = quantize_kv(x, recipe)
+def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
+    stored, scale = quantize_kv(x, recipe, scale)
     assert scale is not None
-    return block_health(x, QArray(stored, scale[..., None], (-1,)))
+    return kv_health(x, stored, scale)
+
+
+def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
+    """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
+    return amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))
 
 
 class Transformer(nn.Module):
-    """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside."""
+    """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
+
+    Layers under one recipe are one scan; with the first or last layers in bf16 there are up to
+    three (`Recipe.layer_segments`).
+    """
 
     config: ModelConfig
     recipe: Recipe
     remat: str = "none"
     collect_health: bool = False
+    collect_amax: bool = False
 
     @nn.compact
-    def __call__(self, tokens, cache, positions, cos, sin):
+    def __call__(self, tokens, cache, kv_scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
@@ -112,19 +119,27 @@ class Transformer(nn.Module):
         layer = DecoderLayer
         if self.remat == "full":
             layer = nn.remat(layer, prevent_cse=False)
-        layers = nn.scan(
-            layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
-            length=config.num_hidden_layers,
-        )(config, recipe, self.collect_health, name="layers")
-        x, (cache, aux) = layers(x, cache, positions, cos, sin)
+        caches, auxes = [], []
+        for index, run in enumerate(recipe.layer_segments(config.num_hidden_layers)):
+            name, span, run_recipe = run
+            layers = nn.scan(
+                layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, 0) + (nn.broadcast,) * 4,
+                length=span.stop - span.start,
+            )(config, run_recipe, self.collect_health, self.collect_amax, name=name)
+            stored = cache.runs[index] if cache is not None else None
+            scales = jax.tree.map(lambda s, span=span: s[span], kv_scales)
+            x, (stored, aux) = layers(x, stored, scales, positions, cos, sin, valid)
+            caches.append(stored)
+            auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
         if not config.tie_word_embeddings:
             head_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
             self.param("lm_head", head_init, shape[::-1])
-        return x, cache, aux
+        cache = KVCache(tuple(caches)) if cache is not None else None
+        return x, cache, jax.tree.map(lambda *xs: jnp.concatenate(xs), *auxes)
 
 
 @jax.custom_vjp
@@ -147,8 +162,8 @@ def _lookup_backward(residual, cotangent):
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _embed(table: jax.Array | TrainableWeight, tokens: jax.Array) -> jax.Array:
-    if isinstance(table, TrainableWeight):
+def _embed(table: jax.Array | BoundWeight, tokens: jax.Array) -> jax.Array:
+    if isinstance(table, BoundWeight):
         return _lookup(table.value, table.master, tokens)
     return table[tokens]
 
@@ -160,33 +175,40 @@ def forward(
     recipe: Recipe | str,
     *,
     positions: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     cache: KVCache | None = None,
+    kv_scales: KVScales | None = None,
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
     output: str = "logits",
     collect_health: bool = False,
+    collect_amax: bool = False,
 ) -> ForwardOutput:
     """Runs the decoder on tokens (B, T).
 
     Args:
-      params: parameter tree; leaves are float32 masters, or what `quantize_params` returns, or
-        `trainable_params` of both. All three give the same bits.
+      params: parameter tree; leaves are float32 masters (under recipes without stateful policies
+        or segments of layers), or what `quantize_params` returns, or `trainable_params` of both.
+        All three give the same bits.
       tokens: (B, T) int32, right-padded.
       config: shapes.
       recipe: numerics of this side, a Recipe or its name.
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position.
+      lengths: (B,) int32, real tokens of each row; read by `collect_amax` alone.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
+      kv_scales: of `calibrated_scales`, for recipes with kv='calibrated'.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
       output: 'logits' or 'hidden'.
-      collect_health: also count what quantisation lost, per layer and operand class.
+      collect_health: also count what the quantisation of K and V lost, per layer.
+      collect_amax: also return the amax of q, k and v, per layer and sequence.
 
     Returns:
       ForwardOutput.
 
     Raises:
-      ValueError: `remat` or `output` is not one of the values above.
+      ValueError: `remat` or `output` is not one of the values above, or `kv_scales` are missing.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
@@ -196,10 +218,16 @@ def forward(
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    tables = rope or rope_tables(config, cache.k.shape[2] if cache is not None else length)
+    if recipe.kv == "calibrated" and kv_scales is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
+        )
+    tables = rope or rope_tables(config, cache.slots if cache is not None else length)
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
-    module = Transformer(config, recipe, remat, collect_health)
-    out: tuple = module.apply({"params": params}, tokens, cache, positions, cos, sin)
+    valid = positions < (length if lengths is None else lengths[:, None])
+    scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
+    module = Transformer(config, recipe, remat, collect_health, collect_amax)
+    out: tuple = module.apply({"params": params}, tokens, cache, scales, positions, cos, sin, valid)
     hidden, cache, aux = out
     logits = None
     if output == "logits":

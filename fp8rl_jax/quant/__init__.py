@@ -1,36 +1,83 @@
-"""FP8 numerics: formats, QArray, recipes, the dot_general rule and KV quantisation.
+"""FP8 numerics: formats, QArray, scaling policies, recipes, the dot_general rule, KV quantisation.
 
 Knows arrays; knows nothing of models.
 """
 
 from fp8rl_jax.quant.dot_general import (
-    TrainableWeight,
+    BoundWeight,
     Weight,
     compute_value,
     keep_dtypes,
     make_dot_general,
     matmul,
-    quantize_rows,
     quantize_weight,
+    scaled_matmul,
 )
-from fp8rl_jax.quant.kv import quantize_kv
-from fp8rl_jax.quant.qarray import QArray, block_health, quantize
-from fp8rl_jax.quant.recipe import Recipe, get_recipe, recipe_names
+from fp8rl_jax.quant.grouped_dot import grouped_matmul
+from fp8rl_jax.quant.kv import (
+    KVScales,
+    calibrated_scales,
+    kv_health,
+    missing_scales,
+    quantize_kv,
+)
+from fp8rl_jax.quant.qarray import QArray, block_health, quantize, quantize_with
+from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
+from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
+from fp8rl_jax.quant.scaling import (
+    ScalingPolicy,
+    delayed,
+    dynamic,
+    get_policy,
+    power_of_two,
+    static,
+)
+from fp8rl_jax.quant.site import (
+    OperandProbe,
+    SiteProbe,
+    SiteScaling,
+    init_probe,
+    init_site,
+    merge_probes,
+    update_site,
+)
 
 __all__ = [
+    "BoundWeight",
+    "KVScales",
+    "Operand",
+    "OperandProbe",
     "QArray",
     "Recipe",
-    "TrainableWeight",
+    "ScalingPolicy",
+    "SiteProbe",
+    "SiteScaling",
     "Weight",
     "block_health",
+    "calibrated_scales",
     "compute_value",
+    "delayed",
+    "dynamic",
+    "gemm_table",
+    "get_policy",
     "get_recipe",
+    "grouped_matmul",
+    "init_probe",
+    "init_site",
     "keep_dtypes",
+    "kv_health",
     "make_dot_general",
     "matmul",
+    "merge_probes",
+    "missing_scales",
+    "power_of_two",
     "quantize",
     "quantize_kv",
-    "quantize_rows",
     "quantize_weight",
+    "quantize_with",
     "recipe_names",
+    "same_forward",
+    "scaled_matmul",
+    "static",
+    "update_site",
 ]

@@ -1,5 +1,7 @@
 """The injectable dot_general: FP8 in the forward pass and in both gradients, by a custom VJP.
 
+The default recipe's operands (`recipes.gemm_table` prints those of any other):
+
 =====  ======================================  ==========================================
 GEMM   lhs                                     rhs
 =====  ======================================  ==========================================
@@ -11,12 +13,15 @@ wgrad  x requantised 1x128 along tokens        dy requantised 1x128 along tokens
 wgrad requantises from the bf16 value, never from the row-quantised bytes: quantising twice costs
 about twice the error. Every operand is rounded to bf16 here, so that no caller can forget it.
 
-A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray
-(rollout: the bytes are all there is) or as a `TrainableWeight` (learner: bytes quantised once per
-step for the forward pass, with the float32 master that receives the gradient). The three give the
-same bits.
+What stays alive between forward and backward: x as wgrad will read it (FP8, one byte an element
+and its scales; under per-tensor scales the very bytes of fprop), and references to the weight's
+bytes. No bf16 copy of x and no second copy of the weight. Weight blocks that are not square
+(per channel, 1x32) are quantised again for dgrad, from the bf16 value.
 
-Not done: batch dimensions (so no experts yet), forward-mode differentiation.
+A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray
+(rollout: the bytes are all there is) or as a `BoundWeight`. All give the same bits.
+
+Not done: forward-mode differentiation, and second derivatives (both raise).
 """
 
 from __future__ import annotations
@@ -32,24 +37,41 @@ from jax import lax
 
 from fp8rl_jax.kernels import K_BLOCK, block_matmul
 from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.qarray import QArray, quantize
-from fp8rl_jax.quant.recipe import Recipe, get_recipe
+from fp8rl_jax.quant.qarray import QArray
+from fp8rl_jax.quant.recipe import FLOAT32, Recipe
+from fp8rl_jax.quant.recipes import get_recipe
+from fp8rl_jax.quant.site import (
+    OperandProbe,
+    OperandScaling,
+    SiteProbe,
+    SiteScaling,
+    observe,
+    quantize_operand,
+)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "master"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "master", "scaling", "probe"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class TrainableWeight:
-    """A weight as the forward pass sees it, with the master parameter that it stands for.
+class BoundWeight:
+    """A weight as the forward pass sees it, with all that belongs to it and its call site.
 
     Attributes:
-      value: QArray or bf16 array: exactly what the rollout holds. Receives no gradient.
-      master: float32 parameter of the same shape. Receives the gradient; its value is not read.
+      value: QArray (quantised once per update: exactly what the rollout holds), or an array.
+      master: float32 parameter that `value` stands for. Receives the gradient; its value is read
+        only by the backward pass of recipes that need the bf16 weight. None: `value` receives the
+        gradient if it is an array.
+      scaling: states of the site's policies, frozen; None if no policy keeps any.
+      probe: its cotangent is what the site observed; None observes nothing.
     """
 
     value: QArray | jax.Array
-    master: jax.Array
+    master: jax.Array | None = None
+    scaling: SiteScaling | None = None
+    probe: SiteProbe | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,147 +82,337 @@ class TrainableWeight:
         return self.value.ndim
 
     @property
-    def T(self) -> TrainableWeight:
-        return TrainableWeight(self.value.T, self.master.T)
+    def T(self) -> BoundWeight:
+        """Transpose of a two-dimensional weight (a tied output head)."""
+        return BoundWeight(self.value.T, None if self.master is None else self.master.T)
 
 
-Weight = jax.Array | QArray | TrainableWeight
+Weight = jax.Array | QArray | BoundWeight
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
     """`x` in the recipe's compute dtype (rounded to bf16, or float32 as it is)."""
-    return x.astype(jnp.float32) if recipe.compute_dtype == jnp.float32 else formats.round_bf16(x)
+    return x.astype(jnp.float32) if recipe.compute_dtype == FLOAT32 else formats.round_bf16(x)
 
 
-def quantize_weight(w: jax.Array, recipe: Recipe) -> QArray:
-    """Rounds a weight (..., K, N) to bf16 and quantises it in the recipe's weight blocks."""
-    return quantize(formats.round_bf16(w), recipe.weight_block, recipe.dtype, recipe.power_of_two)
+def quantize_weight(
+    w: jax.Array, recipe: Recipe, scaling: SiteScaling | None = None
+) -> tuple[QArray, jax.Array]:
+    """Rounds a weight (..., K, N) to bf16 and quantises it; returns it and the amax per block."""
+    assert recipe.weight is not None
+    return quantize_operand(w, recipe.weight, None if scaling is None else scaling.weight)
 
 
-def quantize_rows(x: jax.Array, recipe: Recipe) -> QArray:
-    """Rounds (M, K) to bf16 and quantises it in the recipe's activation blocks."""
-    return quantize(
-        formats.round_bf16(x), recipe.activation_block, recipe.dtype, recipe.power_of_two
+@jax.custom_jvp
+def _first_order(x: jax.Array) -> jax.Array:
+    """`x`; raises where a derivative of a derivative is asked for."""
+    return x
+
+
+@_first_order.defjvp
+def _first_order_jvp(primals, tangents):
+    raise NotImplementedError(
+        "an FP8 dot_general has first derivatives only: its rounding has none of its own, and a "
+        "second derivative would be that of another function; use jax.lax.dot_general there"
     )
 
 
-def quantize_columns(x: jax.Array, recipe: Recipe) -> QArray:
-    """Rounds (tokens, K) to bf16 and quantises it in blocks along tokens, for wgrad."""
-    block = recipe.activation_block[::-1]
-    return quantize(formats.round_bf16(x), block, recipe.dtype, recipe.power_of_two)
-
-
 def _contract_rows(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """``x^T dy`` in float32: (tokens, K), (tokens, N) -> (K, N)."""
+    """``x^T dy`` in float32: (tokens, K), (tokens, N) -> (K, N).
+
+    Gradients make no bitwise promise, so the reference takes dequantised operands: one dot, equal
+    to the blockwise sum up to float32 rounding and twice as fast on a CPU.
+    """
     return lax.dot_general(
         x.astype(jnp.float32), dy.astype(jnp.float32), (((0,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 
 
-def _wgrad(x: QArray, dy: QArray) -> jax.Array:
-    """Weight gradient of operands quantised along tokens.
+def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
+    """Scales per `block` along an axis of `length` -> one per `per` elements of it."""
+    count = -(-length // per)
+    if scale.shape[axis] == count and (block == per or block == -1):
+        return scale
+    if block == -1 or scale.shape[axis] == 1:
+        shape = list(scale.shape)
+        shape[axis] = count
+        return jnp.broadcast_to(scale, shape)
+    return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
 
-    Gradients make no bitwise promise, so the reference multiplies the scales in first: one dot,
-    equal to the blockwise sum up to float32 rounding and twice as fast on a CPU.
+
+def scaled_matmul(x: QArray, w: QArray) -> jax.Array:
+    """(M, K) times (K, N), both quantised -> (M, N) float32, in canonical order.
+
+    Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
+    are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
     """
-    return _contract_rows(x.dequantize(), dy.dequantize())
+    (rows, depth), columns = x.shape, w.shape[1]
+    (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
+    coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
+    if not all(coarse) and depth > 1:
+        return block_matmul(x.dequantize(), w.dequantize())
+    left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
+    left = _spread(left, 0, x_rows, 1, rows)
+    right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
+    per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
+    right = _spread(right, 1, w_columns, per, columns)
+    return block_matmul(x.qvalue, w.qvalue, left, right)
 
 
-def _scale_grid(q: QArray, rows: int, contraction: int) -> jax.Array:
-    """Scales (row blocks, contraction blocks) broadcast to (rows, ceil(contraction / 128))."""
-    return jnp.broadcast_to(q.scale, (rows, -(-contraction // K_BLOCK)))
+def _product(recipe: Recipe, x: QArray, w: QArray) -> jax.Array:
+    """fprop or dgrad of quantised operands: the FP8 product, or its bf16 imitation."""
+    if recipe.fake:
+        return block_matmul(x.dequantize(jnp.bfloat16), w.dequantize(jnp.bfloat16))
+    return scaled_matmul(x, w)
 
 
-def _weight_grid(q: QArray) -> jax.Array:
-    """Scales of a weight, broadcast to one per 128x128 block."""
-    return jnp.broadcast_to(q.scale, tuple(-(-n // K_BLOCK) for n in q.shape))
+def _bind(w: Weight) -> BoundWeight:
+    return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 
-def _scaled_matmul(x: QArray, w: QArray) -> jax.Array:
-    return block_matmul(x.qvalue, w.qvalue, _scale_grid(x, *x.shape), _weight_grid(w))
+def _kind(w: Weight) -> str:
+    if not isinstance(w, BoundWeight):
+        return "bytes" if isinstance(w, QArray) else "array"
+    if w.master is not None:
+        return "master"
+    return "bound bytes" if isinstance(w.value, QArray) else "bound"
 
 
-def _forward_weight(w: Weight, recipe: Recipe) -> jax.Array | QArray:
-    value = w.value if isinstance(w, TrainableWeight) else w
-    if isinstance(value, QArray):
-        return value
-    return quantize_weight(value, recipe) if recipe.quantized else compute_value(value, recipe)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) float32.
 
-    Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master).
+    Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master). Under
+    shard_map the gradient of an operand that all devices share is summed over them, and what a
+    probe observed is combined (amaxes by maximum).
     """
-    return _matmul_forward(recipe, x, w)[0]
+    return _matmul(recipe, *_share(x, w))
 
 
-def _matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
-    value = _forward_weight(w, recipe)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
+    return _forward(recipe, x, _bind(w))[0]
+
+
+def _varying_axes(x: jax.Array) -> frozenset:
+    """Mesh axes over which an array differs within shard_map; none outside."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _share(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
+    """Both operands marked as varying over the axes of either, as a custom VJP needs them.
+
+    The transposed mark adds gradients over devices; amaxes must not be added.
+    """
+    axes = frozenset().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves((x, w))))
+    if not axes:
+        return x, w
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying_axes(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    def mark_probe(probe: OperandProbe) -> OperandProbe:
+        amax = None if probe.amax is None else _mark_amax(tuple(sorted(axes)), probe.amax)
+        return OperandProbe(amax, jax.tree.map(mark, probe.counts))
+
+    if isinstance(w, BoundWeight) and w.probe is not None:
+        probe = jax.tree.map(mark_probe, w.probe, is_leaf=lambda p: isinstance(p, OperandProbe))
+        rest = jax.tree.map(mark, dataclasses.replace(w, probe=None))
+        return mark(x), dataclasses.replace(rest, probe=probe)
+    return jax.tree.map(mark, (x, w))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mark_amax(axes: tuple, amax: jax.Array) -> jax.Array:
+    """A probe that all devices share, marked as varying; its cotangent is their maximum."""
+    return lax.pcast(amax, axes, to="varying")
+
+
+def _mark_amax_forward(axes: tuple, amax: jax.Array):
+    return _mark_amax(axes, amax), None
+
+
+def _mark_amax_backward(axes: tuple, residual, cotangent: jax.Array):
+    bits = lax.bitcast_convert_type(cotangent, jnp.uint32)  # on the bits, so that NaN stays
+    return (lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32),)
+
+
+_mark_amax.defvjp(_mark_amax_forward, _mark_amax_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """The operands of fprop: x in the compute dtype, and both as (QArray, amax) if quantised."""
+
+    x_value: jax.Array
+    x: tuple[QArray, jax.Array] | None = None
+    w: tuple[QArray, jax.Array | None] | None = None
+
+
+def _forward(recipe: Recipe, x: jax.Array, w: BoundWeight) -> tuple[jax.Array, _Operands]:
     x_value = compute_value(x, recipe)
-    if isinstance(value, QArray):
-        y = _scaled_matmul(quantize_rows(x_value, recipe), value)
-    else:
-        y = block_matmul(x_value, value)
-    # The residual of x is the bf16 value: wgrad requantises it along tokens.
-    return y, (x_value, value, _Signature(x.dtype, type(w), _gradient_dtype(w)))
+    if recipe.activation is None:
+        return block_matmul(x_value, compute_value(_array(w), recipe)), _Operands(x_value)
+    state = None if w.scaling is None else w.scaling.activation
+    rows = quantize_operand(x_value, recipe.activation, state)
+    if isinstance(w.value, QArray):
+        return _product(recipe, rows[0], w.value), _Operands(x_value, rows, (w.value, None))
+    weight = quantize_weight(w.value, recipe, w.scaling)
+    return _product(recipe, rows[0], weight[0]), _Operands(x_value, rows, weight)
+
+
+def _array(w: BoundWeight) -> jax.Array:
+    """The weight as an array, for GEMMs that are not quantised."""
+    return w.value.dequantize() if isinstance(w.value, QArray) else w.value
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[],
-    meta_fields=["x_dtype", "weight_type", "weight_dtype"],
+    data_fields=["x", "weight", "gradient", "probe", "seen"],
+    meta_fields=["x_dtype", "weight_kind", "weight_dtype"],
 )
 @dataclasses.dataclass(frozen=True)
-class _Signature:
-    """What the backward pass must know of the arguments: dtypes, and which kind of weight."""
+class _Residual:
+    """What the backward pass needs.
 
+    Attributes:
+      x: wgrad's left operand, quantised if wgrad is.
+      weight: the weight that dgrad reads, transposed there: quantised, or an array that is
+        rounded or quantised again. Never a copy: an argument, or the bytes of fprop.
+      gradient: state of the gradient's policy.
+      probe: the gradient's probe.
+      seen: cotangents of the other probes, observed in the forward pass.
+      x_dtype: of the argument.
+      weight_kind: 'array', 'bytes', 'bound' (value is trained), 'bound bytes', 'master'.
+      weight_dtype: of the parameter that receives the gradient, if any.
+    """
+
+    x: QArray | jax.Array
+    weight: QArray | jax.Array
+    gradient: OperandScaling | None
+    probe: OperandProbe | None
+    seen: dict[str, OperandProbe]
     x_dtype: jnp.dtype
-    weight_type: type
+    weight_kind: str
     weight_dtype: jnp.dtype | None
 
 
-def _gradient_dtype(w: Weight) -> jnp.dtype | None:
-    if isinstance(w, QArray):
-        return None
-    return w.master.dtype if isinstance(w, TrainableWeight) else w.dtype
-
-
-def _matmul_backward(recipe: Recipe, residual, dy: jax.Array):
-    x, value, signature = residual
-    dy = compute_value(dy, recipe)
-    if isinstance(value, QArray):
-        dx = _scaled_matmul(quantize_rows(dy, recipe), value.T)
+def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
+    """`matmul` and what its backward pass needs."""
+    x = _first_order(x)
+    bound = _bind(w)
+    y, operands = _forward(recipe, x, bound)
+    parameter = bound.value if bound.master is None else bound.master
+    unquantised = _array(bound) if isinstance(parameter, QArray) else parameter
+    dtype = None if isinstance(parameter, QArray) else parameter.dtype
+    residual = functools.partial(
+        _Residual,
+        x_dtype=x.dtype,
+        weight_kind=_kind(w),
+        weight_dtype=dtype,
+        seen=_observe_forward(recipe, operands, bound),
+    )
+    if operands.x is None or operands.w is None or recipe.gradient is None:
+        plain = unquantised if recipe.quantized else _array(bound)
+        return y, residual(operands.x_value, plain, None, None)
+    assert recipe.activation is not None and recipe.weight is not None
+    turned = recipe.activation.turned
+    if turned == recipe.activation:
+        columns = operands.x[0]
     else:
-        dx = block_matmul(dy, value.T)
-    dx = dx.astype(signature.x_dtype)
-    if signature.weight_type is QArray:
-        return dx, None
-    if isinstance(value, QArray):
-        dw = _wgrad(quantize_columns(x, recipe), quantize_columns(dy, recipe))
+        columns, _ = quantize_operand(operands.x_value, turned, None)
+    weight = operands.w[0] if recipe.weight.transposes else unquantised
+    state = None if bound.scaling is None else bound.scaling.gradient
+    probe = None if bound.probe is None else bound.probe.gradient
+    return y, residual(columns, weight, state, probe)
+
+
+def _observe_forward(recipe: Recipe, operands: _Operands, w: BoundWeight):
+    """What the probes of activation and weight ask for: {operand: cotangent}."""
+    seen: dict[str, OperandProbe] = {}
+    if w.probe is None or operands.x is None or operands.w is None:
+        return seen
+    assert recipe.activation is not None and recipe.weight is not None
+    if w.probe.activation is not None:
+        q, amax = operands.x
+        seen["activation"] = observe(
+            operands.x_value, q, amax, recipe.activation, w.probe.activation
+        )
+    if w.probe.weight is not None and not isinstance(w.value, QArray):
+        weight, weight_amax = operands.w
+        assert weight_amax is not None
+        value = formats.round_bf16(w.value)
+        seen["weight"] = observe(value, weight, weight_amax, recipe.weight, w.probe.weight)
+    return seen
+
+
+def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array):
+    """Cotangents of x and w, the latter with the site's observations."""
+    dy = compute_value(_first_order(dy), recipe)
+    seen = dict(residual.seen)
+    if recipe.gradient is None or recipe.weight is None:
+        assert not isinstance(residual.x, QArray) and not isinstance(residual.weight, QArray)
+        dx = block_matmul(dy, compute_value(residual.weight, recipe).T)
+        dw = _contract_rows(residual.x, dy)
     else:
-        dw = _contract_rows(x, dy)
-    dw = dw.astype(signature.weight_dtype)
-    if signature.weight_type is TrainableWeight:
-        return dx, TrainableWeight(None, dw)  # type: ignore[arg-type]  # None: no gradient
-    return dx, dw
+        rows, amax = quantize_operand(dy, recipe.gradient, residual.gradient)
+        if residual.probe is not None:
+            seen["gradient"] = observe(dy, rows, amax, recipe.gradient, residual.probe)
+        weight = residual.weight
+        if not isinstance(weight, QArray):
+            weight, _ = quantize_operand(weight, recipe.weight.turned, None)
+        dx = _product(recipe, rows, weight.T)
+        turned = recipe.gradient.turned
+        columns = rows if turned == recipe.gradient else quantize_operand(dy, turned, None)[0]
+        dtype = jnp.bfloat16 if recipe.fake else jnp.float32
+        assert isinstance(residual.x, QArray)
+        dw = _contract_rows(residual.x.dequantize(dtype), columns.dequantize(dtype))
+    dx = dx.astype(residual.x_dtype)
+    if residual.weight_dtype is not None:
+        dw = dw.astype(residual.weight_dtype)
+    probe = SiteProbe(**seen) if seen else None
+    # None in the place of a cotangent stands for zeros.
+    cotangent: Any = {
+        "array": dw,
+        "bytes": None,
+        "bound": BoundWeight(dw, None, None, probe),
+        "bound bytes": BoundWeight(None, None, None, probe),  # type: ignore[arg-type]
+        "master": BoundWeight(None, dw, None, probe),  # type: ignore[arg-type]
+    }[residual.weight_kind]
+    return dx, cotangent
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(matmul_forward, matmul_backward)
 
 
-def make_dot_general(recipe: Recipe | str):
+def _flatten_batch(w: Weight, batch: int) -> Weight:
+    """The first `batch` axes of every array of a weight as one."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[batch:]), w)
+
+
+def make_dot_general(
+    recipe: Recipe | str, state: SiteScaling | None = None, probe: SiteProbe | None = None
+):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
     Pass it to a module that takes `dot_general=` (`nn.Dense`, `nn.DenseGeneral`, `nnx.Linear`).
     The left operand is the activation, the right one the weight; the result has the left
     operand's dtype, or `preferred_element_type`. `precision` and `out_sharding` are accepted for
-    the signature's sake and change nothing.
+    the signature's sake and change nothing. Batch dimensions (`DenseGeneral(batch_dims=...)`,
+    stacked experts) are products of their own, each with its own scales.
+
+    `nn.Einsum` and `nnx.Einsum` are not covered: they take no such function, and `jnp.einsum`
+    swaps its operands for some outputs, so the weight would be quantised as an activation.
+
+    Args:
+      recipe: a Recipe or its name.
+      state: for recipes with stateful policies: of `init_site`, for this one call site.
+      probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
 
     Raises (when called):
-      ValueError: batch dimensions, or a quantised weight that is not contracted on its first axis.
+      ValueError: a quantised weight that is not contracted on its first axis after the batch, or
+        a stateful recipe without `state`.
     """
     recipe = get_recipe(recipe)
 
@@ -209,29 +421,36 @@ def make_dot_general(recipe: Recipe | str):
     ):
         del precision, out_sharding
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        if lhs_batch or rhs_batch:
-            raise ValueError(
-                "make_dot_general's rule has no batch dimensions; contract a 2-D weight, or keep "
-                "jax.lax.dot_general for this layer"
-            )
-        lhs_free = [a for a in range(lhs.ndim) if a not in lhs_contract]
-        rhs_free = [a for a in range(rhs.ndim) if a not in rhs_contract]
+        lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
+        rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
+        batch = [lhs.shape[a] for a in lhs_batch]
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
-        x = jnp.transpose(lhs, [*lhs_free, *lhs_contract]).reshape(-1, depth)
-        if not isinstance(rhs, QArray | TrainableWeight):
-            w: Weight = jnp.transpose(rhs, [*rhs_contract, *rhs_free]).reshape(depth, -1)
-        elif rhs.ndim == 2 and tuple(rhs_contract) == (0,):
+        rows = math.prod(lhs.shape[a] for a in lhs_free)
+        x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
+        if not isinstance(rhs, QArray | BoundWeight):
+            matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
+            matrix = matrix.reshape(*batch, depth, -1)
+            w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
+        elif (
+            rhs.ndim == len(batch) + 2
+            and tuple(rhs_contract) == (len(batch),)
+            and tuple(rhs_batch) == tuple(range(len(batch)))
+        ):
             w = rhs
         else:
             raise ValueError(
-                f"a quantised weight is a matrix [in, out] contracted on axis 0, got shape "
-                f"{rhs.shape} contracted on {tuple(rhs_contract)}"
+                f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
+                f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
             )
-        y = matmul(recipe, x, w)
+        if batch:
+            product = jax.vmap(functools.partial(matmul, recipe))
+            y = product(x.reshape(-1, rows, depth), _flatten_batch(w, len(batch)))
+        else:
+            y = matmul(recipe, x.reshape(rows, depth), w)
         dtype = preferred_element_type or lhs.dtype
         y = formats.round_bf16(y) if dtype == jnp.bfloat16 else y.astype(dtype)
-        shape = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
-        return y.reshape(shape)
+        free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
+        return y.reshape(batch + free)
 
     return dot_general
 

@@ -1,31 +1,104 @@
-"""Quantisation of stored keys and values: E4M3 with one dynamic scale per (token, kv head).
+"""Quantisation of stored keys and values, and of queries under FP8 attention.
 
 The sampler's cache and the learner's attention both go through `quantize_kv`, so the learner sees
-exactly the keys that the rollout read. Scales depend on one token alone: no calibration, nothing
-that can be stale, and no dependence on the rest of the batch.
+exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
+calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
+'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
+sequences (rollout/calibrate.py) and frozen until the next.
 """
 
 from __future__ import annotations
 
-import jax
+import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.quant import formats, qarray, scaling
 from fp8rl_jax.quant.dot_general import compute_value
-from fp8rl_jax.quant.formats import round_bf16
-from fp8rl_jax.quant.qarray import quantize
 from fp8rl_jax.quant.recipe import Recipe
 
 
-def quantize_kv(x: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array | None]:
-    """Keys or values as the cache stores them.
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["q", "k", "v", "step"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class KVScales:
+    """Calibrated dequantisation scales, stacked over layers.
+
+    Attributes:
+      q, k, v: (L,) float32, ``value ~ stored * scale``; NaN before the first calibration, so that
+        a missing scale can never pass for 1.0.
+      step: () int32, RL steps that the calibrated weights had seen; -1 before the first.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    step: jax.Array
+
+    def layer_scales(self) -> dict[str, jax.Array]:
+        """{'q' | 'k' | 'v': (L,)}, the form that a scan over layers takes."""
+        return {"q": self.q, "k": self.k, "v": self.v}
+
+
+def missing_scales(layers: int) -> KVScales:
+    """Scales before the first calibration: NaN."""
+    # Three arrays: a train state is donated, and one buffer cannot be donated twice.
+    q, k, v = (jnp.full((layers,), jnp.nan, jnp.float32) for _ in range(3))
+    return KVScales(q, k, v, jnp.int32(-1))
+
+
+def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array) -> KVScales:
+    """Scales from per-layer amaxes (L,) of q, k and v: ``amax * margin / 448``, 1 / 448 for 0."""
+
+    def scale(a: jax.Array) -> jax.Array:
+        a = jnp.where(a > 0, a, 1.0) * jnp.float32(margin)
+        s = scaling.multiplier(a, formats.fp8_max(formats.E4M3))
+        return 1.0 / lax.optimization_barrier(s)
+
+    return KVScales(scale(amax["q"]), scale(amax["k"]), scale(amax["v"]), step)
+
+
+def quantize_kv(
+    x: jax.Array, recipe: Recipe, scale: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Keys, values or queries as attention reads them.
 
     Args:
-      x: (..., Hkv, Dh), keys after QK-norm and RoPE, or values.
+      x: (..., H, Dh), after QK-norm and RoPE.
       recipe: the side's recipe; with `kv_quantized` the result is FP8.
+      scale: () float32, this layer's calibrated scale, for recipes with kv='calibrated'.
 
     Returns:
-      (stored, scale): (..., Hkv, Dh) E4M3 and (..., Hkv) float32; or the compute dtype and None.
+      (stored, scale): E4M3 and its float32 scale, (..., H) or the () given; or the compute dtype
+      and None.
+
+    Raises:
+      ValueError: the recipe is calibrated and no scale is given.
     """
     if not recipe.kv_quantized:
         return compute_value(x, recipe), None
-    q = quantize(round_bf16(x), (-1,), power_of_two=recipe.power_of_two)
-    return q.qvalue, q.scale[..., 0]
+    x = formats.round_bf16(x)
+    if recipe.kv == "dynamic":
+        q = qarray.quantize_with(x, (-1,), formats.E4M3, recipe.kv_policy)[0]
+        return q.qvalue, q.scale[..., 0]
+    if scale is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
+        )
+    s = lax.optimization_barrier(1.0 / scale)
+    stored = formats.saturating_cast(x.astype(jnp.float32) * s, formats.E4M3)
+    stored = jnp.where(jnp.isfinite(x), stored, jnp.asarray(jnp.nan, formats.E4M3))
+    return stored, scale
+
+
+def kv_health(x: jax.Array, stored: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
+    """`block_health` of stored keys or values."""
+    if scale.ndim == 0:
+        whole = jnp.broadcast_to(scale, (1,) * x.ndim)
+        return qarray.block_health(x, qarray.QArray(stored, whole, (-1,) * x.ndim))
+    q = qarray.QArray(stored, scale[..., None], (-1,))
+    return qarray.block_health(x, q, saturable=False)

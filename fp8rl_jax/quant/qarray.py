@@ -7,9 +7,14 @@ The definition (TransformerEngine's convention for FP8 block scaling)::
     q     = cast(clip(x * s, -fp8_max, fp8_max))
     scale = 1 / s                             what is stored
 
-With `power_of_two`, s is rounded down to a power of two *before* quantising. Where the quotient
+This is the policy `scaling.dynamic`; s may come from any other (`quantize_with`). With
+`power_of_two`, s is rounded down to a power of two *before* quantising. Where the quotient
 overflows, s is the largest float32. A block that holds NaN or inf becomes NaN everywhere, bytes
 and scale, and is counted by `block_health`: never a silently plausible byte.
+
+MXFP8 (OCP Microscaling, https://arxiv.org/abs/2310.10537) is the block of 32 with powers of two:
+scales are values that E8M0 holds, kept as float32. They are rounded up so that nothing saturates,
+as in arXiv:2506.08027; the OCP text's own rule takes ``floor(log2 amax) - 8`` and saturates.
 
 `quantize` rounds nothing but its result. Its callers inside this library (the dot_general rule,
 the KV cache, the refit) round to bf16 first, because that is the value the other side sees.
@@ -26,9 +31,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from fp8rl_jax.quant import formats
+from fp8rl_jax.quant import formats, scaling
 
 
 @functools.partial(
@@ -98,18 +104,6 @@ def _blocked(x: jax.Array, blocks: tuple[int, ...]) -> tuple[jax.Array, tuple[in
     return x.reshape(tuple(n for pair in zip(counts, blocks, strict=True) for n in pair)), counts
 
 
-def multiplier(amax: jax.Array, dtype, power_of_two: bool = False) -> jax.Array:
-    """The scale multiplier s of a block from its amax (float32, any shape); NaN if not finite."""
-    s = jnp.float32(formats.fp8_max(dtype)) / jnp.where(amax == 0, 1.0, amax)
-    s = jnp.minimum(s, formats.FLOAT32_MAX)
-    s = jnp.where(amax == 0, 1.0, s)
-    if power_of_two:
-        s = formats.floor_power_of_two(s)
-    s = jnp.where(formats.is_finite_amax(amax), s, jnp.nan)
-    # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
-    return lax.optimization_barrier(s)
-
-
 def quantize(
     x: jax.Array, block_shape: Sequence[int], dtype=formats.E4M3, power_of_two: bool = False
 ) -> QArray:
@@ -127,28 +121,75 @@ def quantize(
     Raises:
       ValueError: block_shape has more axes than `x`, or a size below 1 other than -1.
     """
+    policy = scaling.dynamic()
+    policy = scaling.power_of_two(policy) if power_of_two else policy
+    return quantize_with(x, block_shape, dtype, policy)[0]
+
+
+def quantize_with(
+    x: jax.Array,
+    block_shape: Sequence[int],
+    dtype,
+    policy: scaling.ScalingPolicy,
+    state: scaling.State = (),
+) -> tuple[QArray, jax.Array]:
+    """`quantize` under any scaling policy.
+
+    Where a scale does not come from the block itself (static, delayed), an element that is NaN or
+    infinite becomes NaN alone: its neighbours must not depend on it.
+
+    Args:
+      x, block_shape, dtype: as for `quantize`.
+      policy: of `scaling`.
+      state: its state, for as many scales as `x` has blocks.
+
+    Returns:
+      The QArray, and the amax of each block: float32, shaped as the scale.
+    """
     blocks = _resolve(x.shape, block_shape)
     padded, counts = _blocked(x.astype(jnp.float32), blocks)
     inner = tuple(range(1, padded.ndim, 2))
-    s = multiplier(formats.amax(padded, inner, keepdims=True), dtype, power_of_two)
-    q = formats.saturating_cast(padded * s, dtype)
+    amax = formats.amax(padded, inner).reshape(counts)
+    # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
+    s = lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype)))
+    spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
+    q = formats.saturating_cast(padded * spread, dtype)
+    if not policy.reads_amax:
+        q = jnp.where(jnp.isfinite(padded), q, jnp.asarray(jnp.nan, dtype))
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
     q = q[tuple(slice(0, n) for n in x.shape)]
-    return QArray(q, (1.0 / s).reshape(counts), tuple(block_shape))
+    return QArray(q, 1.0 / s, tuple(block_shape)), amax
 
 
-def block_health(x: jax.Array, q: QArray) -> dict[str, jax.Array]:
+def scale_shape(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of an array of `shape`: ceil(n / block) per axis."""
+    blocks = _resolve(tuple(shape), block_shape)
+    return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
+
+
+def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, jax.Array]:
     """Counts of what quantisation lost, as float32 scalars (summed by the caller).
 
     `saturated`: elements with ``|x| / scale > 464`` (E4M3; beyond the last value that rounds to
-    the maximum), `underflowed`: non-zero elements stored as zero, `elements`, `nonfinite_blocks`.
+    the maximum), `underflowed`: non-zero elements stored as zero, `elements`, `nonfinite_blocks`
+    (blocks whose scale is not finite, or that hold an element stored as NaN).
+
+    With `saturable=False` the first count is 0 without looking: a scale that follows from the
+    block's own amax saturates nothing.
     """
-    limit = formats.fp8_max(q.qvalue.dtype) * (464.0 / 448.0)
-    ones = QArray(jnp.ones_like(q.qvalue), q.scale, q.block_shape).dequantize()
-    x = x.astype(jnp.float32)
+    stored = lax.bitcast_convert_type(q.qvalue, jnp.uint8) & np.uint8(0x7F)
+    saturated = jnp.float32(0)
+    if saturable:
+        limit = formats.fp8_max(q.qvalue.dtype) * (464.0 / 448.0)
+        ones = QArray(jnp.ones_like(q.qvalue), q.scale, q.block_shape).dequantize()
+        saturated = jnp.sum(jnp.abs(x.astype(jnp.float32)) > limit * ones, dtype=jnp.float32)
+        blocked, _ = _blocked(jnp.isnan(q.qvalue), _resolve(x.shape, q.block_shape))
+        bad = blocked.any(tuple(range(1, blocked.ndim, 2))) | ~jnp.isfinite(q.scale)
+    else:
+        bad = ~jnp.isfinite(q.scale)
     return {
-        "saturated": jnp.sum(jnp.abs(x) > limit * ones, dtype=jnp.float32),
-        "underflowed": jnp.sum((x != 0) & (q.qvalue.astype(jnp.float32) == 0), dtype=jnp.float32),
-        "nonfinite_blocks": jnp.sum(~jnp.isfinite(q.scale), dtype=jnp.float32),
+        "saturated": saturated,
+        "underflowed": jnp.sum((x != 0) & (stored == 0), dtype=jnp.float32),
+        "nonfinite_blocks": jnp.sum(bad, dtype=jnp.float32),
         "elements": jnp.float32(math.prod(x.shape)),
     }

@@ -1,25 +1,56 @@
-"""Recipes: which format, block and scale each operand of each GEMM gets. A recipe is data.
+"""Recipes: which format, block and scaling policy each operand of each GEMM gets. A recipe is data.
 
 The default is DeepSeek-V3's (arXiv:2412.19437), as NeMo RL and Miles use it: weights E4M3 in
 128x128 blocks, activations and output gradients E4M3 in 1x128 blocks along the contraction, wgrad
 requantised along tokens from the bf16 value; stored K and V in E4M3 with one scale per (token, kv
-head). Embeddings, norms and the output head stay in bf16.
-
-`bf16` and `f32` run the same canonical matmul without quantisation; `f32` is the canary of the
-drift tests, because FP8 and bf16 rounding absorb most last-bit differences and float32 none.
+head). Embeddings, norms and the output head stay in bf16. The named recipes are in `recipes.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import fnmatch
 
 import jax.numpy as jnp
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.quant import formats
+from fp8rl_jax.quant import formats, scaling
 
-BF16, FLOAT32, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(formats.E4M3)
+BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+E4M3, E5M2 = jnp.dtype(formats.E4M3), jnp.dtype(formats.E5M2)
+DYNAMIC = scaling.dynamic()
+KV_KINDS = ("none", "dynamic", "calibrated")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How one operand class (weights, activations, gradients) is quantised.
+
+    Attributes:
+      dtype: E4M3 or E5M2.
+      block: block of a 2-D operand, -1 for a whole axis. Weights: (K, N). Activations and
+        gradients: (row, contraction); for wgrad, which contracts over rows, the same reversed.
+      policy: where the scale comes from.
+    """
+
+    dtype: jnp.dtype = E4M3
+    block: tuple[int, int] = (1, 128)
+    policy: scaling.ScalingPolicy = DYNAMIC
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the bytes of the transpose are the transposed bytes: square blocks."""
+        return self.block[0] == self.block[1]
+
+    @property
+    def turned(self) -> Operand:
+        """The same operand for a GEMM that contracts over its other axis."""
+        return self if self.policy.stateful else dataclasses.replace(self, block=self.block[::-1])
+
+    @property
+    def row_local(self) -> bool:
+        """Whether a row's scale depends on that row, or on nothing in the batch."""
+        return self.block[0] == 1 or not self.policy.reads_amax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,59 +60,134 @@ class Recipe:
     Attributes:
       name: the recipe's name.
       compute_dtype: dtype of activations between operations, bf16 or float32.
-      quantized: whether the linear layers quantise their operands.
-      weight_block: (K, N) block of a weight.
-      activation_block: block of an activation or output gradient, (row, contraction).
-      dtype: FP8 format of weights, activations and gradients.
-      power_of_two: scales are powers of two.
-      kv_quantized: whether stored K and V are E4M3 with one scale per (token, kv head).
+      weight, activation: how the forward pass quantises its two operands; None for both: not.
+      gradient: how the backward pass quantises output gradients; None: the backward GEMMs run in
+        bf16, on the operands as they were before quantisation.
+      fake: quantise, dequantise to bf16, and multiply in bf16, instead of an FP8 product.
+      kv: 'none' stores K and V in the compute dtype; 'dynamic' in E4M3 with one scale per (token,
+        kv head); 'calibrated' in E4M3 with one scale per layer and tensor, measured beforehand.
+      kv_policy: where 'dynamic' scales come from; keeps no state.
+      fp8_attention: q too is E4M3 (with dynamic or calibrated scales as `kv` says).
+      first_layers, last_layers: so many layers at either end run their linear layers in bf16.
+      bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
+
+    Raises:
+      UserError: a combination that cannot work.
     """
 
     name: str
     compute_dtype: jnp.dtype = BF16
-    quantized: bool = True
-    weight_block: tuple[int, int] = (128, 128)
-    activation_block: tuple[int, int] = (1, 128)
-    dtype: jnp.dtype = E4M3
-    power_of_two: bool = False
-    kv_quantized: bool = True
+    weight: Operand | None = Operand(block=(128, 128))
+    activation: Operand | None = Operand()
+    gradient: Operand | None = Operand()
+    fake: bool = False
+    kv: str = "dynamic"
+    kv_policy: scaling.ScalingPolicy = DYNAMIC
+    fp8_attention: bool = False
+    first_layers: int = 0
+    last_layers: int = 0
+    bf16_modules: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if (self.weight is None) != (self.activation is None):
+            raise UserError(f"recipe {self.name!r}: quantise weights and activations, or neither")
+        if self.kv not in KV_KINDS:
+            raise UserError(
+                f"recipe {self.name!r}: kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
+            )
+        if self.fp8_attention and self.kv == "none":
+            raise UserError(
+                f"recipe {self.name!r}: FP8 attention needs K and V in FP8; set kv='dynamic' or "
+                "'calibrated'"
+            )
+        if self.kv_policy.stateful:
+            raise UserError(
+                f"recipe {self.name!r}: kv_policy {self.kv_policy.name} keeps a state, which a KV "
+                "cache has no place for; use kv='calibrated'"
+            )
+        for side in ("activation", "gradient"):
+            operand = getattr(self, side)
+            if operand and operand.policy.stateful and operand.block[0] != -1:
+                raise UserError(
+                    f"recipe {self.name!r}: {side} blocks are {operand.block}, so the number of "
+                    f"scales changes with the number of rows, and {operand.policy.name} keeps a "
+                    "state of fixed size: use blocks that span all rows, as fp8_delayed does"
+                )
+        if self.weight and self.weight.policy.stateful and not self.weight.transposes:
+            raise UserError(
+                f"recipe {self.name!r}: weight blocks {self.weight.block} are not square, so dgrad "
+                f"quantises the weight a second time, and {self.weight.policy.name} keeps one "
+                "state: use square blocks, or a policy without state"
+            )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether linear layers quantise their operands."""
+        return self.weight is not None
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any policy keeps a state."""
+        return any(operand.policy.stateful for operand in self.operands.values())
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """The quantised operand classes: {'weight' | 'activation' | 'gradient': Operand}."""
+        found = {name: getattr(self, name) for name in ("weight", "activation", "gradient")}
+        return {name: operand for name, operand in found.items() if operand is not None}
+
+    @property
+    def kv_quantized(self) -> bool:
+        """Whether stored K and V are FP8."""
+        return self.kv != "none"
 
     @property
     def row_local(self) -> bool:
-        """Whether an activation's scale depends on its own row only. If not, drift is certain:
+        """Whether no activation's scale depends on another row. If one does, drift is certain:
         the scale then depends on which other tokens share the batch."""
-        return not self.quantized or self.activation_block[0] == 1
+        return self.activation is None or self.activation.row_local
+
+    def unquantized(self) -> Recipe:
+        """The same with linear layers in the compute dtype."""
+        return dataclasses.replace(self, weight=None, activation=None, gradient=None, fake=False)
+
+    def for_module(self, name: str) -> Recipe:
+        """The recipe of the linear layer `name` ('q_proj'): this one, or `unquantized`."""
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.bf16_modules):
+            return self.unquantized()
+        return self
+
+    def for_middle_layers(self) -> Recipe:
+        """The recipe of the layers that `first_layers` and `last_layers` leave."""
+        return dataclasses.replace(self, first_layers=0, last_layers=0)
+
+    def layer_segments(self, layers: int) -> list[tuple[str, slice, Recipe]]:
+        """Runs of layers under one recipe: (name in the parameter tree, layers, recipe).
+
+        Raises:
+          UserError: more layers are named than there are.
+        """
+        first, last = self.first_layers, self.last_layers
+        if not self.quantized or first + last == 0:
+            return [("layers", slice(0, layers), self)]
+        if first + last > layers:
+            raise UserError(
+                f"recipe {self.name!r}: the first {first} and last {last} layers in bf16 are more "
+                f"than the model's {layers}; lower them, or use the recipe bf16"
+            )
+        middle, plain = self.for_middle_layers(), self.for_middle_layers().unquantized()
+        runs = [
+            ("layers_first", slice(0, first), plain),
+            ("layers", slice(first, layers - last), middle),
+            ("layers_last", slice(layers - last, layers), plain),
+        ]
+        return [run for run in runs if run[1].stop > run[1].start]
 
 
-_RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("fp8_blockwise"),
-        Recipe("fp8_blockwise_pow2", power_of_two=True),
-        Recipe("fp8_tensorwise", weight_block=(-1, -1), activation_block=(-1, -1)),
-        Recipe("bf16", quantized=False, kv_quantized=False),
-        Recipe("f32", compute_dtype=FLOAT32, quantized=False, kv_quantized=False),
-    )
-}
-_ALIASES = {"fp8": "fp8_blockwise"}
+def same_forward(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes compute the same forward pass; their backward passes may differ."""
 
+    def forward(recipe: Recipe) -> Recipe:
+        return dataclasses.replace(recipe, name="", gradient=None)
 
-def recipe_names() -> list[str]:
-    """Every name that `get_recipe` takes, aliases included."""
-    return [*_RECIPES, *_ALIASES]
-
-
-def get_recipe(recipe: Recipe | str) -> Recipe:
-    """Returns the recipe of that name; a Recipe is returned as it is.
-
-    Raises:
-      UserError: no recipe has that name.
-    """
-    if isinstance(recipe, Recipe):
-        return recipe
-    name = _ALIASES.get(recipe, recipe)
-    if name not in _RECIPES:
-        near = difflib.get_close_matches(str(recipe), recipe_names(), 1)
-        hint = f"did you mean {near[0]!r}?" if near else "write one of " + ", ".join(recipe_names())
-        raise UserError(f"unknown recipe {recipe!r}; {hint}")
-    return _RECIPES[name]
+    return forward(one) == forward(other)

@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import checksum, quantize_params, weight_health
+from fp8rl_jax.models import checksum, quantize_params, weight_health, with_kv_scales
 from fp8rl_jax.quant import Recipe
 
 
-def make_refit(recipe: Recipe | str, *, shardings: dict | None = None) -> Callable:
-    """Returns the jitted ``refit(params) -> (weights, checksum, health)``.
+def make_refit(
+    recipe: Recipe | str, *, health: bool = False, shardings: dict | None = None
+) -> Callable:
+    """Returns ``refit(params, scaling_state, kv_scales) -> (weights, checksum, health)``, jitted.
 
-    `weights` is the tree that the sampler takes, `checksum` a uint32 over all its bytes, and
-    `health` the counts of `block_health` over all quantised weights ({} without any).
+    `weights` is the tree that the sampler takes, with the frozen states of activation policies and
+    calibrated KV scales; `checksum` is a uint32 over all its bytes. `health` is `weight_health`, {}
+    with health=False.
     """
 
-    def refit(params):
-        weights = quantize_params(params, recipe)
-        return weights, checksum(weights), weight_health(params, weights)
+    def refit(params, scaling_state=None, kv_scales=None):
+        weights = quantize_params(params, recipe, scaling_state)
+        lost = weight_health(params, weights, recipe) if health else {}
+        weights = with_kv_scales(weights, kv_scales)
+        return weights, checksum(weights), lost
 
     return exact_jit(refit, **(shardings or {}))

@@ -102,7 +102,7 @@ def make_sampler(
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
-      weights from `quantize_params`; prompts (P, Tp) int32 right-padded; lengths (P,) int32; key
+      weights from refit; prompts (P, Tp) int32 right-padded; lengths (P,) int32; key
       of this step; sample_ids (P*G,) int32; temperature (P*G,) float32, 0 for greedy; limits
       (P*G,) int32, most tokens of each response; rope from `rope_tables` with at least Tp + R
       rows. It returns a `Rollout`.
@@ -111,6 +111,7 @@ def make_sampler(
     slots_new = sampler.max_new_tokens
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
+        kv_scales = weights.get("kv_scales")
         prompt_slots = prompts.shape[1]
         slots = sampler.cache_slots or prompt_slots + slots_new
         if slots < prompt_slots + slots_new:
@@ -143,7 +144,10 @@ def make_sampler(
             )
 
         cache = init_cache(model, recipe, prompts.shape[0], prompt_slots)
-        prefill = forward(weights, prompts, model, recipe, cache=cache, rope=rope, output="hidden")
+        prefill = forward(
+            weights, prompts, model, recipe,
+            cache=cache, kv_scales=kv_scales, rope=rope, output="hidden",
+        )  # fmt: skip
         last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         assert prefill.cache is not None
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
@@ -168,8 +172,8 @@ def make_sampler(
         def step(state: _LoopState) -> _LoopState:
             out = forward(
                 weights, state.token[:, None], model, recipe,
-                positions=(start + state.index)[:, None], cache=state.cache, rope=rope,
-                output="hidden",
+                positions=(start + state.index)[:, None], cache=state.cache,
+                kv_scales=kv_scales, rope=rope, output="hidden",
             )  # fmt: skip
             index = state.index + 1
             drawn = draw(out.hidden[:, 0], index)

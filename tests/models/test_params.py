@@ -55,7 +55,7 @@ def _quantized(model, recipe):
 def _refit(params):
     """FP8 weights, their checksum and their health, in one program."""
     weights = quantize_params(params, "fp8")
-    return weights, checksum(weights), weight_health(params, weights)
+    return weights, checksum(weights), weight_health(params, weights, "fp8")
 
 
 # Initialisation.
@@ -175,7 +175,7 @@ def _train_step(model, recipe):
         weights = quantize_params(params, recipe)
 
         def loss(params):
-            paired = trainable_params(params, weights)
+            paired = trainable_params(params, weights, recipe)
             logits = forward(paired, tokens, model, recipe, rope=rope).logits
             logp = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean(), logits
@@ -233,7 +233,7 @@ def test_weights_receive_no_gradient():
 
     def through_value(scale):
         scaled = jax.tree.map(lambda w: w * scale, weights)
-        paired = trainable_params(_params(_MODEL), scaled)
+        paired = trainable_params(_params(_MODEL), scaled, "fp8")
         return paired["lm_head"].value.sum() + paired["layers"]["o_proj"]["kernel"].value.sum()
 
     assert float(jax.grad(through_value)(1.0)) == 0
@@ -310,7 +310,12 @@ def test_checksum_of_model_weights_sees_one_bit():
 
 
 def _health(params):
-    return {name: float(count) for name, count in _refit(params)[2].items()}
+    """Counts of every site and layer, added up."""
+    total = {}
+    for counts in _refit(params)[2].values():
+        for name, count in counts.items():
+            total[name] = total.get(name, 0.0) + float(np.sum(count))
+    return total
 
 
 def _with_down_proj(change):
@@ -365,4 +370,4 @@ def test_weight_health_counts_nonfinite_blocks(bad):
 
 def test_weight_health_without_quantised_weights():
     params = _params(_MODEL)
-    assert weight_health(params, params) == {}
+    assert weight_health(params, params, "bf16") == {}

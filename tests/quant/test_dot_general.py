@@ -9,13 +9,16 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.quant import (
-    TrainableWeight,
+    BoundWeight,
     get_recipe,
+    init_probe,
+    init_site,
     make_dot_general,
     matmul,
     quantize,
@@ -100,14 +103,14 @@ def test_three_kinds_of_weight_give_the_same_bits(recipe):
     """A plain array, bytes with their master, and bytes alone."""
     recipe = get_recipe(recipe)
     x, w, dy = _operands(40, 256, 130)
-    value = quantize_weight(w, recipe) if recipe.quantized else w.astype(jnp.bfloat16)
+    value = quantize_weight(w, recipe)[0] if recipe.quantized else w.astype(jnp.bfloat16)
 
     def loss(x, w):
         return (matmul(recipe, x, w) * dy).sum(), matmul(recipe, x, w)
 
     grad = exact_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     paired = exact_jit(
-        jax.value_and_grad(lambda x, m, v: loss(x, TrainableWeight(v, m)), (0, 1), has_aux=True)
+        jax.value_and_grad(lambda x, m, v: loss(x, BoundWeight(v, m)), (0, 1), has_aux=True)
     )
     (_, y1), (dx1, dw1) = grad(x, w)
     (_, y2), (dx2, dw2) = paired(x, jnp.zeros_like(w), value)  # the master's value is not read
@@ -174,11 +177,141 @@ def test_works_under_vmap_scan_and_remat():
 
 def test_errors():
     dot = make_dot_general("fp8")
-    a = jnp.ones((2, 4, 8))
-    with pytest.raises(ValueError, match="no batch dimensions"):
-        dot(a, a, (((2,), (2,)), ((0,), (0,))))
-    q = quantize_weight(jnp.ones((8, 8)), get_recipe("fp8"))
+    q = quantize_weight(jnp.ones((8, 8)), get_recipe("fp8"))[0]
     with pytest.raises(ValueError, match="contracted on axis 0"):
         dot(jnp.ones((2, 8)), q, (((1,), (1,)), ((), ())))
     with pytest.raises(UserError, match="did you mean 'fp8_blockwise'"):
         make_dot_general("fp8_blokwise")
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_batch_dimensions_are_products_of_their_own(recipe):
+    """DenseGeneral's batch_dims: every matrix has its own scales (and states)."""
+    recipe = get_recipe(recipe)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((9, 3, 5, 64)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((3, 64, 40)) * [[[1]], [[9]], [[81]]], jnp.float32)
+    dot = make_dot_general(recipe, init_site(recipe, w.shape))
+    y = dot(x, w, (((3,), (1,)), ((1,), (0,))), preferred_element_type=jnp.float32)
+    assert y.shape == (3, 9, 5, 40)
+    for batch in range(3):
+        state = init_site(recipe, (64, 40))
+        alone = make_dot_general(recipe, state)(
+            x[:, batch], w[batch], (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        np.testing.assert_array_equal(y[batch], alone)
+
+
+def test_flax_dense_general_with_batch_dims():
+    layer = nn.DenseGeneral(24, axis=-1, batch_dims=(0,), dot_general=make_dot_general("fp8"))
+    plain = nn.DenseGeneral(24, axis=-1, batch_dims=(0,))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 70, 128)), jnp.float32)
+    params = plain.init(jax.random.key(0), x)
+    ours, exact = layer.apply(params, x), plain.apply(params, x)
+    assert 3e-4 < oracle.calc_diff(ours, exact) < 1e-3
+
+
+def test_nnx_linear_trains():
+    """The example of docs/recipes.md: a user's own nnx model under an FP8 recipe."""
+    layer = nnx.Linear(64, 32, dot_general=make_dot_general("fp8"), rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(layer, optax.adam(3e-2), wrt=nnx.Param)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 64)).astype(np.float32)
+    y = x @ rng.standard_normal((64, 32)).astype(np.float32)
+
+    @nnx.jit
+    def step(layer, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(layer)
+        optimizer.update(layer, grads)
+        return loss
+
+    losses = [float(step(layer, optimizer)) for _ in range(150)]
+    assert 1e-6 < losses[-1] < 0.02 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "mxfp8", "fake_forward"])
+def test_works_under_shard_map(name):
+    """Rows over a mesh axis give the bits of the plain call (test_sharding.py: 8 devices)."""
+    recipe = get_recipe(name)
+    x, w, _ = _operands(32, 128, 128)
+    state, probe = init_site(recipe, w.shape), init_probe(recipe, w.shape, True)
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+
+    def run(x, w, probe):
+        return matmul(recipe, x, BoundWeight(w, None, state, probe))
+
+    def loss(run):
+        return jax.value_and_grad(lambda w, probe: (run(x, w, probe) ** 2).sum(), (0, 1))
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    np.testing.assert_array_equal(exact_jit(mapped)(x, w, probe), exact_jit(run)(x, w, probe))
+    ours, plain = exact_jit(loss(mapped))(w, probe), exact_jit(loss(run))(w, probe)
+    assert oracle.calc_diff(ours[1][0], plain[1][0]) < 1e-10
+    for a, b in zip(jax.tree.leaves(ours[1][1]), jax.tree.leaves(plain[1][1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_second_derivatives_and_forward_mode_are_refused():
+    """A derivative of rounding would be silently wrong: both orders of nesting say so."""
+    x, w, _ = _operands(16, 128, 128)
+    recipe = get_recipe("fp8")
+
+    def loss(w):
+        return (matmul(recipe, x, w) ** 2).sum()
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())(w)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (w,), (w,))
+
+
+def test_a_stateful_recipe_needs_its_state():
+    x, w, _ = _operands(16, 128, 128)
+    with pytest.raises(ValueError, match=r"keeps a state.*init_site"):
+        make_dot_general("fp8_delayed")(x, w, MATRIX)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8"])
+def test_probes_observe_what_was_quantised(recipe):
+    """amax and counts of activation, weight and gradient come back as the probe's cotangent."""
+    recipe = get_recipe(recipe)
+    x, w, dy = _operands(64, 256, 130)
+    x = x.at[3, 5].set(600.0)  # saturates at scale 1
+    w, dy = w.at[0, 0].set(1e-9), dy.at[:, 7].set(1e-30)
+    state, probe = init_site(recipe, w.shape), init_probe(recipe, w.shape, True, weight=True)
+
+    def loss(probe, x, w):
+        dot = make_dot_general(recipe, state, probe)
+        return (dot(x, w, MATRIX, preferred_element_type=jnp.float32) * dy).sum()
+
+    seen = exact_jit(jax.grad(loss))(probe, x, w)
+    delayed = recipe.name == "fp8_delayed"
+    for operand, value in (("activation", x), ("weight", w), ("gradient", dy)):
+        value = np.asarray(jnp.asarray(value).astype(jnp.bfloat16), np.float32)
+        found = getattr(seen, operand)
+        if delayed:
+            np.testing.assert_array_equal(found.amax, np.abs(value).max(keepdims=True))
+        else:
+            assert found.amax is None
+        saturated, underflowed, nonfinite, elements = np.asarray(found.counts)
+        assert elements == value.size and nonfinite == 0
+        assert saturated == (1 if delayed and operand == "activation" else 0)
+        if delayed:  # at scale 1: half of the smallest code and below becomes 0
+            smallest = 2.0**-16 if operand == "gradient" else 2.0**-9
+            lost = (value != 0) & (np.abs(value) <= smallest / 2)
+            assert underflowed == lost.sum() > 0 or operand == "activation"
+        else:
+            assert operand == "activation" or underflowed > 0
+
+
+def test_rows_of_bad_values_do_not_spread_under_fixed_scales():
+    """A scale from earlier steps: inf and NaN become NaN in their own rows, and only there."""
+    recipe = get_recipe("fp8_delayed")
+    x, w, _ = _operands(16, 128, 128)
+    state = init_site(recipe, w.shape)
+    run = exact_jit(lambda x: matmul(recipe, x, BoundWeight(w, None, state)))
+    good, bad = run(x), run(x.at[2, 3].set(jnp.inf).at[5, 7].set(jnp.nan))
+    rows = np.isnan(np.asarray(bad)).all(1)
+    assert rows[[2, 5]].all() and rows.sum() == 2
+    np.testing.assert_array_equal(np.asarray(good)[~rows], np.asarray(bad)[~rows])

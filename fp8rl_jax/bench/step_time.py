@@ -2,8 +2,9 @@
 
 Every recipe runs on the same prompts and the same random model, on real questions of the
 configured task; recipes take turns within each repetition, so that a machine that slows down slows
-all of them. The figures are medians; the ratios are to the first recipe. On a CPU FP8 is emulated
-(operands are upcast to float32), so FP8 is slower there than bf16: the table says how much.
+all of them. The figures are medians; the ratios are to the first recipe, which is timed a second
+time without the counts of `precision.health`. On a CPU FP8 is emulated (operands are upcast to
+float32), so FP8 is slower there than bf16: the table says how much.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from fp8rl_jax.runtime import make_runtime, to_device
 class _Subject:
     """One recipe's programs and data."""
 
-    def __init__(self, config: ml_collections.ConfigDict, recipe: str):
+    def __init__(self, config: ml_collections.ConfigDict, recipe: str, health: bool):
         config = config.copy_and_resolve_references()
         config.precision.rollout = config.precision.learner = recipe
         config.precision.zero_drift = "report"
+        config.precision.health = health
         self.runtime = rt = make_runtime(config)
         optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
-        self.state = rt.new_state(rt.init_params(), optimizer)
+        self.questions: list[Question] = rt.questions["train"][: config.rollout.prompts_per_step]
+        state = rt.new_state(rt.init_params(), optimizer)
+        self.state = rt.calibrate_state(state, *rt.pad_prompts(self.questions))
         self.step = rt.train_step(optimizer, LossConfig(), config.learner.micro_batches)
-        self.weights, _, _ = rt.refit(self.state.params)
-        count = config.rollout.prompts_per_step
-        self.questions: list[Question] = rt.questions["train"][:count]
+        self.weights, _, _ = rt.refit_state(self.state)
 
-    def rollout(self):
+    def rollout(self) -> tuple:
         config, rt = self.runtime.config, self.runtime
         rows = len(self.questions) * config.rollout.group_size
         return rt.generate(
@@ -70,16 +72,20 @@ def bench(
       repeats: timed repetitions after the one that compiles.
 
     Returns:
-      One row a recipe: recipe, decode_s, train_s (median seconds), decode_tokens_per_s,
-      decode_ratio, train_ratio (median over repetitions of this recipe over the first).
+      One row a recipe, and one of the first without health counts: recipe, decode_s, train_s
+      (median seconds), decode_tokens_per_s, decode_ratio, train_ratio (median over repetitions of
+      this recipe over the first).
     """
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; write at least 1")
     for recipe in recipes:
         get_recipe(recipe)
-    subjects = {recipe: _Subject(config, recipe) for recipe in recipes}
+    health = config.precision.health
+    subjects = {recipe: _Subject(config, recipe, health) for recipe in recipes}
+    if health:
+        subjects[f"{recipes[0]}, no health"] = _Subject(config, recipes[0], False)
     first = next(iter(subjects.values()))
-    times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in recipes}
+    times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in subjects}
     tokens = {}
     with jax.set_mesh(first.runtime.mesh):
         batches = {}
@@ -96,7 +102,7 @@ def bench(
                 times[name]["decode"].append(middle - start)
                 times[name]["train"].append(time.perf_counter() - middle)
     rows = []
-    for name in recipes:
+    for name in subjects:
         decode, train = (np.array(times[name][k]) for k in ("decode", "train"))
         base_decode, base_train = (np.array(times[recipes[0]][k]) for k in ("decode", "train"))
         rows.append(
@@ -115,13 +121,14 @@ def bench(
 def format_table(rows: list[dict]) -> str:
     """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
     head = ("recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio")
-    lines = ["  ".join(f"{h:>13}" for h in head)]
+    width = max(13, *(len(row["recipe"]) for row in rows))
+    lines = ["  ".join(f"{h:>{width if i == 0 else 13}}" for i, h in enumerate(head))]
     for row in rows:
         cells = (
             row["recipe"], f"{row['decode_s']:.3f}", f"{row['decode_tokens_per_s']:.0f}",
             f"{row['train_s']:.3f}", f"{row['decode_ratio']:.2f}", f"{row['train_ratio']:.2f}",
         )  # fmt: skip
-        lines.append("  ".join(f"{c:>13}" for c in cells))
+        lines.append("  ".join(f"{c:>{width if i == 0 else 13}}" for i, c in enumerate(cells)))
     platform = jax.devices()[0].platform
     lines.append(f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower")
     if platform == "cpu":

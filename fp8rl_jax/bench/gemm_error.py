@@ -1,0 +1,345 @@
+"""`fp8rl bench gemm-error`: how far quantised matrix products are from the exact ones.
+
+Two tables. The first sets our figures beside those of the article "Unified FP8: Moving Beyond
+Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI, Ant, SGLang and Miles teams, 25
+November 2025), which compared two FP8 kernels at eight shapes (M, K, N) on normal numbers. The
+second adds every recipe of ours at the same shapes: a linear layer with M tokens, K inputs and N
+outputs, so that fprop contracts over K, dgrad over N and wgrad over M.
+
+The metric is DeepGEMM's ``calc_diff = 1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64, x being the
+product under the recipe and y the float64 product of the same bf16 operands.
+
+The article's two columns differ for reasons that have nothing to do with the kernels. Its cuBLAS
+column is the error of 1x128 by 128x128 blocks. Its DeepGEMM column is reproduced by two changes,
+both of which DeepGEMM's test of its weight-gradient kernel makes: both operands have 1x128
+blocks along the contraction, and a residual, ten times normal numbers, is added to both sides.
+The variance of the product is K and that of the residual 100, so the residual multiplies the error
+by about ``K / (K + 100)``. Which test the article ran is inferred from the figures: it says
+nothing of it.
+
+What is not measured: anything but normal numbers. Outliers, which decide between block sizes, are
+absent, so per-tensor scales look as good here as finer ones.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.quant import (
+    Recipe,
+    get_recipe,
+    init_probe,
+    init_site,
+    make_dot_general,
+    quantize,
+    recipe_names,
+    scaled_matmul,
+    update_site,
+)
+
+Shape = tuple[int, int, int]
+
+# The article's own figures, as printed there: (M, K, N) -> (cuBLAS through TransformerEngine,
+# DeepGEMM). The only numbers here that were not computed.
+ARTICLE: dict[Shape, tuple[float, float]] = {
+    (128, 128, 128): (0.00068, 0.00036),
+    (256, 128, 256): (0.00068, 0.00037),
+    (320, 128, 336): (0.000684, 0.00037),
+    (320, 64, 336): (0.00067, 0.00024),
+    (320, 256, 336): (0.00068, 0.00048),
+    (1024, 4096, 1024): (0.000681, 0.00065),
+    (2048, 2048, 512): (0.00068, 0.00063),
+    (1024, 1024, 1024): (0.000683, 0.0006),
+}
+GEMMS = ("fprop", "dgrad", "wgrad")
+_RESIDUAL = 10.0  # standard deviation of what is added to both sides
+_BLOCKS = {"cublas": (128, 128), "deepgemm": (128, 1)}  # of the right operand, (K, N)
+_LAYER = (((1,), (0,)), ((), ()))  # y = x w
+_COLOURS = {"fprop": "#0072b2", "dgrad": "#d55e00", "wgrad": "#009e73"}
+
+
+def calc_diff(x: np.ndarray, y: np.ndarray) -> float:
+    """``1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64: 0 for equal arrays, and for two of zeros.
+
+    Computed as ``<x - y, x - y> / (<x, x> + <y, y>)``, which is the same number without the
+    cancellation: differences far below 1e-16 keep their digits.
+    """
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    total = np.vdot(x, x) + np.vdot(y, y)
+    return float(np.vdot(x - y, x - y) / total) if total else 0.0
+
+
+class _Operands:
+    """Normal operands of one layer, rounded to bf16, and the exact products.
+
+    Attributes:
+      x, w, dy: (M, K), (K, N), (M, N) float32 arrays that hold bf16 values.
+      residual: (M, N) float64, standard deviation 10.
+      exact: {GEMM: float64 product}.
+    """
+
+    def __init__(self, shape: Shape, seed: int):
+        m, k, n = shape
+        rng = np.random.default_rng((seed, *shape))
+
+        def normal(*size: int) -> np.ndarray:
+            return rng.standard_normal(size).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+        self.x, self.w, self.dy = normal(m, k), normal(k, n), normal(m, n)
+        self.residual = _RESIDUAL * rng.standard_normal((m, n))
+        x, w, dy = (a.astype(np.float64) for a in (self.x, self.w, self.dy))
+        self.exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
+
+
+def _block_product(w_block: tuple[int, int]) -> Callable[..., jax.Array]:
+    """(x, w) -> the FP8 product of x in 1x128 blocks and w in these, float32 scales."""
+
+    def product(x, w):
+        return scaled_matmul(quantize(x, (1, 128)), quantize(w, w_block))
+
+    return exact_jit(product)
+
+
+class _Layer:
+    """One recipe's linear layer, forward and backward, as a model would run it.
+
+    Activations and gradients come and go in the recipe's compute dtype; weights and their
+    gradients are float32. A recipe with a state has had one earlier step, with the same operands.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+        def layer(x, w, dy, site, probe):
+            def forward(x, w, probe):
+                return make_dot_general(recipe, site, probe)(x, w, _LAYER)
+
+            y, backward = jax.vjp(forward, x, w, probe)
+            return y, *backward(dy)
+
+        self._layer = exact_jit(layer)
+
+    def products(self, operands: _Operands) -> dict[str, np.ndarray]:
+        """{GEMM: float64 product under the recipe}."""
+        recipe = self.recipe
+        x, dy = (jnp.asarray(a, recipe.compute_dtype) for a in (operands.x, operands.dy))
+        w = jnp.asarray(operands.w)
+        site = init_site(recipe, w.shape)
+        if site is None:
+            *results, _ = self._layer(x, w, dy, None, None)
+        else:
+            probe = init_probe(recipe, w.shape, health=False, weight=True)
+            *_, seen = self._layer(x, w, dy, site, probe)
+            stateful = [name for name, o in recipe.operands.items() if o.policy.stateful]
+            site = update_site(recipe, site, {n: getattr(seen, n).amax for n in stateful})
+            *results, _ = self._layer(x, w, dy, site, probe)
+        return {g: np.asarray(r, np.float64) for g, r in zip(GEMMS, results, strict=True)}
+
+
+def gemm_errors(
+    recipes: Sequence[str] | None = None,
+    shapes: Sequence[Shape] | None = None,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """Measures every recipe at every shape.
+
+    Args:
+      recipes: names, or ``package.module:function``; None: all that have a name, aliases aside.
+      shapes: (M, K, N) of the layers; None: the article's eight.
+      seed: of the operands. Each shape has its own, whatever other shapes are asked for.
+      note: called with a line after each shape.
+
+    Returns:
+      What `gemm_error.json` holds. All errors are calc_diff, without unit.
+      ``seed``: as given. ``platform``: of JAX.
+      ``article``: one entry a shape: ``shape``; ``article_cublas`` and ``article_deepgemm``, as
+      printed in the article (None at other shapes); ``cublas`` (1x128 by 128x128),
+      ``cublas_diluted`` (the same with the residual), ``deepgemm_undiluted`` (1x128 by 1x128) and
+      ``deepgemm`` (the same with the residual).
+      ``recipes``: one entry a recipe: ``recipe``; ``stateful``: whether an earlier step gave its
+      scales; ``errors``: {GEMM: [error per shape]}.
+
+    Raises:
+      UserError: no recipe is named, or one that there is not.
+    """
+    if recipes is None:
+        recipes = [name for name in recipe_names() if get_recipe(name).name == name]
+    named = {name: get_recipe(name) for name in recipes}
+    if not named:
+        raise UserError("no recipe to measure: write one of " + ", ".join(recipe_names()))
+    layers = {name: _Layer(recipe) for name, recipe in named.items()}
+    products = {name: _block_product(block) for name, block in _BLOCKS.items()}
+    rows: list[dict] = []
+    errors: dict[str, dict[str, list[float]]] = {n: {g: [] for g in GEMMS} for n in layers}
+    for shape in ARTICLE if shapes is None else shapes:
+        operands = _Operands(shape, seed)
+        rows.append(_article_row(shape, operands, products))
+        for name, layer in layers.items():
+            for gemm, product in layer.products(operands).items():
+                errors[name][gemm].append(calc_diff(product, operands.exact[gemm]))
+        note(f"{_shape_text(shape)}: measured")
+    measured = [
+        {"recipe": name, "stateful": layer.recipe.stateful, "errors": errors[name]}
+        for name, layer in layers.items()
+    ]
+    platform = jax.devices()[0].platform
+    return {"seed": seed, "platform": platform, "article": rows, "recipes": measured}
+
+
+def _article_row(shape: Shape, operands: _Operands, products: dict[str, Callable]) -> dict:
+    exact, residual = operands.exact["fprop"], operands.residual
+    y = {
+        name: np.asarray(product(operands.x, operands.w), np.float64)
+        for name, product in products.items()
+    }
+    cublas, deepgemm = ARTICLE.get(shape, (None, None))
+    return {
+        "shape": list(shape),
+        "article_cublas": cublas,
+        "cublas": calc_diff(y["cublas"], exact),
+        "cublas_diluted": calc_diff(y["cublas"] + residual, exact + residual),
+        "article_deepgemm": deepgemm,
+        "deepgemm": calc_diff(y["deepgemm"] + residual, exact + residual),
+        "deepgemm_undiluted": calc_diff(y["deepgemm"], exact),
+    }
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return ",".join(map(str, shape))
+
+
+_COLUMNS = {  # of the first table: key -> three lines of heading
+    "article_cublas": ("article", "cuBLAS(TE)", ""),
+    "cublas": ("ours", "1x128 by", "128x128"),
+    "article_deepgemm": ("article", "DeepGEMM", ""),
+    "deepgemm": ("ours", "1x128 by", "1x128 + r"),
+    "cublas_diluted": ("ours", "1x128 by", "128x128 + r"),
+    "deepgemm_undiluted": ("ours", "1x128 by", "1x128"),
+}
+_EXPLANATION = """\
+Figures are calc_diff = 1 - 2<x,y> / (<x,x> + <y,y>), x the FP8 product and y the exact product of
+the same bf16 operands; blocks of left by right operand, float32 scales. The article's cuBLAS
+column is the error of the product itself. Its DeepGEMM column is not a better kernel but a smaller
+ratio: both operands have 1x128 blocks, and r, a residual of 10 * randn, is added to x and y, which
+multiplies the error by about K / (K + 100). DeepGEMM's test of its weight-gradient kernel does
+both; that the article ran it is inferred. The last two columns show either change alone."""
+
+
+def format_table(result: dict) -> str:
+    """The result of `gemm_errors` as text: the article's table beside ours, then the recipes."""
+    headings = zip(("M,K,N", "", ""), *_COLUMNS.values(), strict=True)
+    lines = [_line(shape, cells) for shape, *cells in headings]
+    for row in result["article"]:
+        # The article's figures with the digits that it prints.
+        forms = {key: "g" if key.startswith("article") else ".6f" for key in _COLUMNS}
+        cells = ["-" if row[key] is None else format(row[key], forms[key]) for key in _COLUMNS]
+        lines.append(_line(_shape_text(row["shape"]), cells))
+    width = max(len(row["recipe"]) for row in result["recipes"])
+    shapes = len(result["article"])
+    lines += [_EXPLANATION, "", f"Every recipe: median over {shapes} shapes, smallest..largest"]
+    lines.append(f"{'recipe':<{width}}" + "".join(f"{gemm:>30}" for gemm in GEMMS))
+    for row in result["recipes"]:
+        cells = [f"{_span(row['errors'][gemm]):>30}" for gemm in GEMMS]
+        lines.append(f"{row['recipe']:<{width}}" + "".join(cells))
+    lines += [
+        "A layer of M tokens, K inputs and N outputs: fprop contracts over K, dgrad over N, wgrad",
+        "over M. y and dx are rounded to the compute dtype: that is all that bf16 shows here, its",
+        "operands being bf16 numbers already.",
+    ]
+    stateful = [row["recipe"] for row in result["recipes"] if row["stateful"]]
+    if stateful:
+        lines.append(
+            f"{', '.join(stateful)}: the scales come from one earlier step with the same operands."
+        )
+    return "\n".join(lines)
+
+
+def _line(shape: str, cells: Sequence[str]) -> str:
+    return (f"{shape:>14}" + "".join(f"{cell:>13}" for cell in cells)).rstrip()
+
+
+def _span(errors: list[float]) -> str:
+    low, middle, high = min(errors), float(np.median(errors)), max(errors)
+    return f"{middle:.2e}  {low:.2e}..{high:.2e}"
+
+
+def write_gemm_errors(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Writes gemm_error.json and gemm_error.png; returns their paths.
+
+    Raises:
+      OSError: the directory cannot be written.
+    """
+    paths = [directory / "gemm_error.json", directory / "gemm_error.png"]
+    paths[0].write_text(json.dumps(result, indent=1) + "\n")
+    with open(paths[1], "wb") as file:
+        FigureCanvasAgg(_draw(result)).print_png(file)
+    return paths
+
+
+def _draw(result: dict) -> Figure:
+    """Left: the article's columns and ours over the shapes. Right: every recipe."""
+    count = len(result["recipes"])
+    size = (13, max(4.2, 1.6 + 0.42 * count))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=110)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    _draw_article(left, result["article"])
+    _draw_recipes(right, result["recipes"])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6", lw=0.7)
+        axes.set_axisbelow(True)
+    return figure
+
+
+def _draw_article(axes, rows: list[dict]) -> None:
+    places = np.arange(len(rows))
+    for key, colour, ours, theirs in (
+        ("cublas", "#0072b2", "ours: 1x128 by 128x128", "article: cuBLAS(TE)"),
+        ("deepgemm", "#d55e00", "ours: 1x128 by 1x128, + residual", "article: DeepGEMM"),
+    ):
+        axes.plot(places, [1e4 * r[key] for r in rows], color=colour, lw=1, marker=".", label=ours)
+        printed = [r[f"article_{key}"] for r in rows]
+        values = [np.nan if p is None else 1e4 * p for p in printed]
+        axes.plot(
+            places, values, ls="none", marker="o", ms=10, mfc="none", mec=colour, label=theirs
+        )
+    axes.set_xticks(places, [_shape_text(r["shape"]) for r in rows], rotation=35, ha="right")
+    axes.set_ylim(0, 8)
+    axes.set_xlabel("M,K,N")
+    axes.set_ylabel("error (calc_diff), 1e-4")
+    axes.set_title("The article's table and ours", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _draw_recipes(axes, rows: list[dict]) -> None:
+    for place, row in enumerate(rows):
+        for i, gemm in enumerate(GEMMS):
+            errors = 1e4 * np.array(row["errors"][gemm])
+            middle, height = float(np.median(errors)), place + 0.22 * (i - 1)
+            axes.plot([errors.min(), errors.max()], [height] * 2, color=_COLOURS[gemm], lw=2)
+            label = gemm if place == 0 else None
+            axes.plot(middle, height, "o", color=_COLOURS[gemm], ms=5, label=label)
+            if middle < 0.1:
+                text = f"{middle * 1e-4:.0e}"
+                axes.annotate(
+                    text, (middle, height), (6, 0), textcoords="offset points", va="center",
+                    fontsize=7, color=_COLOURS[gemm],
+                )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["recipe"] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=-0.3)
+    axes.set_xlabel("error (calc_diff), 1e-4; dot: median over the shapes, bar: their range")
+    axes.set_title("Every recipe, normal operands", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="best")

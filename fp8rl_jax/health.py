@@ -1,0 +1,76 @@
+"""What quantisation lost, as metrics: per operand class, with the worst layer named.
+
+Counts come per site and layer from the train step's probes (activations and gradients, in the very
+pass that trains), from the refit (weights) and from the KV cache's quantiser. Padding tokens are
+part of the activations that are counted.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from fp8rl_jax.quant import KVScales, SiteScaling
+
+_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
+
+Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,)}}
+
+
+def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
+    """Sums the counts of several updates of one step."""
+    return jax.tree.map(lambda *n: np.sum(n, axis=0), *parts) if parts else {}
+
+
+def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float | str]:
+    """Metrics of {operand class: {site: {count: (L,)}}}.
+
+    ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
+    ``fp8_nonfinite_blocks/CLASS`` is a number of blocks, and ``fp8_worst_layer/CLASS`` names the
+    layer with most of all that (a block that is not finite counts before any share); it is left
+    out where nothing was lost.
+
+    Args:
+      health: the counts.
+      first_layer: number of the first layer of the run 'layers'.
+    """
+    record: dict[str, float | str] = {}
+    for name, sites in health.items():
+        total = dict.fromkeys(("saturated", "underflowed", "nonfinite_blocks", "elements"), 0.0)
+        worst, worst_at = 0.0, ""
+        for site, counts in sites.items():
+            lost = np.asarray(counts["saturated"]) + np.asarray(counts["underflowed"])
+            share = lost / np.maximum(counts["elements"], 1) + 1e6 * counts["nonfinite_blocks"]
+            layer = int(np.argmax(share))
+            if share[layer] > worst:
+                run, _, module = site.partition(".")
+                number = layer + (first_layer if run == "layers" and name != "kv" else 0)
+                worst, worst_at = float(share[layer]), f"layer {number} {module}"
+            for key in total:
+                total[key] += float(np.sum(counts[key]))
+        if not total["elements"]:
+            continue
+        record[f"fp8_saturated_frac/{name}"] = total["saturated"] / total["elements"]
+        record[f"fp8_underflow_frac/{name}"] = total["underflowed"] / total["elements"]
+        record[f"fp8_nonfinite_blocks/{name}"] = total["nonfinite_blocks"]
+        if worst_at:
+            record[f"fp8_worst_layer/{name}"] = worst_at
+    return record
+
+
+def age_metrics(
+    scaling_state: dict[str, SiteScaling], kv_scales: KVScales | None, step: int
+) -> dict[str, int]:
+    """``scale_age/CLASS``: optimiser steps since a scale saw an amax, the oldest of the class.
+
+    For the KV cache: RL steps since its calibration. Dynamic scales have no age.
+    """
+    ages: dict[str, int] = {}
+    for site in scaling_state.values():
+        for operand, name in _CLASSES.items():
+            state = getattr(site, operand)
+            if state is not None:
+                ages[name] = max(ages.get(name, 0), int(np.max(state.age)))
+    if kv_scales is not None:
+        ages["kv"] = step - int(kv_scales.step)
+    return {f"scale_age/{name}": age for name, age in ages.items()}

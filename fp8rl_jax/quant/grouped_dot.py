@@ -1,0 +1,113 @@
+"""The dot_general rule over experts: rows in tiles, one expert per tile.
+
+Rows are sorted by expert and padded to tiles of a fixed size beforehand, so that every shape is
+static and no row's bits depend on how many rows its expert got: a tile is one `matmul`. Rows of
+zeros (padding) give zeros and move no gradient. `lax.ragged_dot` is not used: its bits depend on
+the sizes of the groups.
+
+wgrad quantises along the tokens of a tile, so tiles of 128 rows give it the blocks of a dense
+layer. Tiles run one after another (`lax.map`); kept for the backward pass: x in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.quant import formats
+from fp8rl_jax.quant.dot_general import (
+    BoundWeight,
+    Weight,
+    compute_value,
+    matmul,
+    matmul_backward,
+    matmul_forward,
+)
+from fp8rl_jax.quant.qarray import QArray
+from fp8rl_jax.quant.recipe import Recipe
+from fp8rl_jax.quant.site import OperandProbe
+
+
+def _expert(w: Weight, expert: jax.Array) -> Weight:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
+    """Every tile of rows times the matrix of its expert.
+
+    Args:
+      recipe: numerics.
+      x: (tiles, R, K).
+      w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
+        (`init_site` and `init_probe` of the shape (E, K, N) make such states).
+      experts: (tiles,) int32, below E.
+
+    Returns:
+      (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
+      amaxes by maximum and counts by sum.
+    """
+    return lax.map(lambda tile: matmul(recipe, tile[0], _expert(w, tile[1])), (x, experts))
+
+
+def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
+    like = jnp.zeros((0,), x.dtype)
+    return grouped_matmul(recipe, x, w, experts), (compute_value(x, recipe), like, w, experts)
+
+
+def _combine(total: jax.Array | None, tile: jax.Array | None, expert: jax.Array, largest: bool):
+    """`tile` added to (or compared with) the entry of its expert."""
+    if total is None or tile is None:
+        return total
+    if not largest:
+        return total.at[expert].add(tile)
+    both = jnp.stack([lax.dynamic_index_in_dim(total, expert, 0, keepdims=False), tile])
+    return lax.dynamic_update_index_in_dim(total, formats.amax(both, 0), expert, 0)
+
+
+def _is_probe(x) -> bool:
+    return isinstance(x, OperandProbe)
+
+
+def _backward(recipe: Recipe, residual, dy: jax.Array):
+    x, like, w, experts = residual
+
+    def tile_gradients(x, dy, expert):
+        _, kept = matmul_forward(recipe, x, _expert(w, expert))
+        return matmul_backward(recipe, kept, dy)
+
+    def parts(cotangent):
+        """(arrays to add, probes to combine) of a weight's cotangent."""
+        if isinstance(cotangent, BoundWeight):
+            return (cotangent.value, cotangent.master), cotangent.probe
+        return cotangent, None
+
+    def step(total, tile):
+        dx, cotangent = tile_gradients(*tile)
+        added, probes = parts(cotangent)
+        expert = tile[2]
+        sums = jax.tree.map(lambda t, n: _combine(t, n, expert, False), total[0], added)
+
+        def combine(t: OperandProbe, n: OperandProbe) -> OperandProbe:
+            return OperandProbe(
+                _combine(t.amax, n.amax, expert, True), _combine(t.counts, n.counts, expert, False)
+            )
+
+        return (sums, jax.tree.map(combine, total[1], probes, is_leaf=_is_probe)), dx
+
+    count = jax.tree.leaves(w)[0].shape[0]
+    shapes = jax.eval_shape(tile_gradients, x[0], dy[0], experts[0])[1]
+    zeros = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), parts(shapes))
+    (sums, probes), dx = lax.scan(step, zeros, (x, dy, experts))
+    if isinstance(w, BoundWeight):
+        value, master = sums
+        sums = BoundWeight(value, master, None, probes)
+    elif isinstance(w, QArray):
+        sums = None
+    return dx.astype(like.dtype), sums, None
+
+
+grouped_matmul.defvjp(_forward, _backward)

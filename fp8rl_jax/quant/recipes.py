@@ -1,0 +1,174 @@
+"""The named recipes, what each is for, and the table that shows what one of them does.
+
+`fake_forward` and `fake` imitate FP8 by quantising and dequantising before bf16 products, as the
+cases 2 and 3 of the article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated
+MoE RL" (2025) do. `f32` is the canary of the drift tests: FP8 and bf16 rounding absorb most
+last-bit differences and float32 none.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.quant import scaling
+from fp8rl_jax.quant.recipe import DYNAMIC, E4M3, E5M2, FLOAT32, Operand, Recipe
+
+_POW2 = scaling.power_of_two(DYNAMIC)
+_TENSOR = (-1, -1)
+_UNQUANTIZED = {"weight": None, "activation": None, "gradient": None, "kv": "none"}
+_RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp8_blockwise"),
+        Recipe(
+            "fp8_blockwise_pow2",
+            weight=Operand(block=(128, 128), policy=_POW2),
+            activation=Operand(policy=_POW2),
+            gradient=Operand(policy=_POW2),
+            kv_policy=_POW2,
+        ),
+        Recipe(
+            "fp8_tensorwise",
+            weight=Operand(block=_TENSOR),
+            activation=Operand(block=_TENSOR),
+            gradient=Operand(block=_TENSOR),
+        ),
+        Recipe(
+            "fp8_delayed",
+            weight=Operand(block=_TENSOR, policy=scaling.delayed()),
+            activation=Operand(block=_TENSOR, policy=scaling.delayed()),
+            gradient=Operand(E5M2, _TENSOR, scaling.delayed()),
+        ),
+        Recipe(
+            "mxfp8",
+            weight=Operand(block=(32, 1), policy=_POW2),
+            activation=Operand(block=(1, 32), policy=_POW2),
+            gradient=Operand(block=(1, 32), policy=_POW2),
+            kv_policy=_POW2,
+        ),
+        Recipe("fake_forward", gradient=None, fake=True),
+        Recipe("fake", fake=True),
+        Recipe("bf16", **_UNQUANTIZED),  # type: ignore[arg-type]
+        Recipe("f32", compute_dtype=FLOAT32, **_UNQUANTIZED),  # type: ignore[arg-type]
+    )
+}
+_ALIASES = {"fp8": "fp8_blockwise"}
+# What each name is, in one line of at most 78 characters; an entry for every `recipe_names`.
+DESCRIPTIONS = {
+    "fp8_blockwise": "DeepSeek-V3: weights 128x128, activations and gradients 1x128, E4M3",
+    "fp8_blockwise_pow2": "fp8_blockwise with scales that are powers of two",
+    "fp8_tensorwise": "one dynamic scale per tensor, E4M3",
+    "fp8_delayed": "one scale per tensor from earlier steps (TransformerEngine's HYBRID)",
+    "mxfp8": "1x32 blocks with power-of-two (E8M0) scales, E4M3; emulated",
+    "fake_forward": "quantise, dequantise, bf16 GEMM; bf16 backward (case 2 of the Miles study)",
+    "fake": "quantise, dequantise, bf16 GEMM in both directions (case 3 of the Miles study)",
+    "bf16": "no quantisation",
+    "f32": "no quantisation, everything float32: the canary of the drift tests",
+    "fp8": "another name of fp8_blockwise",
+}
+_BLOCK_NAMES = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
+
+
+def recipe_names() -> list[str]:
+    """Every name that `get_recipe` takes, aliases included."""
+    return [*_RECIPES, *_ALIASES]
+
+
+def get_recipe(recipe: Recipe | str) -> Recipe:
+    """Returns the recipe of that name; a Recipe is returned as it is.
+
+    Args:
+      recipe: a name of `recipe_names`, or ``package.module:function``, a function without
+        arguments that returns a Recipe.
+
+    Raises:
+      UserError: no recipe has that name, or the function does not return one.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if ":" in recipe:
+        return _load(recipe)
+    name = _ALIASES.get(recipe, recipe)
+    if name not in _RECIPES:
+        near = difflib.get_close_matches(str(recipe), recipe_names(), 1)
+        hint = f"did you mean {near[0]!r}?" if near else "write one of " + ", ".join(recipe_names())
+        raise UserError(f"unknown recipe {recipe!r}; {hint}")
+    return _RECIPES[name]
+
+
+def _load(text: str) -> Recipe:
+    function = scaling.load_function(text, "recipe")
+    try:
+        recipe = function()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise UserError(
+            f"recipe {text!r} fails with {type(error).__name__}: {error}; it takes no argument and "
+            "returns a fp8rl_jax.quant.Recipe"
+        ) from None
+    if not isinstance(recipe, Recipe):
+        raise UserError(
+            f"recipe {text!r} returned {type(recipe).__name__}; return a fp8rl_jax.quant.Recipe"
+        )
+    return recipe
+
+
+def _cells(operand: Operand) -> list[str]:
+    sizes = "x".join("all" if n == -1 else str(n) for n in operand.block)
+    block = _BLOCK_NAMES.get(operand.block, sizes)
+    dtype = "E4M3" if operand.dtype == E4M3 else "E5M2"
+    return [dtype, block, operand.policy.name]
+
+
+def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
+    """What every GEMM's operands are: rows with gemm, operand, format, block, policy, note.
+
+    Blocks are rows x columns of the operand as it lies in memory: x (tokens, in), w (in, out), dy
+    (tokens, out); 'tensor', 'row' and 'column' for those that span an axis whole.
+    """
+    recipe = get_recipe(recipe)
+    compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
+    rows: list[dict[str, str]] = []
+
+    def add(gemm: str, name: str, operand: Operand | None, note: str = "") -> None:
+        cells = _cells(operand) if operand else [compute, "", ""]
+        keys = ("gemm", "operand", "format", "block", "policy", "note")
+        rows.append(dict(zip(keys, [gemm, name, *cells, note], strict=True)))
+
+    product = "dequantised, multiplied in bf16" if recipe.fake else ""
+    x, w, dy = recipe.activation, recipe.weight, recipe.gradient
+    add("fprop", "x", x, product)
+    add("fprop", "w", w, "once per update" if w else "")
+    backward = dy is not None
+    add("dgrad", "dy", dy, product if backward else "")
+    if w is None or not backward:
+        add("dgrad", "w", None)
+    elif w.transposes:
+        add("dgrad", "w", w, "the bytes of fprop, transposed")
+    else:
+        add("dgrad", "w", w.turned, "requantised from the bf16 value")
+    for name, operand in (("x", x), ("dy", dy)):
+        if operand is None or not backward:
+            add("wgrad", name, None)
+        elif operand.turned == operand:
+            add("wgrad", name, operand, "the same bytes")
+        else:
+            note = "along tokens, from the bf16 value"
+            add("wgrad", name, operand.turned, f"{note}; {product}" if product else note)
+    kv = {
+        "none": [compute, "", ""],
+        "dynamic": ["E4M3", "token, kv head", recipe.kv_policy.name],
+        "calibrated": ["E4M3", "layer", "calibrated each update"],
+    }[recipe.kv]
+    keys = ("gemm", "operand", "format", "block", "policy", "note")
+    rows.append(dict(zip(keys, ["attention", "k, v", *kv, ""], strict=True)))
+    q = (
+        [*kv[:1], kv[1].replace("kv head", "head"), kv[2]]
+        if recipe.fp8_attention
+        else [compute, "", ""]
+    )
+    rows.append(dict(zip(keys, ["attention", "q", *q, ""], strict=True)))
+    add("head", "x, w", None, "embeddings, norms and head are never quantised")
+    return rows

@@ -1,0 +1,267 @@
+"""Scaling policies: how a scale follows from the amax seen now and the amaxes seen before.
+
+A policy is three pure functions, in the manner of an optax transformation::
+
+    init(shape) -> state                   state for an array of `shape` scales
+    scale(state, amax, fp8_max) -> s       the multiplier used now, float32, shaped as amax
+    update(state, amax) -> state           once per optimiser step, with the largest amax of it
+
+`dynamic` keeps no state and scales by the amax of the very values that it quantises. `delayed`
+(Micikevicius et al., arXiv:2209.05433; the semantics are TransformerEngine's) scales by amaxes of
+earlier steps: the current step quantises with what was known before it. `static` is a constant.
+`power_of_two` wraps any of them.
+
+Policies are called inside jit, grad, remat and a scan over layers: they must be built from jax
+operations on their arguments. A policy with state is frozen within an optimiser step, for the
+learner as for the rollout; its scales then depend on no row of the batch, which is what keeps the
+two sides equal.
+
+Two policies are the same if they are the same object, so the functions below return one object
+for equal arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.quant import formats
+
+State = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScalingPolicy:
+    """Three pure functions; see the module. `name` is what tables show.
+
+    Args of the functions:
+      shape: tuple of ints, the scales of one call site (one per block).
+      state: what `init` or `update` returned; any pytree of arrays, () for none.
+      amax: float32, shape `shape`, not negative; NaN or inf where the values hold NaN or inf.
+      fp8_max: 448.0 for E4M3, 57344.0 for E5M2.
+    """
+
+    init: Callable[[tuple[int, ...]], State]
+    scale: Callable[[State, jax.Array, float], jax.Array]
+    update: Callable[[State, jax.Array], State]
+    name: str = "user"
+
+    @functools.cached_property
+    def stateful(self) -> bool:
+        """Whether the policy keeps anything between optimiser steps."""
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init(()))))
+
+    @functools.cached_property
+    def reads_amax(self) -> bool:
+        """Whether the scale depends on the values that are being quantised (read off its jaxpr)."""
+        state = jax.eval_shape(lambda: self.init(()))
+        amax = jax.ShapeDtypeStruct((), jnp.float32)
+        jaxpr = jax.make_jaxpr(lambda s, a: self.scale(s, a, 448.0))(state, amax).jaxpr
+        variable = jaxpr.invars[-1]
+        used = [v for equation in jaxpr.eqns for v in equation.invars] + list(jaxpr.outvars)
+        return any(v is variable for v in used)
+
+
+def multiplier(amax: jax.Array, fp8_max: float) -> jax.Array:
+    """``fp8_max / amax``, a true quotient: 1 where amax is 0, at most the largest float32.
+
+    NaN where amax is NaN or infinite: what is not finite must stay visible.
+    """
+    s = jnp.float32(fp8_max) / jnp.where(amax == 0, 1.0, amax)
+    s = jnp.minimum(s, formats.FLOAT32_MAX)
+    s = jnp.where(amax == 0, 1.0, s)
+    return jnp.where(formats.is_finite_amax(amax), s, jnp.nan)
+
+
+@functools.cache
+def dynamic() -> ScalingPolicy:
+    """Current scaling: the amax of the values themselves. No state."""
+    return ScalingPolicy(
+        init=lambda shape: (),
+        scale=lambda state, amax, fp8_max: multiplier(amax, fp8_max),
+        update=lambda state, amax: state,
+        name="dynamic",
+    )
+
+
+@functools.cache
+def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> ScalingPolicy:
+    """Delayed scaling with TransformerEngine's semantics.
+
+    ``s = fp8_max / a / 2**margin``, a being the largest (or the most recent) amax of the last
+    `history` optimiser steps. Where that is zero or not finite the scale stays what it was; an
+    infinite amax therefore freezes it until it leaves the history. The first scale is 1.
+
+    Args:
+      history: optimiser steps remembered, at least 1.
+      margin: powers of two of headroom.
+      algorithm: 'max' or 'most_recent'.
+
+    Raises:
+      UserError: an argument outside its range.
+    """
+    if history < 1:
+        raise UserError(f"delayed(history={history}): write a number of steps of at least 1")
+    if algorithm not in ("max", "most_recent"):
+        raise UserError(f"delayed(algorithm={algorithm!r}): write 'max' or 'most_recent'")
+
+    def init(shape):
+        return {"history": jnp.zeros((history, *shape)), "amax": jnp.zeros(shape)}
+
+    def scale(state, amax, fp8_max):
+        s = multiplier(state["amax"], fp8_max)
+        # Before the first accepted amax the scale is 1, whatever the margin.
+        return jnp.where(state["amax"] > 0, s * jnp.float32(2.0**-margin), s)
+
+    def update(state, amax):
+        seen = jnp.concatenate([amax[None], state["history"][:-1]])
+        found = formats.amax(seen, 0) if algorithm == "max" else amax
+        accepted = formats.is_finite_amax(found) & (found > 0)
+        return {"history": seen, "amax": jnp.where(accepted, found, state["amax"])}
+
+    options = f"history={history}, margin={margin}, algorithm={algorithm!r}"
+    return ScalingPolicy(init, scale, update, f"delayed({options})")
+
+
+@functools.cache
+def static(amax: float) -> ScalingPolicy:
+    """A constant scale that maps `amax` to the largest FP8 value; what lies above saturates.
+
+    Raises:
+      UserError: amax is not a positive number.
+    """
+    if not 0 < amax < float("inf"):
+        raise UserError(f"static(amax={amax}): write a positive number")
+    return ScalingPolicy(
+        init=lambda shape: (),
+        scale=lambda state, now, fp8_max: jnp.full(now.shape, fp8_max / amax, jnp.float32),
+        update=lambda state, now: state,
+        name=f"static(amax={amax})",
+    )
+
+
+@functools.cache
+def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
+    """`policy` with its multiplier rounded down to a power of two, before anything is quantised."""
+
+    def scale(state, amax, fp8_max):
+        s = policy.scale(state, amax, fp8_max)
+        return jnp.where(jnp.isnan(s), s, formats.floor_power_of_two(s))
+
+    return ScalingPolicy(policy.init, scale, policy.update, f"power_of_two({policy.name})")
+
+
+_FACTORIES = {"dynamic": dynamic, "delayed": delayed, "static": static}
+_EXAMPLE = (
+    "write dynamic, delayed(history=1024, margin=0), static(amax=8.0), power_of_two(dynamic), or "
+    "a function of yours as 'package.module:function'"
+)
+
+
+@functools.cache
+def get_policy(text: str) -> ScalingPolicy:
+    """The policy that a config names.
+
+    Args:
+      text: ``dynamic``, ``delayed`` or ``delayed(history=16, margin=1)``, ``static(amax=8.0)``,
+        ``power_of_two(...)`` around any of these, or ``package.module:function``, a function
+        without arguments that returns a ScalingPolicy.
+
+    Raises:
+      UserError: there is no such policy, or the function fails.
+    """
+    if ":" in text and "(" not in text:
+        return _load(text)
+    try:
+        return _read(ast.parse(text.strip(), mode="eval").body)
+    except UserError:
+        raise
+    except (SyntaxError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"scaling policy {text!r} is not understood ({error}): {_EXAMPLE}"
+        ) from None
+
+
+def _read(node: ast.expr) -> ScalingPolicy:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id == "power_of_two":
+            (inner,) = node.args
+            return power_of_two(_read(inner))
+        keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        return _FACTORIES[node.func.id](*map(ast.literal_eval, node.args), **keywords)
+    if isinstance(node, ast.Name):
+        return _FACTORIES[node.id]()
+    raise ValueError("neither a name nor a call")
+
+
+def load_function(text: str, what: str) -> Any:
+    """The object that ``package.module:name`` names; UserError in one sentence if there is none."""
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{what} {text!r} cannot be loaded ({error}): write 'package.module:function' of a "
+            "module that Python finds (for example in the current directory with PYTHONPATH=.)"
+        ) from None
+
+
+def _load(text: str) -> ScalingPolicy:
+    function = load_function(text, "scaling policy")
+    try:
+        policy = function()
+    except Exception as error:  # whatever a user's function raises
+        raise UserError(
+            f"scaling policy {text!r} fails with {type(error).__name__}: {error}; it takes no "
+            "argument and returns a fp8rl_jax.quant.ScalingPolicy"
+        ) from None
+    if not isinstance(policy, ScalingPolicy):
+        raise UserError(
+            f"scaling policy {text!r} returned {type(policy).__name__}; return a "
+            "fp8rl_jax.quant.ScalingPolicy(init, scale, update)"
+        )
+    return check_policy(dataclasses.replace(policy, name=text))
+
+
+def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
+    """`policy`, after a trace of its three functions on shapes; UserError if they do not fit."""
+    amax = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+    try:
+        state = jax.eval_shape(lambda: policy.init((3, 2)))
+        s = jax.eval_shape(lambda state, amax: policy.scale(state, amax, 448.0), state, amax)
+        after = jax.eval_shape(policy.update, state, amax)
+    except Exception as error:  # whatever a user's function raises
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"scaling policy {policy.name!r} fails on an amax of shape (3, 2) with "
+            f"{type(error).__name__}: {text}; init(shape), scale(state, amax, fp8_max) and "
+            "update(state, amax) must work under jit for any shape"
+        ) from None
+    if getattr(s, "shape", None) != (3, 2):
+        raise UserError(
+            f"scaling policy {policy.name!r}: scale() returned shape {getattr(s, 'shape', s)} for "
+            "an amax of shape (3, 2); return one multiplier per amax"
+        )
+    if jax.tree.map(_signature, after) != jax.tree.map(_signature, state):
+        raise UserError(
+            f"scaling policy {policy.name!r}: update() returns another structure, shape or dtype "
+            "than init(); return a state like the one it was given"
+        )
+    return policy
+
+
+def _signature(x) -> tuple:
+    return x.shape, str(x.dtype)
+
+
+def never_saturates(policy: ScalingPolicy) -> bool:
+    """Whether a scale always follows from the block's own amax, so that nothing is clipped."""
+    return policy in (dynamic(), power_of_two(dynamic()))

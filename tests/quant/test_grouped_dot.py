@@ -1,0 +1,101 @@
+"""The rule over experts against a loop over experts, bit for bit where it promises so."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import quant_oracle as oracle
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.quant import (
+    BoundWeight,
+    get_recipe,
+    grouped_matmul,
+    init_probe,
+    init_site,
+    matmul,
+    quantize_weight,
+)
+
+_EXPERTS = np.array([0, 2, 2, 1, 0], np.int32)  # expert 3 gets no rows
+_ROWS, _K, _N = 16, 192, 130
+
+
+def _operands():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((len(_EXPERTS), _ROWS, _K)), jnp.bfloat16)
+    x = x.at[3, 10:].set(0)  # padding
+    w = jnp.asarray(rng.standard_normal((4, _K, _N)), jnp.float32)
+    dy = jnp.asarray(rng.standard_normal((len(_EXPERTS), _ROWS, _N)), jnp.float32)
+    return x, w, dy
+
+
+def _gradients(recipe, x, w, dy):
+    def run(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(recipe, x, w, _EXPERTS), x, w)
+        return y, *vjp(dy)
+
+    return exact_jit(run)(x, w, dy)
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16", "mxfp8", "fake"])
+def test_each_tile_is_a_matmul_of_its_expert(name):
+    recipe, (x, w, dy) = get_recipe(name), _operands()
+    y, dx, dw = _gradients(recipe, x, w, dy)
+    single = exact_jit(lambda x, w: matmul(recipe, x, w))
+    expected_dw = np.zeros(w.shape)
+    for tile, expert in enumerate(_EXPERTS):
+        np.testing.assert_array_equal(y[tile], single(x[tile], w[expert]))
+        _, vjp = jax.vjp(lambda x, w: matmul(recipe, x, w), x[tile], w[expert])
+        tile_dx, tile_dw = vjp(dy[tile])
+        assert oracle.calc_diff(np.asarray(dx[tile], np.float32), tile_dx) < 1e-6
+        expected_dw[expert] += np.asarray(tile_dw)
+    assert oracle.calc_diff(dw, expected_dw) < 1e-10
+    assert not np.asarray(dw[3]).any(), "an expert without rows has no gradient"
+
+
+def test_more_rows_elsewhere_change_nothing():
+    """A tile's bits do not depend on the other tiles, nor on the number of its own rows."""
+    recipe, (x, w, _) = get_recipe("fp8"), _operands()
+    run = exact_jit(lambda x, experts: grouped_matmul(recipe, x, w, experts))
+    whole = run(x, _EXPERTS)
+    np.testing.assert_array_equal(run(x[2:3], _EXPERTS[2:3])[0], whole[2])
+    np.testing.assert_array_equal(run(x[:, :3], _EXPERTS), whole[:, :3])
+
+
+def test_bytes_with_master():
+    """Quantised experts give the bits of plain ones, and the gradient goes to the master."""
+    recipe, (x, w, dy) = get_recipe("fp8"), _operands()
+    y, dx, dw = _gradients(recipe, x, w, dy)
+    bound = BoundWeight(quantize_weight(w, recipe)[0], jnp.zeros_like(w))
+
+    def run(x, master, dy):
+        def product(x, master):
+            return grouped_matmul(recipe, x, BoundWeight(bound.value, master), _EXPERTS)
+
+        y, vjp = jax.vjp(product, x, master)
+        return y, *vjp(dy)
+
+    for ours, plain in zip(exact_jit(run)(x, bound.master, dy), (y, dx, dw), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(plain, np.float32))
+
+
+def test_observations_are_combined_by_maximum():
+    """Two tiles of one expert: the larger amax, not the sum; a fresh state for every expert."""
+    recipe, (x, w, dy) = get_recipe("fp8_delayed"), _operands()
+    state, probe = init_site(recipe, w.shape), init_probe(recipe, w.shape, True, weight=True)
+
+    def loss(probe, x, w):
+        return (grouped_matmul(recipe, x, BoundWeight(w, None, state, probe), _EXPERTS) * dy).sum()
+
+    seen = exact_jit(jax.grad(loss))(probe, x, w)
+    for expert in range(4):
+        tiles = expert == _EXPERTS
+        largest = np.abs(np.asarray(x, np.float32)[tiles]).max() if tiles.any() else 0.0
+        assert seen.activation.amax[expert].item() == largest
+        assert seen.activation.counts[expert][3] == tiles.sum() * _ROWS * _K
+        rounded = np.asarray(dy.astype(jnp.bfloat16), np.float32)
+        largest = np.abs(rounded[tiles]).max() if tiles.any() else 0.0
+        assert seen.gradient.amax[expert].item() == largest
