@@ -57,13 +57,13 @@ class ScalingPolicy:
     @functools.cached_property
     def stateful(self) -> bool:
         """Whether the policy keeps anything between optimiser steps."""
-        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init(()))))
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init((1, 1)))))
 
     @functools.cached_property
     def reads_amax(self) -> bool:
         """Whether the scale depends on the values that are being quantised (read off its jaxpr)."""
-        state = jax.eval_shape(lambda: self.init(()))
-        amax = jax.ShapeDtypeStruct((), jnp.float32)
+        state = jax.eval_shape(lambda: self.init((1, 1)))
+        amax = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         jaxpr = jax.make_jaxpr(lambda s, a: self.scale(s, a, 448.0))(state, amax).jaxpr
         variable = jaxpr.invars[-1]
         used = [v for equation in jaxpr.eqns for v in equation.invars] + list(jaxpr.outvars)
