@@ -78,11 +78,23 @@ def _check_precision(config) -> None:
                 f"precision.{name} is {precision[name]!r}, and neither recipe ({rollout.name}, "
                 f"{learner.name}) quantises linear layers: leave it out, or use fp8"
             )
+    for name in ("weight", "activation", "gradient"):
+        policy = precision[f"{name}_policy"]
+        if policy and name not in {**rollout.operands, **learner.operands}:
+            raise UserError(
+                f"precision.{name}_policy is {policy!r}, and neither recipe ({rollout.name}, "
+                f"{learner.name}) quantises its {name}s: leave it out"
+            )
     if rollout.stateful and not same_forward(rollout, learner):
+        own = (
+            f"{name}_policy"
+            for name, operand in rollout.operands.items()
+            if precision[f"{name}_policy"] and operand.policy.stateful
+        )
         raise UserError(
-            f"precision.rollout: recipe {rollout.name!r} scales by what the learner's steps "
-            f"observed, and the learner ({learner.name!r}) has another forward pass: use the same "
-            "recipe on both sides"
+            f"precision.{next(own, 'rollout')}: recipe {rollout.name!r} scales by what the "
+            f"learner's steps observed, and the learner ({learner.name!r}) has another forward "
+            "pass: use the same recipe on both sides"
         )
     if not zero_drift_required(config):
         return
@@ -98,11 +110,19 @@ def _check_precision(config) -> None:
             "precision.zero_drift='report'"
         )
     if not rollout.row_local:
+        policy = precision.activation_policy
+        ways = (
+            "write a policy that is fixed beforehand (that of fp8_delayed, or static), or take "
+            "fp8_blockwise (a scale per token)"
+            if policy
+            else "use fp8_blockwise (a scale per token) or fp8_delayed (fixed beforehand)"
+        )
         raise UserError(
-            f"recipe {rollout.name!r} takes an activation's scale from all tokens of a batch, and "
-            "sampler and learner see different batches, so they cannot agree (measured mean drift "
-            "0.13 per token): use fp8_blockwise (a scale per token) or fp8_delayed (a scale fixed "
-            "beforehand), or set precision.zero_drift='report'"
+            f"precision.{'activation_policy' if policy else 'rollout'}: recipe {rollout.name!r} "
+            f"takes an activation's scale ({rollout.operands['activation'].policy.name}) from all "
+            "tokens of a batch, and sampler and learner see different batches, so they cannot "
+            f"agree (measured mean drift 0.13 per token): {ways}, or set "
+            "precision.zero_drift='report'"
         )
     check_xla_flags()
 

@@ -159,7 +159,8 @@ AT_LEAST = {
 }  # fmt: skip
 # Fields with the greatest value allowed.
 AT_MOST = {
-    "precision.kv_percentile": 100, "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
+    "precision.kv_margin": 100, "precision.kv_percentile": 100,
+    "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
     "optimizer.b1": 0.9999999, "optimizer.b2": 0.9999999, "warmup.b2": 0.9999999,
 }  # fmt: skip
 

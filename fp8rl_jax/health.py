@@ -40,7 +40,8 @@ def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float
         worst, worst_at = 0.0, ""
         for site, counts in sites.items():
             lost = np.asarray(counts["saturated"]) + np.asarray(counts["underflowed"])
-            share = lost / np.maximum(counts["elements"], 1) + 1e6 * counts["nonfinite_blocks"]
+            share = np.float64(lost) / np.maximum(counts["elements"], 1)
+            share = share + 1e6 * np.float64(counts["nonfinite_blocks"])
             layer = int(np.argmax(share))
             if share[layer] > worst:
                 run, _, module = site.partition(".")

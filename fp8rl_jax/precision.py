@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 
@@ -15,6 +16,15 @@ SIDES = ("rollout", "learner")
 _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
 
 
+@contextlib.contextmanager
+def _field(name: str):
+    """Begins the sentence of an error with the field that is at fault."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"precision.{name}: {error}") from None
+
+
 def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
     """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
 
@@ -24,40 +34,54 @@ def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
     Raises:
       UserError: no such recipe or policy, or they do not go together.
     """
-    precision = config.precision
-    try:
+    precision, layers = config.precision, config.model.num_hidden_layers
+    with _field(side):
         recipe = get_recipe(precision[side])
-        changes: dict = {}
-        if precision.kv_cache != "recipe":
-            changes["kv"] = _KV[precision.kv_cache]
-        if precision.attention == "fp8":
-            changes["fp8_attention"] = True
-        if recipe.quantized:
-            for name, operand in recipe.operands.items():
-                policy = precision[f"{name}_policy"]
-                if policy:
-                    changes[name] = dataclasses.replace(operand, policy=get_policy(policy))
-            changes |= {
-                "first_layers": precision.first_layers_bf16 or recipe.first_layers,
-                "last_layers": precision.last_layers_bf16 or recipe.last_layers,
-                "bf16_modules": _patterns(precision.bf16_modules) or recipe.bf16_modules,
-            }
-        recipe = dataclasses.replace(recipe, **changes)
-        recipe.layer_segments(config.model.num_hidden_layers)
-        return recipe
-    except UserError as error:
-        raise UserError(f"precision.{side}: {error}") from None
+        _check_patterns(recipe.bf16_modules)
+        recipe.layer_segments(layers)
+    if precision.kv_cache != "recipe":
+        with _field("kv_cache"):
+            recipe = dataclasses.replace(recipe, kv=_KV[precision.kv_cache])
+    if precision.attention == "fp8":
+        if not recipe.kv_quantized:
+            raise UserError(
+                f"precision.attention: FP8 attention needs K and V in FP8, and recipe "
+                f"{recipe.name!r} of precision.{side} has none: set precision.kv_cache='fp8' or "
+                "'fp8_calibrated'"
+            )
+        recipe = dataclasses.replace(recipe, fp8_attention=True)
+    return _change_layers(recipe, precision, layers) if recipe.quantized else recipe
 
 
-def _patterns(text: str) -> tuple[str, ...]:
-    patterns = tuple(part.strip() for part in text.split(",") if part.strip())
+def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
+    """A recipe that quantises, with the section's policies, layers and modules in bf16."""
+    for name, operand in recipe.operands.items():
+        policy = precision[f"{name}_policy"]
+        if policy:
+            with _field(f"{name}_policy"):
+                changed = dataclasses.replace(operand, policy=get_policy(policy))
+                recipe = dataclasses.replace(recipe, **{name: changed})
+    for end in ("first_layers", "last_layers"):
+        count = precision[f"{end}_bf16"]
+        if count:
+            with _field(f"{end}_bf16"):
+                recipe = dataclasses.replace(recipe, **{end: count})
+                recipe.layer_segments(layers)
+    if precision.bf16_modules:
+        with _field("bf16_modules"):
+            patterns = tuple(p.strip() for p in precision.bf16_modules.split(",") if p.strip())
+            _check_patterns(patterns or (precision.bf16_modules,))
+            recipe = dataclasses.replace(recipe, bf16_modules=patterns)
+    return recipe
+
+
+def _check_patterns(patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(LINEAR_LAYERS, pattern):
             raise UserError(
-                f"precision.bf16_modules: {pattern!r} matches no linear layer; they are "
+                f"{pattern!r} in bf16_modules matches no linear layer; they are "
                 + ", ".join(LINEAR_LAYERS)
             )
-    return patterns
 
 
 def same_numerics(config: ml_collections.ConfigDict) -> bool:

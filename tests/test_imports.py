@@ -13,7 +13,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
-_EVERYBODY_MAY = {"errors", "exact_jit", "version"}
+_EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
     "checks", "config", "health", "metrics", "precision", "progress", "report", "sharding",
@@ -24,6 +24,7 @@ _PROGRAM = {
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "exact_jit": set(),
+    "user_code": set(),
     "version": set(),
     "kernels": set(),
     "quant": {"kernels"},

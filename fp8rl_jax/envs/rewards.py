@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 
+from fp8rl_jax import user_code
 from fp8rl_jax.envs.tasks import Question
 from fp8rl_jax.errors import UserError
 
@@ -44,20 +42,11 @@ def load_reward(name: str) -> RewardFunction:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    if not all(name.partition(":")):
         raise UserError(
             f"env.reward is {name!r}; write one of {', '.join(_BUILT_IN)}, or 'module:function'"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported
-        raise UserError(
-            f"env.reward: {name!r} cannot be imported ({type(error).__name__}: {error}); check the "
-            "module's name and that it lies in the current directory or on PYTHONPATH"
-        ) from None
+    function = user_code.load(name, "env.reward:")
     if not callable(function):
         raise UserError(f"env.reward: {name!r} is not a function; name one")
     return function

@@ -78,7 +78,8 @@ class DecoderLayer(nn.Module):
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
         if self.collect_health and recipe.kv_quantized:
-            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in "kv"]
+            names = "qkv" if recipe.fp8_attention else "kv"
+            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
@@ -201,7 +202,8 @@ def forward(
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
       output: 'logits' or 'hidden'.
-      collect_health: also count what the quantisation of K and V lost, per layer.
+      collect_health: also count what the quantisation of K and V (and of q under FP8 attention)
+        lost, per layer.
       collect_amax: also return the amax of q, k and v, per layer and sequence.
 
     Returns:

@@ -52,10 +52,13 @@ def missing_scales(layers: int) -> KVScales:
 
 
 def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array) -> KVScales:
-    """Scales from per-layer amaxes (L,) of q, k and v: ``amax * margin / 448``, 1 / 448 for 0."""
+    """Scales from per-layer amaxes (L,) of q, k and v: ``amax * margin / 448``.
+
+    An amax of 0 counts as 1; one that is NaN or infinite gives NaN.
+    """
 
     def scale(a: jax.Array) -> jax.Array:
-        a = jnp.where(a > 0, a, 1.0) * jnp.float32(margin)
+        a = jnp.where(a == 0, 1.0, a) * jnp.float32(margin)
         s = scaling.multiplier(a, formats.fp8_max(formats.E4M3))
         return 1.0 / lax.optimization_barrier(s)
 

@@ -31,11 +31,22 @@ class Operand:
       block: block of a 2-D operand, -1 for a whole axis. Weights: (K, N). Activations and
         gradients: (row, contraction); for wgrad, which contracts over rows, the same reversed.
       policy: where the scale comes from.
+
+    Raises:
+      UserError: no FP8 format, or no block.
     """
 
     dtype: jnp.dtype = E4M3
     block: tuple[int, int] = (1, 128)
     policy: scaling.ScalingPolicy = DYNAMIC
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype not in (E4M3, E5M2):
+            raise UserError(f"dtype {self.dtype} is no FP8 format: float8_e4m3fn or float8_e5m2")
+        sizes = isinstance(self.block, tuple) and len(self.block) == 2
+        if not sizes or any(not isinstance(n, int) or (n < 1 and n != -1) for n in self.block):
+            raise UserError(f"block {self.block}: write two sizes of at least 1, or -1 for all")
 
     @property
     def transposes(self) -> bool:
@@ -99,6 +110,16 @@ class Recipe:
             raise UserError(
                 f"recipe {self.name!r}: FP8 attention needs K and V in FP8; set kv='dynamic' or "
                 "'calibrated'"
+            )
+        if min(self.first_layers, self.last_layers) < 0:
+            raise UserError(
+                f"recipe {self.name!r}: first_layers is {self.first_layers} and last_layers "
+                f"{self.last_layers}; write numbers of at least 0"
+            )
+        if not isinstance(self.bf16_modules, tuple):
+            raise UserError(
+                f"recipe {self.name!r}: bf16_modules is {self.bf16_modules!r}; write a tuple of "
+                "patterns"
             )
         if self.kv_policy.stateful:
             raise UserError(

@@ -9,7 +9,9 @@ last-bit differences and float32 none.
 from __future__ import annotations
 
 import difflib
+import functools
 
+from fp8rl_jax import user_code
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import scaling
 from fp8rl_jax.quant.recipe import DYNAMIC, E4M3, E5M2, FLOAT32, Operand, Recipe
@@ -97,22 +99,10 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
     return _RECIPES[name]
 
 
+@functools.cache
 def _load(text: str) -> Recipe:
-    function = scaling.load_function(text, "recipe")
-    try:
-        recipe = function()
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's function raises
-        raise UserError(
-            f"recipe {text!r} fails with {type(error).__name__}: {error}; it takes no argument and "
-            "returns a fp8rl_jax.quant.Recipe"
-        ) from None
-    if not isinstance(recipe, Recipe):
-        raise UserError(
-            f"recipe {text!r} returned {type(recipe).__name__}; return a fp8rl_jax.quant.Recipe"
-        )
-    return recipe
+    """Called once a name: policies are compared by identity, and both sides name one recipe."""
+    return user_code.call(text, "recipe", Recipe)
 
 
 def _cells(operand: Operand) -> list[str]:

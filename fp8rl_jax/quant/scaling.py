@@ -25,13 +25,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax import user_code
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import formats
 
@@ -92,7 +92,6 @@ def dynamic() -> ScalingPolicy:
     )
 
 
-@functools.cache
 def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> ScalingPolicy:
     """Delayed scaling with TransformerEngine's semantics.
 
@@ -102,17 +101,23 @@ def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> S
 
     Args:
       history: optimiser steps remembered, at least 1.
-      margin: powers of two of headroom.
+      margin: powers of two of headroom, between -64 and 64.
       algorithm: 'max' or 'most_recent'.
 
     Raises:
       UserError: an argument outside its range.
     """
-    if history < 1:
-        raise UserError(f"delayed(history={history}): write a number of steps of at least 1")
+    if history < 1 or history != int(history):
+        raise UserError(f"delayed(history={history}): write a whole number of steps, at least 1")
+    if not isinstance(margin, int | float) or not -64 <= margin <= 64:
+        raise UserError(f"delayed(margin={margin!r}): write a number between -64 and 64")
     if algorithm not in ("max", "most_recent"):
         raise UserError(f"delayed(algorithm={algorithm!r}): write 'max' or 'most_recent'")
+    return _delayed(int(history), float(margin), algorithm)
 
+
+@functools.cache
+def _delayed(history: int, margin: float, algorithm: str) -> ScalingPolicy:
     def init(shape):
         return {"history": jnp.zeros((history, *shape)), "amax": jnp.zeros(shape)}
 
@@ -127,24 +132,28 @@ def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> S
         accepted = formats.is_finite_amax(found) & (found > 0)
         return {"history": seen, "amax": jnp.where(accepted, found, state["amax"])}
 
-    options = f"history={history}, margin={margin}, algorithm={algorithm!r}"
+    options = f"history={history}, margin={margin:g}, algorithm={algorithm!r}"
     return ScalingPolicy(init, scale, update, f"delayed({options})")
 
 
-@functools.cache
 def static(amax: float) -> ScalingPolicy:
     """A constant scale that maps `amax` to the largest FP8 value; what lies above saturates.
 
     Raises:
-      UserError: amax is not a positive number.
+      UserError: amax is not between 1e-30 and 1e30.
     """
-    if not 0 < amax < float("inf"):
-        raise UserError(f"static(amax={amax}): write a positive number")
+    if not 1e-30 <= amax <= 1e30:
+        raise UserError(f"static(amax={amax}): write a positive number between 1e-30 and 1e30")
+    return _static(float(amax))
+
+
+@functools.cache
+def _static(amax: float) -> ScalingPolicy:
     return ScalingPolicy(
         init=lambda shape: (),
         scale=lambda state, now, fp8_max: jnp.full(now.shape, fp8_max / amax, jnp.float32),
         update=lambda state, now: state,
-        name=f"static(amax={amax})",
+        name=f"static(amax={amax:g})",
     )
 
 
@@ -159,7 +168,11 @@ def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
     return ScalingPolicy(policy.init, scale, policy.update, f"power_of_two({policy.name})")
 
 
-_FACTORIES = {"dynamic": dynamic, "delayed": delayed, "static": static}
+_FACTORIES: dict[str, Callable[..., ScalingPolicy]] = {
+    "dynamic": dynamic,
+    "delayed": delayed,
+    "static": static,
+}
 _EXAMPLE = (
     "write dynamic, delayed(history=1024, margin=0), static(amax=8.0), power_of_two(dynamic), or "
     "a function of yours as 'package.module:function'"
@@ -184,10 +197,8 @@ def get_policy(text: str) -> ScalingPolicy:
         return _read(ast.parse(text.strip(), mode="eval").body)
     except UserError:
         raise
-    except (SyntaxError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"scaling policy {text!r} is not understood ({error}): {_EXAMPLE}"
-        ) from None
+    except (SyntaxError, ValueError, TypeError, KeyError):
+        raise UserError(f"scaling policy {text!r} is not understood: {_EXAMPLE}") from None
 
 
 def _read(node: ast.expr) -> ScalingPolicy:
@@ -202,32 +213,8 @@ def _read(node: ast.expr) -> ScalingPolicy:
     raise ValueError("neither a name nor a call")
 
 
-def load_function(text: str, what: str) -> Any:
-    """The object that ``package.module:name`` names; UserError in one sentence if there is none."""
-    module, _, name = text.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"{what} {text!r} cannot be loaded ({error}): write 'package.module:function' of a "
-            "module that Python finds (for example in the current directory with PYTHONPATH=.)"
-        ) from None
-
-
 def _load(text: str) -> ScalingPolicy:
-    function = load_function(text, "scaling policy")
-    try:
-        policy = function()
-    except Exception as error:  # whatever a user's function raises
-        raise UserError(
-            f"scaling policy {text!r} fails with {type(error).__name__}: {error}; it takes no "
-            "argument and returns a fp8rl_jax.quant.ScalingPolicy"
-        ) from None
-    if not isinstance(policy, ScalingPolicy):
-        raise UserError(
-            f"scaling policy {text!r} returned {type(policy).__name__}; return a "
-            "fp8rl_jax.quant.ScalingPolicy(init, scale, update)"
-        )
+    policy = user_code.call(text, "scaling policy", ScalingPolicy)
     return check_policy(dataclasses.replace(policy, name=text))
 
 
@@ -249,6 +236,10 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
         raise UserError(
             f"scaling policy {policy.name!r}: scale() returned shape {getattr(s, 'shape', s)} for "
             "an amax of shape (3, 2); return one multiplier per amax"
+        )
+    if s.dtype != jnp.float32:
+        raise UserError(
+            f"scaling policy {policy.name!r}: scale() returned {s.dtype}; return float32"
         )
     if jax.tree.map(_signature, after) != jax.tree.map(_signature, state):
         raise UserError(

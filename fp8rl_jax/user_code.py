@@ -1,0 +1,60 @@
+"""Functions of the user's, named in a config as 'package.module:function'."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+
+
+def load(text: str, what: str) -> Any:
+    """The object that `text` names; modules are looked for in the current directory too.
+
+    Args:
+      text: 'package.module:function'.
+      what: how the sentence of an error begins, such as 'scaling policy'.
+
+    Raises:
+      UserError: it cannot be imported, whatever the user's module raises.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise UserError(f"{what} {text!r}: write 'package.module:function'")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{what} {text!r} cannot be imported ({type(error).__name__}: {error}); check that it "
+            "is written 'package.module:function' and that the module lies in the current "
+            "directory or on PYTHONPATH"
+        ) from None
+
+
+def call(text: str, what: str, returns: type) -> Any:
+    """What the function that `text` names returns, called without arguments.
+
+    Raises:
+      UserError: it cannot be imported, fails, or returns something other than `returns`.
+    """
+    function = load(text, what)
+    wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"
+    try:
+        value = function()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{what} {text!r} fails with {type(error).__name__}: {error}; it takes no argument and "
+            f"returns a {wanted}"
+        ) from None
+    if not isinstance(value, returns):
+        raise UserError(
+            f"{what} {text!r} returned {type(value).__name__}; it takes no argument and returns a "
+            f"{wanted}"
+        )
+    return value
