@@ -85,12 +85,13 @@ def _check_precision(config) -> None:
                 f"precision.{name}_policy is {policy!r}, and neither recipe ({rollout.name}, "
                 f"{learner.name}) quantises its {name}s: leave it out"
             )
-    if rollout.stateful and not same_forward(rollout, learner):
-        own = (
-            f"{name}_policy"
-            for name, operand in rollout.operands.items()
-            if precision[f"{name}_policy"] and operand.policy.stateful
-        )
+    stateful = [
+        name
+        for name, operand in rollout.operands.items()
+        if operand.policy.stateful and name != "gradient"
+    ]
+    if stateful and not same_forward(rollout, learner):
+        own = (f"{name}_policy" for name in stateful if precision[f"{name}_policy"])
         raise UserError(
             f"precision.{next(own, 'rollout')}: recipe {rollout.name!r} scales by what the "
             f"learner's steps observed, and the learner ({learner.name!r}) has another forward "

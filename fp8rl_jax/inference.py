@@ -15,6 +15,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.runtime import Runtime, make_runtime
 from fp8rl_jax.train import first_difference, optimizer_of_phase, read_saved_config
+from fp8rl_jax.warmup import WITHOUT_EFFECT
 
 
 def load_weights(runtime: Runtime):
@@ -32,8 +33,7 @@ def load_weights(runtime: Runtime):
         )
     theirs = read_saved_config(pathlib.Path(config.run.dir) / "config.json")
     ours = json.loads(json.dumps(config.to_dict()))
-    kept = ("model", "data", "precision")
-    difference = first_difference(*({k: c.get(k, {}) for k in kept} for c in (theirs, ours)))
+    difference = first_difference(*map(_what_matters, (theirs, ours)))
     if difference:
         name, before, now = difference
         raise UserError(
@@ -48,8 +48,21 @@ def load_weights(runtime: Runtime):
     like = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, meta["phase"])[0])
     state = checkpoints.restore(number, like)
     checkpoints.close()
+    if state.kv_scales is not None and int(state.kv_scales.step) != int(state.step):
+        # A checkpoint between two evaluations of the warm-up: its scales are of older weights.
+        held_out = runtime.questions["eval"][: config.eval.batch_size]
+        held_out += held_out[-1:] * (config.eval.batch_size - len(held_out))
+        state = runtime.calibrate_state(state, *runtime.pad_prompts(held_out))
     weights, _, _ = runtime.refit_state(state)
     return weights, meta["phase"], meta["step"]
+
+
+def _what_matters(config: dict) -> dict:
+    """The part of a saved configuration that a checkpoint's weights depend on."""
+    kept = {section: config.get(section, {}) for section in ("model", "data", "precision")}
+    precision = kept["precision"].items()
+    without = {k: v for k, v in precision if f"precision.{k}" not in WITHOUT_EFFECT}
+    return {**kept, "precision": without}
 
 
 def evaluate_checkpoint(config: ml_collections.ConfigDict) -> dict:

@@ -222,7 +222,8 @@ class _Run:
         return Outcome(True, None, report, self.compile_counts())
 
     def compile_counts(self) -> dict[str, int]:
-        """How often each program of the RL phase was compiled; 1 each in a healthy run."""
+        """How often each program of the RL phase was compiled; 1 each in a healthy run (the
+        calibration once more if the warm-up ran, whose batches have another shape)."""
         counts = {}
         for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
             if name in self.runtime.__dict__:
@@ -290,9 +291,12 @@ class _Run:
         rt = self.runtime
         if not rt.calibrated:
             return state
-        questions = self._stream(state).next()
-        prompts, lengths = rt.pad_prompts(questions)
-        return rt.calibrate_state(state, prompts, lengths)
+        config = self.config.rollout
+        prompts, lengths = rt.pad_prompts(self._stream(state).next())
+        # In the shape of a rollout's sequences: one program calibrates on both.
+        tokens = np.repeat(prompts, config.group_size, axis=0)
+        tokens = np.pad(tokens, ((0, 0), (0, config.max_new_tokens)))
+        return rt.calibrate_state(state, tokens, np.repeat(lengths, config.group_size))
 
     def _stream(self, state: TrainState) -> Stream:
         """Questions of the RL phase, from where `state` stands."""
@@ -351,8 +355,10 @@ class _Run:
             if same_forward(rt.rollout_recipe, rt.learner_recipe):
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             counts = add_counts([u["health"] for u in updates if "health" in u])
-            counts |= {"weights": jax.device_get(lost)} if lost else {}
-            record |= loss_metrics(counts, rt.rollout_recipe.first_layers)
+            record |= loss_metrics(counts, rt.learner_recipe.first_layers)
+            if lost:
+                counts = {"weights": jax.device_get(lost)}
+                record |= loss_metrics(counts, rt.rollout_recipe.first_layers)
             state = rt.advance(state, step + 1, stream.position)
             begin = time.perf_counter()
             if rt.calibrated:

@@ -43,7 +43,8 @@ _FIELDS = (
     "rollout.max_new_tokens",
     "rollout.cache_slots",
 )
-_WITHOUT_EFFECT = ("precision.zero_drift", "precision.health")
+# Fields that no number of a run depends on.
+WITHOUT_EFFECT = ("precision.zero_drift", "precision.health")
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
@@ -80,7 +81,7 @@ def cache_directory(config) -> pathlib.Path:
     parts = {
         name: value
         for name, value in flat.items()
-        if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in _WITHOUT_EFFECT
+        if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
     }
     parts["source"] = _source_digest()
     parts["devices"] = [jax.default_backend(), jax.device_count()]

@@ -266,7 +266,9 @@ def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
         "env.reward": "dense_reward:share_of_even_bytes",
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train.train(load_config(str(CONFIG), _overrides(whole, **fields)))
+    outcome = train.train(load_config(str(CONFIG), _overrides(whole, **fields)))
+    assert outcome.compile_counts.pop("calibrate", 2) == 2, "warm-up batches have another shape"
+    assert set(outcome.compile_counts.values()) == {1}
     train.train(load_config(str(CONFIG), _overrides(parts, **{**fields, "run.steps": 2})))
     train.train(load_config(str(CONFIG), _overrides(parts, **fields)), resume=True)
     records = _reproducible(whole)["metrics"]
@@ -274,13 +276,14 @@ def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     for record in records:
         assert record["train_rollout_logprob_abs_diff_max"] == 0.0
         assert record["refit_checksum_ok"] is True
-        assert record["grad_norm"] > 0 and record["reward_std"] > 0
+        assert record["grad_norm"] > 0
         if "precision.kv_cache" in fields:
             assert record["scale_age/kv"] == 0
         else:
             assert record["scale_age/weights"] == 0
             assert record["fp8_underflow_frac/gradients"] < 0.5
     assert len({record["entropy"] for record in records}) == 4, "the policy moves"
+    assert any(record["reward_std"] > 0 for record in records)
 
 
 def test_health_can_be_switched_off(whole_run, tmp_path):

@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -94,7 +93,7 @@ class _Operands:
         rng = np.random.default_rng((seed, *shape))
 
         def normal(*size: int) -> np.ndarray:
-            return rng.standard_normal(size).astype(ml_dtypes.bfloat16).astype(np.float32)
+            return rng.standard_normal(size).astype(jnp.bfloat16).astype(np.float32)
 
         self.x, self.w, self.dy = normal(m, k), normal(k, n), normal(m, n)
         self.residual = _RESIDUAL * rng.standard_normal((m, n))

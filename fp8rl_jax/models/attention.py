@@ -17,6 +17,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import StoredKV
 from fp8rl_jax.models.layers import RMSNorm, apply_rope, linear
 from fp8rl_jax.quant import Recipe, compute_value, quantize_kv
+from fp8rl_jax.quant.varying import share
 
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
 
@@ -124,9 +125,9 @@ class Attention(nn.Module):
         v = linear(recipe, kv_heads * dim, "v_proj")(x).reshape(batch, length, kv_heads, dim)
         q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
         k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
-        q, k = apply_rope(recipe, q, cos, sin), apply_rope(recipe, k, cos, sin)
+        q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
         if cache is None:
-            out = self_attention(recipe, q, k, v, positions, scales)
+            out = self_attention(recipe, *share(q, k, v, positions, scales))
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             out = _attend(q, cache, positions, recipe, scales)

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
+from fp8rl_jax.quant.varying import share
 
 
 def replicate(tree):
@@ -111,7 +112,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        return rms_norm(self.recipe, self.eps, x, weight)
+        return rms_norm(self.recipe, self.eps, *share(x, weight))
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
     stored, scale = quantize_kv(x, recipe, scale)
     assert scale is not None
-    return kv_health(x, stored, scale)
+    return kv_health(x, stored, scale, recipe)
 
 
 def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:

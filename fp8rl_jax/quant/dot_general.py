@@ -48,6 +48,7 @@ from fp8rl_jax.quant.site import (
     observe,
     quantize_operand,
 )
+from fp8rl_jax.quant.varying import share
 
 
 @functools.partial(
@@ -112,7 +113,7 @@ def _first_order(x: jax.Array) -> jax.Array:
 @_first_order.defjvp
 def _first_order_jvp(primals, tangents):
     raise NotImplementedError(
-        "an FP8 dot_general has first derivatives only: its rounding has none of its own, and a "
+        "this dot_general has first derivatives only: its rounding has none of its own, and a "
         "second derivative would be that of another function; use jax.lax.dot_general there"
     )
 
@@ -150,7 +151,7 @@ def scaled_matmul(x: QArray, w: QArray) -> jax.Array:
     (rows, depth), columns = x.shape, w.shape[1]
     (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
     coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
-    if not all(coarse) and depth > 1:
+    if not all(coarse):
         return block_matmul(x.dequantize(), w.dequantize())
     left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
     left = _spread(left, 0, x_rows, 1, rows)
@@ -163,7 +164,8 @@ def scaled_matmul(x: QArray, w: QArray) -> jax.Array:
 def _product(recipe: Recipe, x: QArray, w: QArray) -> jax.Array:
     """fprop or dgrad of quantised operands: the FP8 product, or its bf16 imitation."""
     if recipe.fake:
-        return block_matmul(x.dequantize(jnp.bfloat16), w.dequantize(jnp.bfloat16))
+        x_value, w_value = (formats.round_bf16(operand.dequantize()) for operand in (x, w))
+        return block_matmul(x_value, w_value)
     return scaled_matmul(x, w)
 
 
@@ -186,59 +188,12 @@ def matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
     shard_map the gradient of an operand that all devices share is summed over them, and what a
     probe observed is combined (amaxes by maximum).
     """
-    return _matmul(recipe, *_share(x, w))
+    return _matmul(recipe, *share(x, w))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
     return _forward(recipe, x, _bind(w))[0]
-
-
-def _varying_axes(x: jax.Array) -> frozenset:
-    """Mesh axes over which an array differs within shard_map; none outside."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _share(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
-    """Both operands marked as varying over the axes of either, as a custom VJP needs them.
-
-    The transposed mark adds gradients over devices; amaxes must not be added.
-    """
-    axes = frozenset().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves((x, w))))
-    if not axes:
-        return x, w
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying_axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    def mark_probe(probe: OperandProbe) -> OperandProbe:
-        amax = None if probe.amax is None else _mark_amax(tuple(sorted(axes)), probe.amax)
-        return OperandProbe(amax, jax.tree.map(mark, probe.counts))
-
-    if isinstance(w, BoundWeight) and w.probe is not None:
-        probe = jax.tree.map(mark_probe, w.probe, is_leaf=lambda p: isinstance(p, OperandProbe))
-        rest = jax.tree.map(mark, dataclasses.replace(w, probe=None))
-        return mark(x), dataclasses.replace(rest, probe=probe)
-    return jax.tree.map(mark, (x, w))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mark_amax(axes: tuple, amax: jax.Array) -> jax.Array:
-    """A probe that all devices share, marked as varying; its cotangent is their maximum."""
-    return lax.pcast(amax, axes, to="varying")
-
-
-def _mark_amax_forward(axes: tuple, amax: jax.Array):
-    return _mark_amax(axes, amax), None
-
-
-def _mark_amax_backward(axes: tuple, residual, cotangent: jax.Array):
-    bits = lax.bitcast_convert_type(cotangent, jnp.uint32)  # on the bits, so that NaN stays
-    return (lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32),)
-
-
-_mark_amax.defvjp(_mark_amax_forward, _mark_amax_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +208,7 @@ class _Operands:
 def _forward(recipe: Recipe, x: jax.Array, w: BoundWeight) -> tuple[jax.Array, _Operands]:
     x_value = compute_value(x, recipe)
     if recipe.activation is None:
-        return block_matmul(x_value, compute_value(_array(w), recipe)), _Operands(x_value)
+        return block_matmul(x_value, compute_value(_plain(w.value), recipe)), _Operands(x_value)
     state = None if w.scaling is None else w.scaling.activation
     rows = quantize_operand(x_value, recipe.activation, state)
     if isinstance(w.value, QArray):
@@ -262,9 +217,9 @@ def _forward(recipe: Recipe, x: jax.Array, w: BoundWeight) -> tuple[jax.Array, _
     return _product(recipe, rows[0], weight[0]), _Operands(x_value, rows, weight)
 
 
-def _array(w: BoundWeight) -> jax.Array:
-    """The weight as an array, for GEMMs that are not quantised."""
-    return w.value.dequantize() if isinstance(w.value, QArray) else w.value
+def _plain(w: QArray | jax.Array) -> jax.Array:
+    """A weight as an array, for what is not computed on its bytes."""
+    return w.dequantize() if isinstance(w, QArray) else w
 
 
 @functools.partial(
@@ -304,7 +259,6 @@ def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
     bound = _bind(w)
     y, operands = _forward(recipe, x, bound)
     parameter = bound.value if bound.master is None else bound.master
-    unquantised = _array(bound) if isinstance(parameter, QArray) else parameter
     dtype = None if isinstance(parameter, QArray) else parameter.dtype
     residual = functools.partial(
         _Residual,
@@ -314,15 +268,15 @@ def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
         seen=_observe_forward(recipe, operands, bound),
     )
     if operands.x is None or operands.w is None or recipe.gradient is None:
-        plain = unquantised if recipe.quantized else _array(bound)
-        return y, residual(operands.x_value, plain, None, None)
+        kept = parameter if recipe.quantized else bound.value
+        return y, residual(operands.x_value, kept, None, None)
     assert recipe.activation is not None and recipe.weight is not None
     turned = recipe.activation.turned
     if turned == recipe.activation:
         columns = operands.x[0]
     else:
         columns, _ = quantize_operand(operands.x_value, turned, None)
-    weight = operands.w[0] if recipe.weight.transposes else unquantised
+    weight = operands.w[0] if recipe.weight.transposes else parameter
     state = None if bound.scaling is None else bound.scaling.gradient
     probe = None if bound.probe is None else bound.probe.gradient
     return y, residual(columns, weight, state, probe)
@@ -352,22 +306,24 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array):
     dy = compute_value(_first_order(dy), recipe)
     seen = dict(residual.seen)
     if recipe.gradient is None or recipe.weight is None:
-        assert not isinstance(residual.x, QArray) and not isinstance(residual.weight, QArray)
-        dx = block_matmul(dy, compute_value(residual.weight, recipe).T)
+        assert not isinstance(residual.x, QArray)
+        dx = block_matmul(dy, compute_value(_plain(residual.weight), recipe).T)
         dw = _contract_rows(residual.x, dy)
     else:
         rows, amax = quantize_operand(dy, recipe.gradient, residual.gradient)
         if residual.probe is not None:
             seen["gradient"] = observe(dy, rows, amax, recipe.gradient, residual.probe)
         weight = residual.weight
-        if not isinstance(weight, QArray):
-            weight, _ = quantize_operand(weight, recipe.weight.turned, None)
+        if not isinstance(weight, QArray) or not recipe.weight.transposes:
+            weight, _ = quantize_operand(_plain(weight), recipe.weight.turned, None)
         dx = _product(recipe, rows, weight.T)
         turned = recipe.gradient.turned
         columns = rows if turned == recipe.gradient else quantize_operand(dy, turned, None)[0]
-        dtype = jnp.bfloat16 if recipe.fake else jnp.float32
         assert isinstance(residual.x, QArray)
-        dw = _contract_rows(residual.x.dequantize(dtype), columns.dequantize(dtype))
+        left, right = residual.x.dequantize(), columns.dequantize()
+        if recipe.fake:
+            left, right = formats.round_bf16(left), formats.round_bf16(right)
+        dw = _contract_rows(left, right)
     dx = dx.astype(residual.x_dtype)
     if residual.weight_dtype is not None:
         dw = dw.astype(residual.weight_dtype)

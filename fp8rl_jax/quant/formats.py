@@ -20,6 +20,8 @@ E5M2 = jnp.float8_e5m2
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
 
 _FP8_MAX = {jnp.dtype(E4M3): 448.0, jnp.dtype(E5M2): 57344.0}
+# Halfway to the value that would follow the largest one: beyond, rounding to nearest overflows.
+_ROUNDING_LIMIT = {jnp.dtype(E4M3): 464.0, jnp.dtype(E5M2): 61440.0}
 _INF_BITS = np.uint32(0x7F800000)
 _SIGN_MASK = np.uint32(0x7FFFFFFF)
 
@@ -34,6 +36,11 @@ def fp8_max(dtype) -> float:
         return _FP8_MAX[jnp.dtype(dtype)]
     except KeyError:
         raise ValueError(f"{dtype} is no FP8 format; use float8_e4m3fn or float8_e5m2") from None
+
+
+def rounding_limit(dtype) -> float:
+    """Largest magnitude that rounds to the largest value of an FP8 format: 464 or 61440."""
+    return _ROUNDING_LIMIT[jnp.dtype(dtype)]
 
 
 def amax(x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False) -> jax.Array:

@@ -11,6 +11,7 @@ layer. Tiles run one after another (`lax.map`); kept for the backward pass: x in
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -29,13 +30,13 @@ from fp8rl_jax.quant.dot_general import (
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.site import OperandProbe
+from fp8rl_jax.quant.varying import share
 
 
 def _expert(w: Weight, expert: jax.Array) -> Weight:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
     """Every tile of rows times the matrix of its expert.
 
@@ -50,12 +51,17 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
       amaxes by maximum and counts by sum.
     """
+    return _grouped(recipe, *share(x, w, jnp.asarray(experts)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
     return lax.map(lambda tile: matmul(recipe, tile[0], _expert(w, tile[1])), (x, experts))
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
     like = jnp.zeros((0,), x.dtype)
-    return grouped_matmul(recipe, x, w, experts), (compute_value(x, recipe), like, w, experts)
+    return _grouped(recipe, x, w, experts), (compute_value(x, recipe), like, w, experts)
 
 
 def _combine(total: jax.Array | None, tile: jax.Array | None, expert: jax.Array, largest: bool):
@@ -77,6 +83,9 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
 
     def tile_gradients(x, dy, expert):
         _, kept = matmul_forward(recipe, x, _expert(w, expert))
+        if kept.weight_dtype is not None:  # sums of many tiles: cast once, at the end
+            kept = dataclasses.replace(kept, weight_dtype=jnp.dtype(jnp.float32))
+        kept = dataclasses.replace(kept, x_dtype=like.dtype)
         return matmul_backward(recipe, kept, dy)
 
     def parts(cotangent):
@@ -99,15 +108,21 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
         return (sums, jax.tree.map(combine, total[1], probes, is_leaf=_is_probe)), dx
 
     count = jax.tree.leaves(w)[0].shape[0]
-    shapes = jax.eval_shape(tile_gradients, x[0], dy[0], experts[0])[1]
+    tile = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (x, dy, experts))
+    shapes = jax.eval_shape(tile_gradients, *tile)[1]
     zeros = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), parts(shapes))
+    zeros, _ = share(zeros, (x, dy))
     (sums, probes), dx = lax.scan(step, zeros, (x, dy, experts))
-    if isinstance(w, BoundWeight):
-        value, master = sums
-        sums = BoundWeight(value, master, None, probes)
-    elif isinstance(w, QArray):
-        sums = None
-    return dx.astype(like.dtype), sums, None
+    if isinstance(w, QArray):
+        return dx, None, None
+    if not isinstance(w, BoundWeight):
+        return dx, sums.astype(w.dtype), None
+    value, master = sums
+
+    def cast(total, like):
+        return None if total is None else total.astype(like.dtype)
+
+    return dx, BoundWeight(cast(value, w.value), cast(master, w.master), None, probes), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_grouped.defvjp(_forward, _backward)

@@ -98,10 +98,12 @@ def quantize_kv(
     return stored, scale
 
 
-def kv_health(x: jax.Array, stored: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
-    """`block_health` of stored keys or values."""
+def kv_health(
+    x: jax.Array, stored: jax.Array, scale: jax.Array, recipe: Recipe
+) -> dict[str, jax.Array]:
+    """`block_health` of stored keys, values or queries; arguments and results of `quantize_kv`."""
     if scale.ndim == 0:
         whole = jnp.broadcast_to(scale, (1,) * x.ndim)
         return qarray.block_health(x, qarray.QArray(stored, whole, (-1,) * x.ndim))
     q = qarray.QArray(stored, scale[..., None], (-1,))
-    return qarray.block_health(x, q, saturable=False)
+    return qarray.block_health(x, q, saturable=not scaling.never_saturates(recipe.kv_policy))

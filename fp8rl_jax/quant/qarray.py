@@ -135,8 +135,8 @@ def quantize_with(
 ) -> tuple[QArray, jax.Array]:
     """`quantize` under any scaling policy.
 
-    Where a scale does not come from the block itself (static, delayed), an element that is NaN or
-    infinite becomes NaN alone: its neighbours must not depend on it.
+    Where a scale does not come from the block itself (static, delayed, a user's), an element that
+    is NaN or infinite becomes NaN alone: its neighbours must not depend on it.
 
     Args:
       x, block_shape, dtype: as for `quantize`.
@@ -154,7 +154,7 @@ def quantize_with(
     s = lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype)))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
     q = formats.saturating_cast(padded * spread, dtype)
-    if not policy.reads_amax:
+    if not scaling.never_saturates(policy):
         q = jnp.where(jnp.isfinite(padded), q, jnp.asarray(jnp.nan, dtype))
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
     q = q[tuple(slice(0, n) for n in x.shape)]
@@ -170,9 +170,10 @@ def scale_shape(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, 
 def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, jax.Array]:
     """Counts of what quantisation lost, as float32 scalars (summed by the caller).
 
-    `saturated`: elements with ``|x| / scale > 464`` (E4M3; beyond the last value that rounds to
-    the maximum), `underflowed`: non-zero elements stored as zero, `elements`, `nonfinite_blocks`
-    (blocks whose scale is not finite, or that hold an element stored as NaN).
+    `saturated`: finite elements with ``|x| / scale`` beyond the last value that rounds to the
+    maximum (464 for E4M3, 61440 for E5M2), `underflowed`: non-zero elements stored as zero,
+    `elements`, `nonfinite_blocks` (blocks whose scale is not finite, or that hold an element stored
+    as NaN).
 
     With `saturable=False` the first count is 0 without looking: a scale that follows from the
     block's own amax saturates nothing.
@@ -180,9 +181,9 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
     stored = lax.bitcast_convert_type(q.qvalue, jnp.uint8) & np.uint8(0x7F)
     saturated = jnp.float32(0)
     if saturable:
-        limit = formats.fp8_max(q.qvalue.dtype) * (464.0 / 448.0)
         ones = QArray(jnp.ones_like(q.qvalue), q.scale, q.block_shape).dequantize()
-        saturated = jnp.sum(jnp.abs(x.astype(jnp.float32)) > limit * ones, dtype=jnp.float32)
+        above = jnp.abs(x.astype(jnp.float32)) > formats.rounding_limit(q.qvalue.dtype) * ones
+        saturated = jnp.sum(above & jnp.isfinite(x), dtype=jnp.float32)
         blocked, _ = _blocked(jnp.isnan(q.qvalue), _resolve(x.shape, q.block_shape))
         bad = blocked.any(tuple(range(1, blocked.ndim, 2))) | ~jnp.isfinite(q.scale)
     else:

@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8rl_jax import user_code
 from fp8rl_jax.errors import UserError
@@ -107,7 +108,7 @@ def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> S
     Raises:
       UserError: an argument outside its range.
     """
-    if history < 1 or history != int(history):
+    if history < 1 or not float(history).is_integer():
         raise UserError(f"delayed(history={history}): write a whole number of steps, at least 1")
     if not isinstance(margin, int | float) or not -64 <= margin <= 64:
         raise UserError(f"delayed(margin={margin!r}): write a number between -64 and 64")
@@ -124,7 +125,9 @@ def _delayed(history: int, margin: float, algorithm: str) -> ScalingPolicy:
     def scale(state, amax, fp8_max):
         s = multiplier(state["amax"], fp8_max)
         # Before the first accepted amax the scale is 1, whatever the margin.
-        return jnp.where(state["amax"] > 0, s * jnp.float32(2.0**-margin), s)
+        limits = np.finfo(np.float32)
+        moved = jnp.clip(s * jnp.float32(2.0**-margin), limits.tiny, limits.max)
+        return jnp.where(state["amax"] > 0, moved, s)
 
     def update(state, amax):
         seen = jnp.concatenate([amax[None], state["history"][:-1]])
@@ -203,7 +206,7 @@ def get_policy(text: str) -> ScalingPolicy:
 
 def _read(node: ast.expr) -> ScalingPolicy:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.func.id == "power_of_two":
+        if node.func.id == "power_of_two" and not node.keywords:
             (inner,) = node.args
             return power_of_two(_read(inner))
         keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
@@ -241,6 +244,12 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
         raise UserError(
             f"scaling policy {policy.name!r}: scale() returned {s.dtype}; return float32"
         )
+    for leaf in jax.tree.leaves(state):
+        if leaf.dtype == bool or leaf.dtype.itemsize not in (1, 2, 4):
+            raise UserError(
+                f"scaling policy {policy.name!r}: init() returned {leaf.dtype}; states are numbers "
+                "of one, two or four bytes, such as float32 or int32"
+            )
     if jax.tree.map(_signature, after) != jax.tree.map(_signature, state):
         raise UserError(
             f"scaling policy {policy.name!r}: update() returns another structure, shape or dtype "

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, quantize_params
 from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
+from fp8rl_jax.quant.formats import amax as largest
 
 
 def make_calibrate(
@@ -50,7 +51,9 @@ def make_calibrate(
             lengths=lengths, rope=rope, output="hidden", collect_amax=True,
         )  # fmt: skip
         amax = {
-            name: found.max(1) if percentile == 100 else jnp.percentile(found, percentile, axis=1)
+            name: largest(found, 1)
+            if percentile == 100
+            else jnp.percentile(found, percentile, axis=1)
             for name, found in out.aux["kv_amax"].items()
         }
         return calibrated_scales(amax, margin, step)

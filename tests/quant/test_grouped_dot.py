@@ -99,3 +99,45 @@ def test_observations_are_combined_by_maximum():
         rounded = np.asarray(dy.astype(jnp.bfloat16), np.float32)
         largest = np.abs(rounded[tiles]).max() if tiles.any() else 0.0
         assert seen.gradient.amax[expert].item() == largest
+
+
+def test_bf16_experts_add_up_in_float32():
+    """600 tiles of ones: a sum in bf16 would stall at 2048."""
+    x, w = jnp.ones((600, 8, 128), jnp.bfloat16), jnp.ones((1, 128, 128), jnp.bfloat16)
+    experts = jnp.zeros(600, jnp.int32)
+    recipe = get_recipe("fp8")
+    dw = exact_jit(jax.grad(lambda w: grouped_matmul(recipe, x, w, experts).sum()))(w)
+    assert dw.dtype == jnp.bfloat16 and float(dw[0, 0, 0]) == 4800
+
+
+def test_float32_inputs_have_float32_gradients():
+    """As for `matmul`: x is rounded on its way in, its gradient is not."""
+    recipe = get_recipe("fp8")
+    x, w, dy = _operands()
+    x = x.astype(jnp.float32)
+    _, dx, _ = _gradients(recipe, x, w, dy)
+    _, vjp = jax.vjp(lambda x: matmul(recipe, x, w[_EXPERTS[1]]), x[1])
+    assert dx.dtype == jnp.float32
+    np.testing.assert_allclose(dx[1], vjp(dy[1])[0], rtol=1e-6)
+
+
+def test_works_under_shard_map():
+    """Tiles over a mesh axis, experts shared by its devices."""
+    recipe, (x, w, dy) = get_recipe("fp8_delayed"), _operands()
+    state, probe = init_site(recipe, w.shape), init_probe(recipe, w.shape, True, weight=True)
+    mesh = jax.make_mesh((1,), ("tiles",), axis_types=(jax.sharding.AxisType.Auto,))
+    tiles, whole = jax.sharding.PartitionSpec("tiles"), jax.sharding.PartitionSpec()
+
+    def run(x, w, probe, experts):
+        return grouped_matmul(recipe, x, BoundWeight(w, None, state, probe), experts)
+
+    def gradients(run):
+        def loss(w, probe):
+            return (run(x, w, probe, jnp.asarray(_EXPERTS)) * dy).sum()
+
+        return exact_jit(jax.grad(loss, (0, 1)))(w, probe)
+
+    specs = (tiles, whole, whole, tiles)
+    mapped = gradients(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tiles))
+    for ours, plain in zip(jax.tree.leaves(mapped), jax.tree.leaves(gradients(run)), strict=True):
+        np.testing.assert_array_equal(ours, plain)

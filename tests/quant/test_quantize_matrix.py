@@ -189,6 +189,11 @@ def test_a_users_bare_quotient(block):
     codes, scale = oracle.quantize_blocks(x, block)
     _assert_equal(run(x), codes, scale, "e4m3", np.s_[:], "")
 
+    # A bounded amax hides an infinity from the scale; it must not be stored as 448 for that.
+    bounded = ScalingPolicy(policy.init, lambda _, a, top: top / jnp.clip(a, 1, 10), policy.update)
+    q, _ = quantize_with(jnp.array([[1, jnp.inf]]), (1, -1), FORMATS["e4m3"], bounded)
+    np.testing.assert_array_equal(np.asarray(q.qvalue, np.float32), [[44, np.nan]])
+
 
 def test_a_state_that_is_a_constant_of_the_program():
     """XLA turns 448 over a constant into 448 times its rounded inverse: 2 ulps of scale at most.

@@ -4,8 +4,7 @@ Proven: what `gemm_table` says of a recipe is what its dot_general computes. The
 read, the operands quantised as they say by the numpy oracle and, a second time, by torchao or
 Flax, multiplied in float64, and compared: equal up to float32 summation (calc_diff < 1e-12). The
 rows themselves are written out here. Against the exact bf16 product the error lies within
-measured bounds, from both sides, so that a quantiser that does nothing fails too. And
-`make_dot_general` takes any dimension numbers that jax.lax.dot_general takes.
+measured bounds, from both sides. And `make_dot_general` takes any dimension numbers.
 
 Where the result is rounded the bound says so: the input gradient has the dtype of the input, so
 for a bf16 input it is the oracle's rounded to bf16 (2**-9 at most, calc_diff near 2e-6).

@@ -287,7 +287,6 @@ def test_text_forms_name_the_same_object(text, policy):
     assert get_policy(text) is get_policy(text)
 
 
-@pytest.mark.xfail(strict=True, reason="the cache is keyed by spelling, not by value")
 @pytest.mark.parametrize(
     "one,other",
     [
@@ -295,6 +294,8 @@ def test_text_forms_name_the_same_object(text, policy):
         ("delayed(16)", "delayed(history=16)"),
         ("static(8.0)", "static(amax=8.0)"),
         ("static(amax=8)", "static(8.0)"),
+        ("delayed(margin=1)", "delayed(1024, 1.0, 'max')"),
+        ("power_of_two(delayed)", "power_of_two(delayed(history=1024))"),
     ],
 )
 def test_equal_arguments_give_one_object(one, other):
@@ -305,29 +306,28 @@ def test_equal_arguments_give_one_object(one, other):
 @pytest.mark.parametrize(
     "text,sentence",
     [
-        ("dynamc", "'dynamc' is not understood .* write dynamic, delayed"),
-        ("rolling(3)", "is not understood .*power_of_two"),
+        ("dynamc", "'dynamc' is not understood.* write dynamic, delayed"),
         ("", "is not understood"),
         ("delayed(", "is not understood"),
-        ("1 + 1", "neither a name nor a call"),
+        ("1 + 1", "is not understood"),
         ("power_of_two()", "is not understood"),
-        ("power_of_two(dynamic, dynamic)", "is not understood"),
-        ("power_of_two(nothing)", "is not understood"),
         ("dynamic(3)", "is not understood"),
-        ("delayed(steps=3)", "unexpected keyword argument 'steps'"),
-        ("delayed(history=some)", "is not understood"),
+        ("static()", "is not understood"),
+        ("delayed(steps=3)", "is not understood"),
         ("delayed(history='many')", "is not understood"),
-        ("delayed(history=0)", r"delayed\(history=0\): write a number of steps of at least 1"),
+        ("delayed(history=0)", r"delayed\(history=0\): write a .*number of steps.* at least 1"),
+        ("delayed(history=2.5)", r"delayed\(history=2.5\): write a whole number"),
+        ("power_of_two(delayed(history=-1))", r"history=-1\): write a .*at least 1"),
+        ("delayed(margin='x')", r"delayed\(margin='x'\): write a number between"),
+        ("delayed(margin=200)", r"delayed\(margin=200\): write a number between"),
         ("delayed(algorithm='mean')", "write 'max' or 'most_recent'"),
-        ("power_of_two(delayed(history=-1))", "write a number of steps of at least 1"),
-        ("static()", "missing 1 required positional argument: 'amax'"),
         ("static(amax=0)", r"static\(amax=0\): write a positive number"),
-        ("static(amax=-2.0)", "write a positive number"),
         ("static(amax=1e999)", "write a positive number"),
-        ("no_such_module_here:policy", "cannot be loaded .*write 'package.module:function'"),
-        ("os:no_such_name", "cannot be loaded .*no_such_name"),
-        (":policy", "cannot be loaded"),
-        ("os:", "cannot be loaded"),
+        ("static(amax=1e-37)", "write a positive number"),  # 448 / amax is no float32
+        ("no_such_module_here:policy", "cannot be imported.*'package.module:function'"),
+        ("os:no_such_name", "cannot be imported.*no_such_name"),
+        (":policy", "write 'package.module:function'"),
+        ("os:", "write 'package.module:function'"),
     ],
 )
 def test_errors_of_texts(text, sentence):
@@ -349,7 +349,7 @@ def raises(): raise RuntimeError("no luck")
 def another_type(): return 3
 def takes_an_argument(x): return make()
 def one_scale_for_all(): return make(scale=lambda state, amax, fp8_max: fp8_max / amax.max())
-def a_number(): return make(scale=lambda state, amax, fp8_max: 1.0)
+def a_bf16_scale(): return make(scale=lambda state, amax, fp8_max: amax.astype(jnp.bfloat16))
 def branches(): return make(scale=lambda state, amax, fp8_max: state if amax > 0 else amax)
 def wrong_init(): return make(init=lambda: 0)
 def update_changes_structure(): return make(update=lambda state, amax: (state, amax))
@@ -382,15 +382,15 @@ def test_a_users_policy(user_module):
     [
         ("raises", "fails with RuntimeError: no luck; it takes no argument"),
         ("takes_an_argument", "fails with TypeError"),
-        ("another_type", "returned int; return a fp8rl_jax.quant.ScalingPolicy"),
+        ("another_type", "returned int; .*returns a fp8rl_jax.quant.ScalingPolicy"),
         ("one_scale_for_all", r"scale\(\) returned shape \(\) .* one multiplier per amax"),
-        ("a_number", r"scale\(\) returned shape \(\)"),
         ("branches", r"fails on an amax of shape \(3, 2\) .* must work under jit"),
         ("wrong_init", r"fails on an amax of shape \(3, 2\) with TypeError"),
         ("update_changes_structure", r"update\(\) returns another structure, shape or dtype"),
         ("update_changes_shape", r"update\(\) returns another structure, shape or dtype"),
         ("update_changes_dtype", r"update\(\) returns another structure, shape or dtype"),
-        ("missing", "cannot be loaded"),
+        ("a_bf16_scale", r"scale\(\) returned bfloat16; return float32"),
+        ("missing", "cannot be imported"),
     ],
 )
 def test_errors_of_a_users_policy(user_module, function, sentence):

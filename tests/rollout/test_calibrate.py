@@ -340,7 +340,9 @@ def test_health_of_a_given_scale(scale):
     """Values beyond 464 scales, values that became zero, all values, and no bad block."""
     x = quant_oracle.round_bf16(_tensor())
     stored, given = quantize_kv(jnp.asarray(x), _CALIBRATED, jnp.float32(scale))
-    health = {name: float(n) for name, n in kv_health(jnp.asarray(x), stored, given).items()}
+    health = {
+        name: float(n) for name, n in kv_health(jnp.asarray(x), stored, given, _CALIBRATED).items()
+    }
     zero = (np.asarray(stored).view(np.uint8) & 0x7F) == 0
     expected = {
         "saturated": np.count_nonzero(np.abs(x) > 464 * np.float32(scale)),
@@ -357,4 +359,4 @@ def test_health_of_what_is_not_finite(values, scale):
     """A tensor is one block, and is counted once, whether a value or the scale is not finite."""
     x = jnp.asarray(_tensor(*values))
     stored, given = quantize_kv(x, _CALIBRATED, jnp.float32(scale))
-    assert float(kv_health(x, stored, given)["nonfinite_blocks"]) == 1
+    assert float(kv_health(x, stored, given, _CALIBRATED)["nonfinite_blocks"]) == 1

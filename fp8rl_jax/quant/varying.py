@@ -1,0 +1,66 @@
+"""Operands of a custom VJP under shard_map: all of them must vary over the same mesh axes.
+
+Inside `jax.shard_map` an array that every device shares is typed apart from one that differs by
+device. A custom VJP returns gradients that differ by device, also for shared operands; marking
+these as varying beforehand lets JAX sum their gradients over the devices, as its own rules do.
+Outside shard_map nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.quant.site import OperandProbe
+
+
+def _axes(x: jax.Array) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def share(*trees):
+    """The arguments, with every array marked as varying over the axes of any of them.
+
+    Gradients of shared arrays are then summed over the devices; what an `OperandProbe` observed is
+    combined: counts by sum, amaxes by maximum.
+    """
+    axes = frozenset().union(*(_axes(jnp.asarray(leaf)) for leaf in jax.tree.leaves(trees)))
+    if not axes:
+        return trees
+
+    def missing(leaf: jax.Array) -> tuple:
+        return tuple(sorted(axes - _axes(leaf)))
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        return lax.pcast(leaf, missing(leaf), to="varying") if missing(leaf) else leaf
+
+    def visit(node):
+        if not isinstance(node, OperandProbe):
+            return mark(jnp.asarray(node))
+        amax = node.amax
+        if amax is not None and missing(amax):
+            amax = _mark_amax(missing(amax), amax)
+        return OperandProbe(amax, jax.tree.map(mark, node.counts))
+
+    return jax.tree.map(visit, trees, is_leaf=lambda node: isinstance(node, OperandProbe))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mark_amax(axes: tuple, amax: jax.Array) -> jax.Array:
+    """A shared probe, marked as varying; its cotangent is the maximum over the devices."""
+    return lax.pcast(amax, axes, to="varying")
+
+
+def _mark_amax_forward(axes: tuple, amax: jax.Array):
+    return _mark_amax(axes, amax), None
+
+
+def _mark_amax_backward(axes: tuple, residual, cotangent: jax.Array):
+    bits = lax.bitcast_convert_type(cotangent, jnp.uint32)  # on the bits, so that NaN stays
+    return (lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32),)
+
+
+_mark_amax.defvjp(_mark_amax_forward, _mark_amax_backward)

@@ -1,0 +1,97 @@
+"""Layers with derivatives of their own: against automatic differentiation, and under shard_map."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax import models
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models.layers import apply_rope, gated_silu, rms_norm
+from fp8rl_jax.quant import get_recipe
+
+_F32 = get_recipe("f32")
+
+
+def _normal(*shape, seed=0, scale=1.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def _plain_norm(x, weight):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def _plain_rope(x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
+    cos, sin = (jnp.concatenate([t, t], -1)[:, :, None] for t in (cos, sin))
+    return x * cos + turned * sin
+
+
+_ANGLE = np.random.default_rng(5).uniform(0, 6, (2, 7, 16)).astype(np.float32)
+_CASES = {
+    "norm": (
+        lambda x, w: rms_norm(_F32, 1e-6, x, w), _plain_norm,
+        (_normal(3, 5, 32, scale=2.0), _normal(32, seed=1)),
+    ),
+    "rope": (
+        lambda x: apply_rope(_F32, x, jnp.cos(_ANGLE), jnp.sin(_ANGLE)),
+        lambda x: _plain_rope(x, jnp.cos(_ANGLE), jnp.sin(_ANGLE)),
+        (_normal(2, 7, 4, 32),),
+    ),
+    "gated": (
+        lambda gate, up: gated_silu(_F32, gate, up), lambda gate, up: jax.nn.silu(gate) * up,
+        (_normal(4, 33, scale=5.0), _normal(4, 33, seed=2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ours,plain,arguments", _CASES.values(), ids=_CASES)
+def test_value_and_gradients(ours, plain, arguments):
+    """Against a plain formula differentiated by JAX, in float32."""
+    cotangent = _normal(*ours(*arguments).shape, seed=3)
+
+    def run(function):
+        value, vjp = jax.vjp(function, *arguments)
+        return value, *vjp(cotangent)
+
+    for a, b in zip(run(ours), run(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_gate_at_the_extremes():
+    """The derivative of the gate is finite where exp overflows."""
+    gate = jnp.asarray([-1e4, -90.0, 0.0, 90.0, 1e4])
+    slope = jax.vmap(jax.grad(lambda g: gated_silu(_F32, g, jnp.float32(1.0))))(gate)
+    np.testing.assert_allclose(slope, [0, 0, 0.5, 1, 1], atol=1e-30)
+
+
+def test_bf16_gradients_have_the_inputs_dtype():
+    recipe = get_recipe("bf16")
+    x = _normal(4, 32).astype(jnp.bfloat16)
+    grad = jax.grad(lambda x: rms_norm(recipe, 1e-6, x, jnp.ones(32)).astype(jnp.float32).sum())(x)
+    assert grad.dtype == jnp.bfloat16
+
+
+def test_decoder_trains_under_shard_map():
+    """Rows over a mesh axis, parameters shared: the gradients of a plain call."""
+    config = models.ModelConfig(40, 32, 48, 1, 2, 1, 16)
+    params = models.init_params(config, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (4, 8)), jnp.int32)
+    rope = tuple(jnp.asarray(t) for t in models.rope_tables(config, 8))
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+
+    def logits(params, tokens, rope):
+        return models.forward(params, tokens, config, "fp8", rope=rope).logits
+
+    def gradients(logits):
+        return exact_jit(jax.grad(lambda p: (logits(p, tokens, rope) ** 2).mean()))(params)
+
+    mapped = jax.shard_map(logits, mesh=mesh, in_specs=(whole, rows, whole), out_specs=rows)
+    for a, b in zip(
+        jax.tree.leaves(gradients(mapped)), jax.tree.leaves(gradients(logits)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
