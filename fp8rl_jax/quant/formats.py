@@ -43,6 +43,11 @@ def rounding_limit(dtype) -> float:
     return _ROUNDING_LIMIT[jnp.dtype(dtype)]
 
 
+def largest_code(dtype) -> np.uint8:
+    """Bits of the largest finite value of an FP8 format; above them lie inf and NaN."""
+    return np.uint8(np.asarray(fp8_max(dtype), jnp.dtype(dtype)).view(np.uint8).item())
+
+
 def amax(x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False) -> jax.Array:
     """Largest absolute value in float32; NaN wins over inf, inf over every number.
 

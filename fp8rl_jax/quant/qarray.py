@@ -70,16 +70,19 @@ class QArray:
         assert self.ndim == 2
         return QArray(self.qvalue.T, self.scale.T, self.block_shape[::-1])
 
-    def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""
+    def spread_scale(self) -> jax.Array:
+        """The scale of every element, in a shape that broadcasts to that of `qvalue`."""
         scale = self.scale
         for axis, size in enumerate(self.shape):
-            if scale.shape[axis] == size:
+            if scale.shape[axis] in (1, size):
                 continue
-            block = self.block_shape[axis - self.ndim]
-            scale = jnp.repeat(scale, size if block == -1 else block, axis=axis)
+            scale = jnp.repeat(scale, self.block_shape[axis - self.ndim], axis=axis)
             scale = lax.slice_in_dim(scale, 0, size, axis=axis)
-        return (self.qvalue.astype(jnp.float32) * scale).astype(dtype)
+        return scale
+
+    def dequantize(self, dtype=jnp.float32) -> jax.Array:
+        """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""
+        return (self.qvalue.astype(jnp.float32) * self.spread_scale()).astype(dtype)
 
 
 def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,9 +156,10 @@ def quantize_with(
     # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
     s = lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype)))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
-    q = formats.saturating_cast(padded * spread, dtype)
+    scaled = padded * spread
     if not scaling.never_saturates(policy):
-        q = jnp.where(jnp.isfinite(padded), q, jnp.asarray(jnp.nan, dtype))
+        scaled = jnp.where(jnp.isfinite(padded), scaled, jnp.nan)
+    q = formats.saturating_cast(scaled, dtype)
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
     q = q[tuple(slice(0, n) for n in x.shape)]
     return QArray(q, 1.0 / s, tuple(block_shape)), amax
@@ -179,18 +183,28 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
     block's own amax saturates nothing.
     """
     stored = lax.bitcast_convert_type(q.qvalue, jnp.uint8) & np.uint8(0x7F)
-    saturated = jnp.float32(0)
-    if saturable:
-        ones = QArray(jnp.ones_like(q.qvalue), q.scale, q.block_shape).dequantize()
-        above = jnp.abs(x.astype(jnp.float32)) > formats.rounding_limit(q.qvalue.dtype) * ones
-        saturated = jnp.sum(above & jnp.isfinite(x), dtype=jnp.float32)
-        blocked, _ = _blocked(jnp.isnan(q.qvalue), _resolve(x.shape, q.block_shape))
-        bad = blocked.any(tuple(range(1, blocked.ndim, 2))) | ~jnp.isfinite(q.scale)
-    else:
+    lost = (x != 0) & (stored == 0)
+    if not saturable:
+        saturated, underflowed = jnp.float32(0), jnp.sum(lost, dtype=jnp.float32)
         bad = ~jnp.isfinite(q.scale)
+    else:
+        limit = formats.rounding_limit(q.qvalue.dtype) * q.spread_scale()
+        above = (jnp.abs(x.astype(jnp.float32)) > limit) & jnp.isfinite(x)
+        not_finite = stored > formats.largest_code(q.qvalue.dtype)
+        # One pass for the three: XLA would compute the bytes again for each reduction of its own.
+        blocks = _resolve(x.shape, q.block_shape)
+        counted = [
+            _blocked(flag.astype(jnp.int32), blocks)[0] for flag in (above, lost, not_finite)
+        ]
+        sums = lax.reduce(
+            counted, [jnp.int32(0)] * 3, lambda a, b: [m + n for m, n in zip(a, b, strict=True)],
+            tuple(range(1, 2 * x.ndim, 2)),
+        )  # fmt: skip
+        saturated, underflowed = (jnp.sum(n, dtype=jnp.float32) for n in sums[:2])
+        bad = (sums[2].reshape(q.scale.shape) > 0) | ~jnp.isfinite(q.scale)
     return {
         "saturated": saturated,
-        "underflowed": jnp.sum((x != 0) & (stored == 0), dtype=jnp.float32),
+        "underflowed": underflowed,
         "nonfinite_blocks": jnp.sum(bad, dtype=jnp.float32),
         "elements": jnp.float32(math.prod(x.shape)),
     }
