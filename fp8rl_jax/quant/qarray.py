@@ -18,8 +18,9 @@ as in arXiv:2506.08027; the OCP text's own rule takes ``floor(log2 amax) - 8`` a
 
 `quantize` rounds nothing but its result. Its callers inside this library (the dot_general rule,
 the KV cache, the refit) round to bf16 first, because that is the value the other side sees.
-Denormals: XLA:CPU flushes them to zero, so blocks whose amax is below 2**-107 may differ from an
-IEEE implementation in their smallest elements.
+Denormals: XLA:CPU flushes them to zero, so blocks whose amax is below 2**-107 (E5M2: 1.75 * 2**-94)
+may differ from an IEEE implementation in their smallest elements, and below 1.75 * 2**-118 (E5M2:
+1.75 * 2**-111) the stored scale itself is a denormal: the whole block dequantises to zero.
 """
 
 from __future__ import annotations
