@@ -18,9 +18,7 @@ from fp8rl_jax.metrics import read_jsonl
 from fp8rl_jax.summary import summarise
 
 _CLASSES = ("weights", "activations", "gradients", "kv")
-_HEAD = (
-    "run", "sampled", "greedy", "max drift", "equal", "saturated", "underflowed", "step s",
-)  # fmt: skip
+_HEAD = ("run", "sampled", "greedy", "max drift", "equal", "saturated", "underflowed")
 
 
 def _shares(metrics: list[dict], name: str) -> str:
@@ -34,7 +32,7 @@ def _shares(metrics: list[dict], name: str) -> str:
 
 
 def row(run: pathlib.Path) -> tuple[str, ...]:
-    """One run's cells: accuracies at warm-up end and RL end, drift, losses, seconds a step."""
+    """One run's cells: accuracies at warm-up end and RL end, drift, what quantisation lost."""
     summary = summarise(run)
     metrics, evaluations = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "eval.jsonl")
     before = [e for e in evaluations if e["phase"] == "warmup"][-1]
@@ -50,7 +48,6 @@ def row(run: pathlib.Path) -> tuple[str, ...]:
     return (
         run.name, *accuracies, f"{drift:.2g}" if drift else "0 exactly", f"{equal:.1%}",
         _shares(metrics, "fp8_saturated_frac"), _shares(metrics, "fp8_underflow_frac"),
-        f"{np.median([m['time_step'] for m in metrics]):.2f}",
     )  # fmt: skip
 
 

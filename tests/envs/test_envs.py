@@ -256,8 +256,8 @@ def test_a_name_that_is_neither(name):
 def test_a_module_that_is_not_there():
     with pytest.raises(
         UserError,
-        match=r"'no_such_module:f' cannot be imported \(ModuleNotFoundError: .*\); check the "
-        r"module's name and that it lies in the current directory or on PYTHONPATH",
+        match=r"'no_such_module:f' cannot be imported \(ModuleNotFoundError: .*\); check that it is "
+        r"written 'package.module:function' and that the module lies in the current directory or on",
     ):
         load_reward("no_such_module:f")
 
