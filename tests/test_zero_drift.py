@@ -71,7 +71,16 @@ _VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", _VARIANTS.values(), ids=_VARIANTS)
+_QUICK = ("delayed", "mxfp8", "first and last layer in bf16", "calibrated FP8 attention")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[] if name in _QUICK else pytest.mark.slow)
+        for name, recipe in _VARIANTS.items()
+    ],
+)
 def test_every_row_local_recipe(recipe):
     """After two updates, past 64 keys, with micro-batches: states are those of the rollout."""
     _assert_exact(
