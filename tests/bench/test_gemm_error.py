@@ -130,17 +130,17 @@ def test_seed_decides(small):
 
 def test_stateful_recipe_of_a_user(tmp_path, monkeypatch):
     """State of any policy comes from one earlier step: without it the scale would be 1."""
-    (tmp_path / "my_recipes.py").write_text(_USERS)
+    (tmp_path / "recipes_of_the_bench.py").write_text(_USERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    result = gemm_errors(["my_recipes:mine", "fp8"], _ONE)
+    result = gemm_errors(["recipes_of_the_bench:mine", "fp8"], _ONE)
     mine = result["recipes"][0]
     assert mine["stateful"]
     assert 6.5e-4 < mine["errors"]["fprop"][0] < 7.6e-4
     assert mine["errors"]["dgrad"][0] < 2e-6
     table = format_error_table(result)
-    assert "my_recipes:mine: the scales come from one earlier step" in table
-    sys.modules.pop("my_recipes", None)
+    assert "recipes_of_the_bench:mine: the scales come from one earlier step" in table
+    sys.modules.pop("recipes_of_the_bench", None)
 
 
 def test_files_and_table(small, tmp_path):
