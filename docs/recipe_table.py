@@ -33,20 +33,13 @@ def _shares(metrics: list[dict], name: str) -> str:
 
 def row(run: pathlib.Path) -> tuple[str, ...]:
     """One run's cells: accuracies at warm-up end and RL end, drift, what quantisation lost."""
-    summary = summarise(run)
-    metrics, evaluations = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "eval.jsonl")
-    before = [e for e in evaluations if e["phase"] == "warmup"][-1]
-    after = [e for e in evaluations if e["phase"] == "rl"][-1]
+    s, metrics = summarise(run), read_jsonl(run / "metrics.jsonl")
     accuracies = (
-        f"{before[f'accuracy_{kind}']:.3f} → {after[f'accuracy_{kind}']:.3f}"
-        for kind in ("sampled", "greedy")
+        f"{s[kind]['warmup_end']:.3f} → {s[kind]['last']:.3f}" for kind in ("sampled", "greedy")
     )
-    drift = max(m["train_rollout_logprob_abs_diff_max"] for m in metrics)
-    tokens = sum(m["drift_tokens"] for m in metrics)
-    equal = sum(m["logprob_equal_frac"] * m["drift_tokens"] for m in metrics) / tokens
-    assert summary["sentence"], "the run is complete"
+    drift = "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.2g}"
     return (
-        run.name, *accuracies, f"{drift:.2g}" if drift else "0 exactly", f"{equal:.1%}",
+        run.name, *accuracies, drift, f"{s['logprob_equal_frac']:.1%}",
         _shares(metrics, "fp8_saturated_frac"), _shares(metrics, "fp8_underflow_frac"),
     )  # fmt: skip
 

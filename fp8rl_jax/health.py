@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.quant import KVScales, SiteScaling
-
-_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
+from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,)}}
 
@@ -36,7 +35,7 @@ def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float
     """
     record: dict[str, float | str] = {}
     for name, sites in health.items():
-        total = dict.fromkeys(("saturated", "underflowed", "nonfinite_blocks", "elements"), 0.0)
+        total = dict.fromkeys(COUNTS, 0.0)
         worst, worst_at = 0.0, ""
         for site, counts in sites.items():
             lost = np.asarray(counts["saturated"]) + np.asarray(counts["underflowed"])
@@ -68,7 +67,7 @@ def age_metrics(
     """
     ages: dict[str, int] = {}
     for site in scaling_state.values():
-        for operand, name in _CLASSES.items():
+        for operand, name in OPERAND_CLASSES.items():
             state = getattr(site, operand)
             if state is not None:
                 ages[name] = max(ages.get(name, 0), int(np.max(state.age)))

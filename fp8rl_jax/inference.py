@@ -13,6 +13,7 @@ from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.runtime import Runtime, make_runtime
 from fp8rl_jax.train import first_difference, optimizer_of_phase, read_saved_config
 from fp8rl_jax.warmup import WITHOUT_EFFECT
@@ -48,7 +49,7 @@ def load_weights(runtime: Runtime):
     like = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, meta["phase"])[0])
     state = checkpoints.restore(number, like)
     checkpoints.close()
-    if state.kv_scales is not None and int(state.kv_scales.step) != int(state.step):
+    if not is_fresh(state.kv_scales, int(state.step)):
         # A checkpoint between two evaluations of the warm-up: its scales are of older weights.
         held_out = runtime.questions["eval"][: config.eval.batch_size]
         held_out += held_out[-1:] * (config.eval.batch_size - len(held_out))

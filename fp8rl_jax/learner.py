@@ -40,7 +40,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
-from fp8rl_jax.quant.site import COUNTS
+from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl import clipped_policy_loss, k3
 
 Array = Any  # numpy on the host, jax.Array on the device
@@ -70,6 +70,11 @@ class Batch:
     old_logprobs: Array
     rollout_weights: Array
     ref_logprobs: Array
+
+    @property
+    def lengths(self) -> Array:
+        """(B,) int32, tokens of prompt and response together."""
+        return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
 
 
 @flax.struct.dataclass
@@ -208,12 +213,12 @@ def make_score(
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
     """Counts that the probes brought back: {operand class: {site: {count: (L,)}}}."""
     health: dict = {}
-    for operand, name in (("activation", "activations"), ("gradient", "gradients")):
+    for operand in ("activation", "gradient"):
         for site, probe in probes.items():
             found = getattr(probe, operand)
             if found is not None and found.counts is not None:
                 counts = {count: found.counts[..., i] for i, count in enumerate(COUNTS)}
-                health.setdefault(name, {})[site] = counts
+                health.setdefault(OPERAND_CLASSES[operand], {})[site] = counts
     return health
 
 

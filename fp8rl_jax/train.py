@@ -199,6 +199,8 @@ class _Run:
         keep = self.config.run.keep_checkpoints
         self.checkpoints = Checkpoints(directory / "checkpoints", keep)
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
+        self.zero_drift = zero_drift_required(self.config)
+        self.use_tis = checks.use_tis(self.config)
         self.logs: RunLogs
         self.phase = "warmup"
 
@@ -344,7 +346,7 @@ class _Run:
             record |= mismatch_metrics(
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
-            if zero_drift_required(config) and not self.drift_noted:
+            if self.zero_drift and not self.drift_noted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
                     self.drift_noted = True
@@ -362,8 +364,9 @@ class _Run:
             state = rt.advance(state, step + 1, stream.position)
             begin = time.perf_counter()
             if rt.calibrated:
-                lengths = batch.prompt_lengths + batch.mask.sum(1).astype(np.int32)
-                state = jax.block_until_ready(rt.calibrate_state(state, batch.tokens, lengths))
+                state = jax.block_until_ready(
+                    rt.calibrate_state(state, batch.tokens, batch.lengths)
+                )
                 record["time_calibrate"] = time.perf_counter() - begin
                 begin = time.perf_counter()
             weights, checksum, lost = jax.block_until_ready(rt.refit_state(state))
@@ -419,7 +422,7 @@ class _Run:
         if config.algo.old_logprobs == "learner":
             old = rt.score_state(state, batch)
             batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if checks.use_tis(config):
+            if self.use_tis:
                 w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
                 batch = dataclasses.replace(batch, rollout_weights=w)
         if reference is not None:

@@ -188,8 +188,7 @@ def run_warmup(
         logs.write("warmup", record)
         display.warmup_step(record)
         if step + 1 in evaluate_at:
-            lengths = np.asarray(batch.prompt_lengths + batch.mask.sum(1), np.int32)
-            state = runtime.calibrate_state(state, batch.tokens, lengths)
+            state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
             result, samples = evaluate(runtime, weights, "warmup", step + 1)
             logs.write("eval", result)

@@ -26,12 +26,11 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
@@ -46,6 +45,9 @@ from fp8rl_jax.quant import (
     scaled_matmul,
     update_site,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Shape = tuple[int, int, int]
 
@@ -280,6 +282,8 @@ def write_gemm_errors(result: dict, directory: pathlib.Path) -> list[pathlib.Pat
     Raises:
       OSError: the directory cannot be written.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # `fp8rl bench` needs none of it
+
     paths = [directory / "gemm_error.json", directory / "gemm_error.png"]
     paths[0].write_text(json.dumps(result, indent=1) + "\n")
     with open(paths[1], "wb") as file:
@@ -289,6 +293,8 @@ def write_gemm_errors(result: dict, directory: pathlib.Path) -> list[pathlib.Pat
 
 def _draw(result: dict) -> Figure:
     """Left: the article's columns and ours over the shapes. Right: every recipe."""
+    from matplotlib.figure import Figure
+
     count = len(result["recipes"])
     size = (13, max(4.2, 1.6 + 0.42 * count))
     figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=110)

@@ -39,8 +39,8 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
     return quantize_kv(q, recipe, (scales or {}).get("q"))
 
 
-def _attend(q, kv: StoredKV, positions, recipe: Recipe, scales: Scales | None) -> jax.Array:
-    q, q_scale = _query(q, recipe, scales)
+def _attend(query, kv: StoredKV, positions, scales: Scales | None) -> jax.Array:
+    q, q_scale = query
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
         q, kv.k, kv.v, positions, scale=1 / math.sqrt(q.shape[-1]),
@@ -81,13 +81,13 @@ def self_attention(
     Returns:
       (B, T, H, Dh) float32.
     """
-    return _attend(q, _store(k, v, recipe, scales), positions, recipe, scales)
+    return _self_attention_forward(recipe, q, k, v, positions, scales)[0]
 
 
 def _self_attention_forward(recipe, q, k, v, positions, scales):
-    kv = _store(k, v, recipe, scales)
-    out = _attend(q, kv, positions, recipe, scales)
-    return out, (_query(q, recipe, scales), kv, positions, scales, jnp.zeros((0,), q.dtype))
+    kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
+    out = _attend(query, kv, positions, scales)
+    return out, (query, kv, positions, scales, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, residual, cotangent):
@@ -130,6 +130,6 @@ class Attention(nn.Module):
             out = self_attention(recipe, *share(q, k, v, positions, scales))
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
-            out = _attend(q, cache, positions, recipe, scales)
+            out = _attend(_query(q, recipe, scales), cache, positions, scales)
         out = compute_value(out, recipe).reshape(batch, length, heads * dim)
         return out, cache, {"q": q, "k": k, "v": v}

@@ -54,14 +54,21 @@ def init_params(config: ModelConfig, key: jax.Array):
 
 def _role(path) -> str:
     """'linear', 'table' (embedding and head) or 'norm', by the leaf's place in the tree."""
-    names = [entry.key for entry in path]
-    if names[-1] == "kernel":
-        return "linear"
-    return "norm" if names[-1] == "weight" else "table"
+    return {"kernel": "linear", "weight": "norm"}.get(path[-1].key, "table")
 
 
 def _names(path) -> list[str]:
     return [entry.key for entry in path]
+
+
+def _site(path) -> str:
+    """Name of the site that a weight belongs to."""
+    return ".".join(_names(path)[:-1])
+
+
+def _segments(params, recipe: Recipe) -> list[tuple[str, slice, Recipe]]:
+    """`Recipe.layer_segments` for as many layers as the parameters have."""
+    return recipe.layer_segments(jax.tree.leaves(params["layers"])[0].shape[0])
 
 
 def split_layers(params, recipe: Recipe):
@@ -69,8 +76,7 @@ def split_layers(params, recipe: Recipe):
 
     The tree as it is when every layer has the same recipe.
     """
-    layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    segments = recipe.layer_segments(layers)
+    segments = _segments(params, recipe)
     if len(segments) == 1 and segments[0][0] == "layers":
         return params
     others = {name: value for name, value in params.items() if name != "layers"}
@@ -82,15 +88,14 @@ def split_layers(params, recipe: Recipe):
 
 def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
     """{'layers.self_attn.q_proj': (recipe of that site, weight)} of every quantised layer."""
-    layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    recipes = {name: run for name, _, run in recipe.layer_segments(layers)}
+    recipes = {name: run for name, _, run in _segments(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
         names = _names(path)
         if _role(path) == "linear":
             site = recipes[names[0]].for_module(names[-2])
             if site.quantized:
-                found[".".join(names[:-1])] = (site, leaf)
+                found[_site(path)] = (site, leaf)
     return found
 
 
@@ -164,7 +169,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     sites = _sites(params, recipe)
 
     def convert(path, leaf):
-        name = ".".join(_names(path)[:-1])
+        name = _site(path)
         if _role(path) == "linear" and name in sites:
             state = (scaling or {}).get(name)
             q, _ = quantize_weight(leaf, sites[name][0], state)
@@ -183,6 +188,11 @@ def with_kv_scales(weights, kv_scales: KVScales | None):
 
 def _is_weight(x) -> bool:
     return isinstance(x, QArray | BoundWeight)
+
+
+def _value(weight):
+    """The array that the forward pass multiplies by."""
+    return weight.value if isinstance(weight, BoundWeight) else weight
 
 
 def trainable_params(
@@ -204,10 +214,9 @@ def trainable_params(
     def pair(path, master, weight):
         if _role(path) == "norm":
             return master
-        value = weight.value if isinstance(weight, BoundWeight) else weight
-        name = ".".join(_names(path)[:-1])
-        state, probe = (scaling or {}).get(name), (probes or {}).get(name)
-        return BoundWeight(lax.stop_gradient(value), master, lax.stop_gradient(state), probe)
+        state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
+        value = lax.stop_gradient(_value(weight))
+        return BoundWeight(value, master, lax.stop_gradient(state), probe)
 
     masters = split_layers(params, get_recipe(recipe))
     return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=_is_weight)
@@ -217,17 +226,15 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
     """`block_health` of every quantised weight: {site: {count: (L,) float32}}."""
     recipe = get_recipe(recipe)
     values = {
-        ".".join(_names(path)[:-1]): leaf
+        _site(path): _value(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=_is_weight)
     }
     health = {}
     for name, (site, master) in _sites(params, recipe).items():
         assert site.weight is not None
-        q = values[name]
-        q = q.value if isinstance(q, BoundWeight) else q
         saturable = not never_saturates(site.weight.policy)
         count = stacked(lambda x, q, s=saturable: block_health(x, q, s), master.ndim - 2)
-        health[name] = count(round_bf16(master), q)
+        health[name] = count(round_bf16(master), values[name])
     return health
 
 

@@ -79,3 +79,11 @@ def saturating_cast(x: jax.Array, dtype) -> jax.Array:
     """Clips float32 to the finite range of `dtype`, then rounds to nearest even; NaN stays NaN."""
     limit = jnp.float32(fp8_max(dtype))
     return jnp.clip(x, -limit, limit).astype(dtype)
+
+
+def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:
+    """`saturating_cast` of x * s for an s that does not come from x itself, all float32.
+
+    An element that is NaN or infinite becomes NaN alone: its neighbours must not depend on it.
+    """
+    return saturating_cast(jnp.where(jnp.isfinite(x), x * s, jnp.nan), dtype)

@@ -93,9 +93,7 @@ def quantize_kv(
             f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
         )
     s = lax.optimization_barrier(1.0 / scale)
-    stored = formats.saturating_cast(x.astype(jnp.float32) * s, formats.E4M3)
-    stored = jnp.where(jnp.isfinite(x), stored, jnp.asarray(jnp.nan, formats.E4M3))
-    return stored, scale
+    return formats.cast_at_scale(x.astype(jnp.float32), s, formats.E4M3), scale
 
 
 def kv_health(

@@ -157,10 +157,10 @@ def quantize_with(
     # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
     s = lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype)))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
-    scaled = padded * spread
-    if not scaling.never_saturates(policy):
-        scaled = jnp.where(jnp.isfinite(padded), scaled, jnp.nan)
-    q = formats.saturating_cast(scaled, dtype)
+    if scaling.never_saturates(policy):
+        q = formats.saturating_cast(padded * spread, dtype)
+    else:
+        q = formats.cast_at_scale(padded, spread, dtype)
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
     q = q[tuple(slice(0, n) for n in x.shape)]
     return QArray(q, 1.0 / s, tuple(block_shape)), amax

@@ -178,10 +178,6 @@ class Recipe:
             return self.unquantized()
         return self
 
-    def for_middle_layers(self) -> Recipe:
-        """The recipe of the layers that `first_layers` and `last_layers` leave."""
-        return dataclasses.replace(self, first_layers=0, last_layers=0)
-
     def layer_segments(self, layers: int) -> list[tuple[str, slice, Recipe]]:
         """Runs of layers under one recipe: (name in the parameter tree, layers, recipe).
 
@@ -196,7 +192,8 @@ class Recipe:
                 f"recipe {self.name!r}: the first {first} and last {last} layers in bf16 are more "
                 f"than the model's {layers}; lower them, or use the recipe bf16"
             )
-        middle, plain = self.for_middle_layers(), self.for_middle_layers().unquantized()
+        middle = dataclasses.replace(self, first_layers=0, last_layers=0)
+        plain = middle.unquantized()
         runs = [
             ("layers_first", slice(0, first), plain),
             ("layers", slice(first, layers - last), middle),

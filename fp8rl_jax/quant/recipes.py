@@ -122,10 +122,14 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
     rows: list[dict[str, str]] = []
 
-    def add(gemm: str, name: str, operand: Operand | None, note: str = "") -> None:
-        cells = _cells(operand) if operand else [compute, "", ""]
+    unquantized = [compute, "", ""]
+
+    def add_cells(gemm: str, name: str, cells: list[str], note: str = "") -> None:
         keys = ("gemm", "operand", "format", "block", "policy", "note")
         rows.append(dict(zip(keys, [gemm, name, *cells, note], strict=True)))
+
+    def add(gemm: str, name: str, operand: Operand | None, note: str = "") -> None:
+        add_cells(gemm, name, _cells(operand) if operand else unquantized, note)
 
     product = "dequantised, multiplied in bf16" if recipe.fake else ""
     x, w, dy = recipe.activation, recipe.weight, recipe.gradient
@@ -148,17 +152,12 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
             note = "along tokens, from the bf16 value"
             add("wgrad", name, operand.turned, f"{note}; {product}" if product else note)
     kv = {
-        "none": [compute, "", ""],
+        "none": unquantized,
         "dynamic": ["E4M3", "token, kv head", recipe.kv_policy.name],
         "calibrated": ["E4M3", "layer", "calibrated each update"],
     }[recipe.kv]
-    keys = ("gemm", "operand", "format", "block", "policy", "note")
-    rows.append(dict(zip(keys, ["attention", "k, v", *kv, ""], strict=True)))
-    q = (
-        [*kv[:1], kv[1].replace("kv head", "head"), kv[2]]
-        if recipe.fp8_attention
-        else [compute, "", ""]
-    )
-    rows.append(dict(zip(keys, ["attention", "q", *q, ""], strict=True)))
+    add_cells("attention", "k, v", kv)
+    q = [cell.replace("kv head", "head") for cell in kv] if recipe.fp8_attention else unquantized
+    add_cells("attention", "q", q)
     add("head", "x, w", None, "embeddings, norms and head are never quantised")
     return rows

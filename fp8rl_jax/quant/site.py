@@ -23,6 +23,8 @@ from fp8rl_jax.quant import formats, qarray, scaling
 from fp8rl_jax.quant.recipe import Operand, Recipe
 
 COUNTS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
+# Operand of a recipe -> its name in metrics.
+OPERAND_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 
 
 def _pytree(cls):
