@@ -13,9 +13,10 @@ from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.runtime import Runtime, make_runtime
-from fp8rl_jax.train import first_difference, optimizer_of_phase, read_saved_config
+from fp8rl_jax.train import first_difference, read_saved_config
 from fp8rl_jax.warmup import WITHOUT_EFFECT
 
 

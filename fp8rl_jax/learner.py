@@ -28,8 +28,10 @@ from jax import lax
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
+    Swap,
     checksum,
     forward,
+    head_logits,
     init_probes,
     init_scaling,
     output_head,
@@ -39,6 +41,7 @@ from fp8rl_jax.models import (
     update_scaling,
     with_kv_scales,
 )
+from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl import clipped_policy_loss, k3
@@ -140,57 +143,35 @@ class LossConfig:
     kl_coef: float = 0.0
 
 
-def make_optimizer(
-    learning_rate: float,
-    warmup_steps: int,
-    b1: float,
-    b2: float,
-    weight_decay: float,
-    clip_norm: float,
-    decay_steps: int = 0,
-    end_fraction: float = 1.0,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
+def response_logprobs(
+    params,
+    batch: Batch,
+    model: ModelConfig,
+    recipe: Recipe,
+    rope,
+    remat: str,
+    kv_scales: KVScales | None,
+    collect_health: bool = False,
+    taps: tuple[str, ...] = (),
+    swaps: dict[str, Swap] | None = None,
+) -> tuple[jax.Array, jax.Array, dict]:
+    """(logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Args:
-      learning_rate: the peak.
-      warmup_steps: updates of linear warm-up from 0.
-      b1, b2, weight_decay: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
-      clip_norm: largest global norm of the gradient.
-      decay_steps: total updates of a cosine to `end_fraction` of the peak; 0 for a constant.
-      end_fraction: see decay_steps.
-
-    Returns:
-      The transformation and its schedule (update -> learning rate).
+    Arguments are those of `forward`.
     """
-    if decay_steps:
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
-        )
-    elif warmup_steps:
-        schedule = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    else:
-        schedule = optax.constant_schedule(learning_rate)
-    transform = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
-    )
-    return transform, schedule
-
-
-def _response_logprobs(
-    params, batch: Batch, model, recipe, rope, remat, kv_scales, collect_health=False
-):
-    """(logp, entropy) of the response tokens, each (B, R), and the forward's aux."""
     out = forward(
         params, batch.tokens, model, recipe, kv_scales=kv_scales,
         rope=rope, remat=remat, output="hidden", collect_health=collect_health,
+        taps=taps, swaps=swaps,
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
     hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
     head = output_head(params, model)
     logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
+    if LOGITS in taps:
+        logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe)
+        out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
     return logp, entropy, out.aux
 
 
@@ -205,7 +186,7 @@ def make_score(
 
     def score(params, scaling_state, kv_scales, batch: Batch, rope):
         weights = quantize_params(params, recipe, scaling_state)
-        return _response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
+        return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
 
     return exact_jit(score, **(shardings or {}))
 
@@ -229,6 +210,12 @@ def _add(one, other):
     return value, grads, merge_probes(probes, probes2), sums
 
 
+def _join_parts(x: jax.Array, axis: int) -> jax.Array:
+    """Micro-batches' results (parts, ...), row r in part r % parts, with their rows in order."""
+    x = jnp.moveaxis(x, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
 def make_train_step(
     model: ModelConfig,
     recipe: Recipe | str,
@@ -238,6 +225,8 @@ def make_train_step(
     micro_batches: int = 1,
     remat: str = "none",
     health: bool = False,
+    taps: tuple[str, ...] = (),
+    donate: bool = True,
     shardings: dict | None = None,
 ) -> Callable:
     """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
@@ -249,21 +238,24 @@ def make_train_step(
       micro_batches: the batch is split into this many parts along B, gradients are added.
       remat: of `forward`.
       health: also count what quantisation lost, by operand class, site and layer.
+      taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
+      donate: give the state's memory to the new state; False leaves the old one usable.
       shardings: keywords for jit on a mesh.
 
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
     are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
     kl_coef), checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients
     finite), bad_layer (first layer with a non-finite output, else -1), and with health 'health':
-    {'activations' | 'gradients' | 'kv': {site: {count: (L,)}}}. If not good, the returned state is
-    the state before the step.
+    {'activations' | 'gradients' | 'kv': {site: {count: (L,)}}}, and with taps 'taps':
+    {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not good, the
+    returned state is the state before the step.
     """
     recipe = get_recipe(recipe)
 
     def objective(params, probes, weights, state: TrainState, part: Batch, rope, token_count):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
-        logp, entropy, aux = _response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales, health
+        logp, entropy, aux = response_logprobs(
+            paired, part, model, recipe, rope, remat, state.kv_scales, health, taps
         )
         sums = {"entropy": (entropy * part.mask).sum()}
         if "kv_health" in aux:
@@ -279,7 +271,7 @@ def make_train_step(
             if loss.kl_coef:
                 kl = (k3(logp, part.ref_logprobs) * part.mask).sum()
                 value, sums["kl_ref"] = value + loss.kl_coef * kl, kl
-        return value / token_count, (logp, sums, aux["finite"])
+        return value / token_count, (logp, sums, aux["finite"], aux.get("taps", {}))
 
     def train_step(state: TrainState, batch: Batch, rope):
         weights = quantize_params(state.params, recipe, state.scaling_state)
@@ -288,13 +280,13 @@ def make_train_step(
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
         def run(part: Batch):
-            (value, (logp, sums, finite)), (grads, seen) = grad_fn(
+            (value, (logp, sums, finite, tapped)), (grads, seen) = grad_fn(
                 state.params, probes, weights, state, part, rope, token_count
             )
-            return (value, grads, seen, sums), logp, finite
+            return (value, grads, seen, sums), (logp, finite, tapped)
 
         if micro_batches == 1:
-            total, logp, finite = run(batch)
+            total, (logp, finite, tapped) = run(batch)
         else:
             # Row r goes to part r % micro_batches: so each device keeps its own rows.
             parts = jax.tree.map(
@@ -302,14 +294,14 @@ def make_train_step(
             )
 
             def accumulate(total, part):
-                result, logp, finite = run(part)
-                return _add(total, result), (logp, finite)
+                result, rest = run(part)
+                return _add(total, result), rest
 
             zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            total, (logp, finite) = lax.scan(accumulate, zeros, parts)
-            logp = logp.swapaxes(0, 1).reshape(batch.mask.shape)
-            finite = finite.all(axis=0)
+            total, (logp, finite, tapped) = lax.scan(accumulate, zeros, parts)
+            logp, finite = _join_parts(logp, 0), finite.all(axis=0)
+            tapped = {name: _join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
@@ -339,6 +331,9 @@ def make_train_step(
             metrics["health"] = _site_health(seen)
             if "kv_health" in sums:
                 metrics["health"]["kv"] = {"layers.self_attn": sums["kv_health"]}
+        if taps:
+            metrics["taps"] = tapped
         return new, logp, metrics
 
-    return exact_jit(train_step, donate_argnums=0, **(shardings or {}))
+    donated = {"donate_argnums": 0} if donate else {}
+    return exact_jit(train_step, **donated, **(shardings or {}))

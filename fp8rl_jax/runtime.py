@@ -21,6 +21,7 @@ from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params, init_scaling, rope_tables
+from fp8rl_jax.models.taps import batch_axis
 from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import Rollout, SamplerConfig, make_calibrate, make_refit, make_sampler
@@ -134,19 +135,22 @@ class Runtime:
         recipe = self.learner_recipe
         return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
 
-    def make_sampler(self, group_size: int, top_k: int, top_p: float):
+    def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """A compiled sampler with the run's prompt and response slots."""
         rollout = self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens, group_size=group_size,
             eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id,
-            top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots,
+            top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
         )  # fmt: skip
         rows, whole = self._rows(), self._whole()
         arguments = (whole, rows, rows, whole, rows, rows, rows, whole)
+        results = Rollout(
+            *(rows,) * 4, taps={n: sharding.batch_sharding(self.mesh, batch_axis(n)) for n in taps}
+        )
         return make_sampler(
             self.model, self.rollout_recipe, settings,
-            shardings={"in_shardings": arguments, "out_shardings": rows},
+            shardings={"in_shardings": arguments, "out_shardings": results},
         )  # fmt: skip
 
     @functools.cached_property
@@ -183,15 +187,19 @@ class Runtime:
         loss: learner.LossConfig,
         micro_batches: int,
         recipe: Recipe | None = None,
+        **options,
     ):
-        """The compiled train step of a phase; `recipe` defaults to the learner's."""
+        """The compiled train step of a phase; `recipe` defaults to the learner's.
+
+        `options` are more keywords of `learner.make_train_step`.
+        """
         shapes = jax.eval_shape(lambda: self._abstract_state(optimizer))
         state = self.state_shardings(shapes)
         rows, whole = self._rows(), self._whole()
         return learner.make_train_step(
             self.model, recipe or self.learner_recipe, optimizer, loss,
             micro_batches=micro_batches, remat=self.config.learner.remat,
-            health=self.config.precision.health,
+            health=self.config.precision.health, **options,
             shardings={
                 "in_shardings": (state, rows, whole),
                 "out_shardings": (state, rows, whole),

@@ -76,9 +76,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over `data` and `fsdp`."""
-    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Rows of a batch, which run along `axis`, over `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, RULES["batch"]))
 
 
 def param_shardings(mesh: Mesh, params) -> object:

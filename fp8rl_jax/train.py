@@ -27,8 +27,9 @@ from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
-from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
+from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.precision import zero_drift_required
 from fp8rl_jax.progress import Display
 from fp8rl_jax.quant import same_forward
@@ -40,7 +41,6 @@ from fp8rl_jax.warmup import (
     cache_directory,
     load_cached,
     non_finite_message,
-    optimizer_of,
     run_warmup,
     save_cached,
 )
@@ -175,14 +175,6 @@ def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
             raise checks.no_room(directory, error) from error
 
 
-def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str):
-    """(transformation, schedule) of 'warmup' or 'rl'."""
-    if phase == "warmup":
-        return optimizer_of(config)
-    o = config.optimizer
-    return make_optimizer(o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm)
-
-
 def _policy(state: TrainState) -> dict:
     """What a policy's log-probabilities follow from, as fields of a TrainState."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
@@ -267,7 +259,7 @@ class _Run:
                 self.display.note("there is no checkpoint to resume from: starting anew")
             if not self.config.warmup.steps:
                 return self._begin_rl(params, None)
-            return rt.new_state(params, optimizer_of(self.config)[0])
+            return rt.new_state(params, optimizer_of_phase(self.config, "warmup")[0])
         meta = self.checkpoints.read_meta(number)
         self.phase = meta["phase"]
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])

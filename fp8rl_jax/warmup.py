@@ -27,8 +27,9 @@ from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream, join, pad_responses
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
-from fp8rl_jax.learner import Batch, LossConfig, TrainState, make_optimizer
+from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.metrics import RunLogs, read_jsonl
+from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.progress import Display
 from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
 
@@ -47,15 +48,6 @@ _FIELDS = (
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health")
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
-
-
-def optimizer_of(config):
-    """The warm-up's optimiser and schedule."""
-    w = config.warmup
-    return make_optimizer(
-        w.learning_rate, w.warmup_steps, config.optimizer.b1, w.b2, w.weight_decay,
-        config.optimizer.clip_norm, w.steps if w.end_fraction < 1 else 0, w.end_fraction,
-    )  # fmt: skip
 
 
 def evaluation_steps(config) -> set[int]:
@@ -163,7 +155,7 @@ def run_warmup(
       NonFiniteError: loss or gradient is NaN or infinite.
     """
     config = runtime.config
-    optimizer, schedule = optimizer_of(config)
+    optimizer, schedule = optimizer_of_phase(config, "warmup")
     train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.warmup_recipe)
     stream = Stream(runtime.questions["warmup"], config.warmup.batch_size, config.run.seed)
     stream.position = int(state.data_state)

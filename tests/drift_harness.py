@@ -129,7 +129,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         model, rollout_recipe or recipe,
         rollout.SamplerConfig(
             case.new_tokens, case.group_size, EOS, PAD, case.top_k, case.top_p,
-            case.cache_slots, keep_logits=True,
+            case.cache_slots, taps=("logits",),
         ),
     )  # fmt: skip
     rng = np.random.default_rng(case.seed)
@@ -166,7 +166,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     return Result(
         rollout_logp=out.logprobs[mask],
         learner_logp=np.asarray(logp)[place][mask],
-        rollout_logits=out.logits[mask],
+        rollout_logits=out.taps["logits"][mask],
         learner_logits=logits[place][mask],
         mask=mask,
         checksum_ok=bool(metrics["checksum"] == checksum),

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from fp8rl_jax.config import load_config
-from fp8rl_jax.learner import LossConfig, make_optimizer
+from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.runtime import make_runtime, to_device
 
 

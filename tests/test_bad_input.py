@@ -24,6 +24,7 @@ from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.runtime import make_runtime
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -613,7 +614,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
     directory = train.open_run(config, resume=False)
-    optimizer, _ = train.optimizer_of_phase(config, "warmup")
+    optimizer, _ = optimizer_of_phase(config, "warmup")
     state = runtime.new_state(runtime.init_params(), optimizer)
     logs = RunLogs(directory, None)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)

@@ -16,9 +16,9 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
-    "checks", "config", "health", "metrics", "precision", "progress", "report", "sharding",
-    "summary",
-    "runtime", "evaluate", "warmup", "train", "inference", "bench", _PACKAGE,
+    "checks", "config", "health", "metrics", "optimizer", "precision", "progress", "report",
+    "sharding", "summary",
+    "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
@@ -37,6 +37,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "metrics": set(),
     "progress": set(),
+    "optimizer": set(),
     "sharding": set(),
     "summary": set(),
     "report": {"summary"},
@@ -45,7 +46,9 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "precision": {"models", "quant"},
     "checks": {"config", "envs", "models", "precision", "quant"},
     "recipe_show": {"quant"},
-    **dict.fromkeys(("runtime", "evaluate", "warmup", "train", "inference", "bench"), _PROGRAM),
+    **dict.fromkeys(
+        ("runtime", "evaluate", "warmup", "drift", "train", "inference", "bench"), _PROGRAM
+    ),
     "cli": _PROGRAM | {"recipe_show"},
     _PACKAGE: {"kernels"},
 }

@@ -17,7 +17,8 @@ import numpy as np
 
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.learner import Batch, LossConfig, make_optimizer
+from fp8rl_jax.learner import Batch, LossConfig
+from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.runtime import make_runtime, to_device
 

@@ -21,14 +21,18 @@ from fp8rl_jax.models.params import (
     weight_health,
     with_kv_scales,
 )
+from fp8rl_jax.models.taps import LAYER_TAPS, MODEL_TAPS, Swap
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
 
 __all__ = [
+    "LAYER_TAPS",
     "LINEAR_LAYERS",
+    "MODEL_TAPS",
     "REMAT",
     "ForwardOutput",
     "KVCache",
     "ModelConfig",
+    "Swap",
     "checksum",
     "forward",
     "head_logits",

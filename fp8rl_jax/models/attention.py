@@ -16,6 +16,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import StoredKV
 from fp8rl_jax.models.layers import RMSNorm, apply_rope, linear
+from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, quantize_kv
 from fp8rl_jax.quant.varying import share
 
@@ -57,6 +58,13 @@ def _dequantise(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     if scale is None:
         return x
     return x * (scale[..., None] if scale.ndim else scale)
+
+
+def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
+    """q, k or v (B, T, H, Dh) in the values that attention reads, float32."""
+    if name == "q" and not recipe.fp8_attention:
+        return x.astype(jnp.float32)
+    return _dequantise(*quantize_kv(x, recipe, (scales or {}).get(name)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,10 +134,16 @@ class Attention(nn.Module):
         q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
         k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
+        q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
+        q, k, v = (
+            tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
+            for name, y in (("q", q), ("k", k), ("v", v))
+        )
         if cache is None:
             out = self_attention(recipe, *share(q, k, v, positions, scales))
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             out = _attend(_query(q, recipe, scales), cache, positions, scales)
-        out = compute_value(out, recipe).reshape(batch, length, heads * dim)
+        out = tap(self, "attention", compute_value(out, recipe))
+        out = out.reshape(batch, length, heads * dim)
         return out, cache, {"q": q, "k": k, "v": v}

@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
+from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
 
 
@@ -54,17 +56,42 @@ def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[A
     return [inputs, replicate(kernel), bias]
 
 
-def linear(recipe: Recipe, features: int, name: str, init_scale: float = 1.0) -> nn.Dense:
-    """A bias-free `nn.Dense` under the recipe of the layer `name`; kernel (in, features).
+class Linear(nn.Dense):
+    """A bias-free `nn.Dense` that taps its input, as quantised, and its output."""
+
+    recipe: Recipe | None = None
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """(..., in) -> (..., features), both in the compute dtype."""
+        inputs = tap(self, "input", inputs, self._as_multiplied)
+        return tap(self, "output", super().__call__(inputs))
+
+    def _as_multiplied(self, x: jax.Array) -> jax.Array:
+        """Input (..., in) in the values that enter the product, float32."""
+        assert self.recipe is not None
+        operand = self.recipe.activation
+        if operand is None:
+            return x.astype(jnp.float32)
+        kernel: Any = self.get_variable("params", "kernel")
+        scaling = kernel.scaling if isinstance(kernel, BoundWeight) else None
+        rows = x.reshape(-1, x.shape[-1])
+        state = None if scaling is None else scaling.activation
+        return quantize_operand(rows, operand, state)[0].dequantize().reshape(x.shape)
+
+
+def linear(recipe: Recipe, features: int, name: str, init_scale: float = 1.0) -> Linear:
+    """A `Linear` under the recipe of the layer `name`; kernel (in, features).
 
     Initial standard deviation: init_scale / sqrt(in).
     """
-    return nn.Dense(
+    recipe = recipe.for_module(name)
+    return Linear(
         features,
         use_bias=False,
         kernel_init=nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal"),
-        dot_general=make_dot_general(recipe.for_module(name)),
+        dot_general=make_dot_general(recipe),
         promote_dtype=gather_kernel,
+        recipe=recipe,
         name=name,
     )
 
@@ -112,7 +139,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        return rms_norm(self.recipe, self.eps, *share(x, weight))
+        return tap(self, "output", rms_norm(self.recipe, self.eps, *share(x, weight)))
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:

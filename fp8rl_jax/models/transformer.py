@@ -7,6 +7,7 @@ and rotary tables are arguments; the new cache is part of the result.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import flax.linen as nn
 import flax.struct
@@ -18,6 +19,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
 from fp8rl_jax.models.layers import RMSNorm, gated_silu, linear, replicate, rope_tables
 from fp8rl_jax.models.logprobs import head_logits, output_head
+from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
@@ -43,7 +45,8 @@ class ForwardOutput:
       cache: the cache with the new keys and values, or None.
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
         collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
-        {'q' | 'k' | 'v': (L, B) float32}}.
+        {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
+        outside the layers}}.
     """
 
     logits: jax.Array | None
@@ -70,12 +73,14 @@ class DecoderLayer(nn.Module):
         )
         o = linear(recipe, config.hidden_size, "o_proj", residual_scale)(a)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
+        x = tap(self, "residual_attention", x)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
         gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
         up = linear(recipe, config.intermediate_size, "up_proj")(h2)
-        gated = gated_silu(recipe, gate, up)
+        gated = tap(self, "gated", gated_silu(recipe, gate, up))
         down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
+        x = tap(self, "residual_mlp", x)
         aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
         if self.collect_health and recipe.kv_quantized:
             names = "qkv" if recipe.fp8_attention else "kv"
@@ -116,7 +121,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
         table = replicate(self.param("embed_tokens", init, shape))
-        x = compute_value(_embed(table, tokens), recipe)
+        x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
         layer = DecoderLayer
         if self.remat == "full":
             layer = nn.remat(layer, prevent_cse=False)
@@ -125,7 +130,7 @@ class Transformer(nn.Module):
             name, span, run_recipe = run
             layers = nn.scan(
                 layer,
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
                 length=span.stop - span.start,
@@ -184,6 +189,8 @@ def forward(
     output: str = "logits",
     collect_health: bool = False,
     collect_amax: bool = False,
+    taps: Collection[str] = (),
+    swaps: dict[str, Swap] | None = None,
 ) -> ForwardOutput:
     """Runs the decoder on tokens (B, T).
 
@@ -205,6 +212,8 @@ def forward(
       collect_health: also count what the quantisation of K and V (and of q under FP8 attention)
         lost, per layer.
       collect_amax: also return the amax of q, k and v, per layer and sequence.
+      taps: names of intermediate values to return; see models/taps.py.
+      swaps: values that take the place of intermediate ones, by name.
 
     Returns:
       ForwardOutput.
@@ -229,8 +238,14 @@ def forward(
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
     module = Transformer(config, recipe, remat, collect_health, collect_amax)
-    out: tuple = module.apply({"params": params}, tokens, cache, scales, positions, cos, sin, valid)
-    hidden, cache, aux = out
+    runs = recipe.layer_segments(config.num_hidden_layers)
+    variables = {"params": params} | ({SWAPS: by_module(swaps, runs)} if swaps else {})
+    arguments = (tokens, cache, scales, positions, cos, sin, valid)
+    out: tuple = module.apply(variables, *arguments, mutable=[TAPS] if taps else [])
+    (hidden, cache, aux), collected = out
+    if taps:
+        values = by_name(collected[TAPS], [name for name, _, _ in runs])
+        aux["taps"] = {name: values[name] for name in taps if name in values}
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)

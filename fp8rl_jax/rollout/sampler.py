@@ -28,7 +28,9 @@ from fp8rl_jax.models import (
     output_head,
     scaled_logits,
 )
+from fp8rl_jax.models.taps import LOGITS
 from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rollout.recording import begin, write
 from fp8rl_jax.rollout.sampling import choose, sample_keys
 
 
@@ -44,7 +46,7 @@ class SamplerConfig:
       top_k: 0 for all tokens.
       top_p: 1.0 for all tokens.
       cache_slots: slots per sequence; 0 for prompt length + R.
-      keep_logits: also return every step's full-vocabulary logits (for drift tests).
+      taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
     """
 
     max_new_tokens: int
@@ -54,7 +56,7 @@ class SamplerConfig:
     top_k: int = 0
     top_p: float = 1.0
     cache_slots: int = 0
-    keep_logits: bool = False
+    taps: tuple[str, ...] = ()
 
 
 @flax.struct.dataclass
@@ -66,14 +68,15 @@ class Rollout:
       mask: (B, R) bool, True for response tokens, the end-of-sequence token included.
       logprobs: (B, R) float32, recorded at decode time; 0 where the mask is False.
       finished: (B,) bool, whether the response ended by itself; the others are truncated.
-      logits: (B, R, V) float32 when `keep_logits`, else None.
+      taps: {name: (L, B, Tp + R, ...), or (B, Tp + R, ...) outside the layers}, slot == position;
+        'logits': (B, R, V) float32. What the last token drawn would have given is not in it.
     """
 
     tokens: jax.Array
     mask: jax.Array
     logprobs: jax.Array
     finished: jax.Array
-    logits: jax.Array | None
+    taps: dict[str, jax.Array]
 
 
 @flax.struct.dataclass
@@ -131,23 +134,26 @@ def make_sampler(
             return token, logprobs_of_logits(scaled, token)[0], logits
 
         def record(rollout, index, done, token, logp, logits):
-            kept = {}
-            if sampler.keep_logits:
-                kept = {"logits": rollout.logits.at[:, index].set(logits)}
+            taps = rollout.taps
+            if LOGITS in taps:
+                taps = taps | {LOGITS: taps[LOGITS].at[:, index].set(logits)}
             return dataclasses.replace(
                 rollout,
                 tokens=rollout.tokens.at[:, index].set(jnp.where(done, sampler.pad_id, token)),
                 mask=rollout.mask.at[:, index].set(~done),
                 logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
                 finished=rollout.finished | (~done & (token == sampler.eos_id)),
-                **kept,
+                taps=taps,
             )
 
         cache = init_cache(model, recipe, prompts.shape[0], prompt_slots)
         prefill = forward(
             weights, prompts, model, recipe,
-            cache=cache, kv_scales=kv_scales, rope=rope, output="hidden",
+            cache=cache, kv_scales=kv_scales, rope=rope, output="hidden", taps=sampler.taps,
         )  # fmt: skip
+        taps = begin(prefill.aux.get("taps", {}), sampler.group_size, prompt_slots + slots_new)
+        if LOGITS in sampler.taps:
+            taps[LOGITS] = jnp.zeros((batch, slots_new, model.vocab_size))
         last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         assert prefill.cache is not None
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
@@ -157,7 +163,7 @@ def make_sampler(
             mask=jnp.zeros(shape, bool),
             logprobs=jnp.zeros(shape, jnp.float32),
             finished=jnp.zeros((batch,), bool),
-            logits=jnp.zeros((*shape, model.vocab_size)) if sampler.keep_logits else None,
+            taps=taps,
         )
         zero = jnp.int32(0)
         drawn = draw(jnp.repeat(last, sampler.group_size, axis=0), zero)
@@ -173,11 +179,14 @@ def make_sampler(
             out = forward(
                 weights, state.token[:, None], model, recipe,
                 positions=(start + state.index)[:, None], cache=state.cache,
-                kv_scales=kv_scales, rope=rope, output="hidden",
+                kv_scales=kv_scales, rope=rope, output="hidden", taps=sampler.taps,
             )  # fmt: skip
             index = state.index + 1
             drawn = draw(out.hidden[:, 0], index)
             rollout = record(state.rollout, index, state.done, *drawn)
+            if "taps" in out.aux:
+                taps = rollout.taps | write(rollout.taps, out.aux["taps"], start + state.index)
+                rollout = dataclasses.replace(rollout, taps=taps)
             done = state.done | rollout.finished | (index + 1 >= limits)
             assert out.cache is not None
             return _LoopState(index, drawn[0], done, out.cache, rollout)

@@ -105,11 +105,11 @@ def test_group_equals_repeated_prompts(weights, rope):
 
 def test_greedy_takes_the_most_likely(weights, rope):
     """Temperature 0: all samples of a group agree, and no log-probability is beaten."""
-    out = _run(_sampler(4, keep_logits=True), weights, rope, [6, 2], 4, temperature=0.0)
+    out = _run(_sampler(4, taps=("logits",)), weights, rope, [6, 2], 4, temperature=0.0)
     assert (out.tokens[0:4] == out.tokens[0]).all()
-    best = out.logits.argmax(-1)
+    best = out.taps["logits"].argmax(-1)
     np.testing.assert_array_equal(out.tokens[out.mask], best[out.mask])
-    logits = out.logits[out.mask].astype(np.float64)
+    logits = out.taps["logits"][out.mask].astype(np.float64)
     logits -= logits.max(1, keepdims=True)
     expected = -np.log(np.exp(logits).sum(1))
     np.testing.assert_allclose(out.logprobs[out.mask], expected, atol=1e-5)
@@ -149,5 +149,5 @@ def test_top_k_and_top_p():
 
 def test_recorded_value_is_over_the_full_vocabulary(weights, rope):
     """top-k = 1 draws the most likely token; its recorded log-probability is not 0."""
-    out = _run(_sampler(1, top_k=1, keep_logits=True), weights, rope, [6], 1)
+    out = _run(_sampler(1, top_k=1, taps=("logits",)), weights, rope, [6], 1)
     assert (out.logprobs[out.mask] < -0.1).all()

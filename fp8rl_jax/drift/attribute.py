@@ -1,0 +1,289 @@
+"""From log-probabilities that differ to the operation that makes them differ.
+
+1. The run's own sampler and train step give the headline: they are compared as they are.
+2. The same programs with every intermediate value tapped are compared value by value, in the order
+   of computation. The **first** value whose bits differ is where the programs part. A tapped
+   program may compile differently: where it no longer gives the log-probabilities of the untapped
+   one, bit for bit, the values are tapped in halves, and halves of halves, until it does.
+3. The rollout's values are put into the learner, to see which operations give other results from
+   equal inputs, how much drift each of them adds, and how much is left when one layer is swapped.
+4. Weights, recipes and the definition of the log-probability are compared on their own: they are
+   causes that no single operation shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from fp8rl_jax.drift import compare
+from fp8rl_jax.drift.explain import Evidence, explain
+from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
+from fp8rl_jax.drift.programs import Programs, Taps
+from fp8rl_jax.learner import Batch
+from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS
+from fp8rl_jax.quant import BoundWeight, QArray
+from fp8rl_jax.rollout import Rollout
+
+# Relative difference below which a value that was swapped in and requantised counts as equal.
+_NOISE = 1e-6
+
+
+@dataclasses.dataclass
+class _Observed:
+    """What the tapped programs showed: comparisons, and the rollout's own values of the layers."""
+
+    rows: list[dict]
+    logits: dict | None
+    rollout: Taps
+    unobservable: list[str]
+    pieces: int
+
+
+def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None) -> dict:
+    """Everything that `fp8rl drift` reports, as a dict that `json.dumps` accepts.
+
+    Args:
+      programs: the two sides.
+      note: told what is being done, a line at a time.
+    """
+    runtime = programs.runtime
+    note("sampling, and one train step on the samples")
+    rollout, prompts, lengths = programs.rollout()
+    batch = programs.batch(rollout, prompts, lengths)
+    logp, _ = programs.learner(batch)
+    mask = np.asarray(rollout.mask)
+    d = np.asarray(logp, np.float64) - rollout.logprobs
+    result = {
+        "headline": compare.headline(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
+        "by_slot": compare.by_slot(d, mask),
+        "by_length": compare.by_length(d, mask, batch.prompt_lengths),
+        "by_row": compare.by_row(d, mask),
+        "worst": _worst_tokens(programs, batch, rollout, d),
+    }
+    note("comparing intermediate values")
+    seen = _observe(programs, rollout, batch, logp, note)
+    result |= {
+        "operations": seen.rows,
+        "first": next((row for row in seen.rows if row["differ"]), None),
+        "logits": seen.logits,
+        "unobservable": seen.unobservable,
+        "tapped_programs": seen.pieces,
+        "weights": compare_weights(programs.weights, programs.learner_weights()),
+    }
+    drifts = bool(compare.bits_differ(logp, rollout.logprobs)[mask].any())
+    if drifts and seen.rollout:
+        note("swapping the rollout's values into the learner, one operation at a time")
+        result |= _contributions(programs, batch, rollout, seen)
+    evidence = Evidence(
+        rollout_recipe=runtime.rollout_recipe,
+        learner_recipe=runtime.learner_recipe,
+        layers=runtime.model.num_hidden_layers,
+        drifts=drifts,
+        result=result,
+        alternatives=_alternatives(programs, rollout, logp, seen) if drifts else {},
+    )
+    return {"verdict": explain(evidence)} | result
+
+
+def _worst_tokens(programs: Programs, batch: Batch, rollout: Rollout, d: np.ndarray) -> list[dict]:
+    tokenizer, worst = programs.runtime.tokenizer, []
+    for row, slot in compare.worst_tokens(d, np.asarray(rollout.mask)):
+        position = int(batch.prompt_lengths[row]) + slot
+        worst.append(
+            {
+                "row": row,
+                "slot": slot,
+                "difference": float(d[row, slot]),
+                "rollout_logp": float(rollout.logprobs[row, slot]),
+                "token": tokenizer.decode([int(rollout.tokens[row, slot])]),
+                "before": tokenizer.decode(batch.tokens[row, :position].tolist())[-40:],
+            }
+        )
+    return worst
+
+
+def _observe(programs, rollout: Rollout, batch: Batch, logp: np.ndarray, note) -> _Observed:
+    """Taps everything; in parts where tapping all at once changes the log-probabilities."""
+    mask = np.asarray(rollout.mask)
+    seen = _Observed([], None, {}, [], 0)
+    pending: list[Sequence[str]] = [ORDER]
+    while pending:
+        names = pending.pop(0)
+        tapped, _, _ = programs.rollout(names)
+        learner_logp, learner_taps = programs.learner(batch, names)
+        seen.pieces += 1
+        same = np.array_equal(tapped.tokens, rollout.tokens) and not (
+            compare.bits_differ(tapped.logprobs, rollout.logprobs).any()
+            or compare.bits_differ(learner_logp, logp)[mask].any()
+        )
+        if not same and len(names) > 1:
+            note(f"tapping {len(names)} values changes the log-probabilities: tapping half of them")
+            half = len(names) // 2
+            pending = [names[:half], names[half:], *pending]
+        elif not same:
+            seen.unobservable += names
+        else:
+            _add(seen, tapped.taps, learner_taps, batch, mask)
+    order = {name: index for index, name in enumerate(ORDER)}
+    layers = programs.runtime.model.num_hidden_layers
+
+    def place(row: dict) -> tuple[int, int]:
+        layer = row["layer"]
+        if layer is None:
+            layer = -1 if row["op"] == MODEL_TAPS[0] else layers
+        return layer, order[row["op"]]
+
+    seen.rows.sort(key=place)
+    return seen
+
+
+def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Batch, mask: np.ndarray) -> None:
+    slots = batch.tokens.shape[1]
+    valid = compare.valid_positions(batch.prompt_lengths, mask, slots)
+    for name in rollout:
+        if name == LOGITS:
+            seen.logits = compare.compare_logits(rollout[name], learner[name], mask)
+            continue
+        seen.rows += compare.compare_taps(name, rollout[name], learner[name], valid)
+        if name in LAYER_TAPS:
+            seen.rollout[name] = rollout[name]
+
+
+def _contributions(programs: Programs, batch: Batch, rollout: Rollout, seen: _Observed) -> dict:
+    """What each operation and each layer adds to mean |dlogp|.
+
+    An operation's `local` difference is that of its output when its inputs are the rollout's, in
+    every layer: 0 for all that are not at fault. What it `adds` is the drift that is left with the
+    rollout's values of its inputs, less what is left with those of its output too.
+    """
+    mask = np.asarray(rollout.mask)
+    layers = programs.runtime.model.num_hidden_layers
+    names = [name for name in LAYER_TAPS if name in seen.rollout]
+    swapped = programs.swapper(batch, {name: seen.rollout[name] for name in names})
+    every = np.ones(layers, bool)
+
+    def left(chosen: dict[str, np.ndarray]) -> float:
+        d = swapped(chosen)[0].astype(np.float64) - rollout.logprobs
+        return float(np.abs(d[mask]).mean())
+
+    def everywhere(*operations: str) -> dict[str, np.ndarray]:
+        return {name: every for name in operations if name in seen.rollout}
+
+    own = jax.device_get(swapped(everywhere(*names))[1])
+    valid = compare.valid_positions(batch.prompt_lengths, mask, batch.tokens.shape[1])
+    found = []
+    for name in names:
+        local = compare.compare_taps(name, seen.rollout[name], own[name], valid)
+        sizes = [row.get("relative") or 0.0 for row in local]
+        if name in CUTS or max(sizes) < _NOISE:
+            continue
+        inputs = OPERATIONS[name].inputs
+        with_inputs = left(everywhere(*inputs))
+        found.append(
+            {
+                "op": name,
+                "local": max(sizes),
+                "layers": [layer for layer, size in enumerate(sizes) if size >= _NOISE],
+                "adds": with_inputs - left(everywhere(*inputs, name)),
+            }
+        )
+    free = [name for name in names if name not in CUTS]
+    return {
+        "drift_without_swaps": left({}),
+        "by_operation": sorted(found, key=lambda row: -row["adds"]),
+        "by_layer": [
+            {"layer": i, "left": left(dict.fromkeys(free, np.arange(layers) == i))}
+            for i in range(layers)
+        ],
+    }
+
+
+def compare_weights(rollout: dict, learner: dict) -> dict:
+    """Leaves of two weight trees: how many there are and the names of those that differ.
+
+    Where the two sides store a leaf differently (FP8 against bf16), the dequantised values are
+    compared; where the trees are cut into different runs of layers, nothing is (comparable: False).
+    """
+    one, other = (_leaves(tree) for tree in (rollout, learner))
+    if set(one) != set(other):
+        return {"comparable": False, "leaves": len(other), "differing": []}
+    differing = []
+    for name, leaf in one.items():
+        pair = [leaf, other[name]]
+        if type(leaf) is type(other[name]) and isinstance(leaf, QArray):
+            pair = [np.asarray(x.qvalue).view(np.uint8) for x in pair] + [
+                np.asarray(x.scale) for x in pair
+            ]
+            differ = not (np.array_equal(*pair[:2]) and np.array_equal(*pair[2:]))
+        else:
+            values = (x.dequantize() if isinstance(x, QArray) else x for x in pair)
+            differ = bool(compare.bits_differ(*(np.asarray(x, np.float32) for x in values)).any())
+        if differ:
+            differing.append(name)
+    return {"comparable": True, "leaves": len(other), "differing": differing}
+
+
+def _leaves(tree: dict) -> dict:
+    found = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, QArray | BoundWeight)
+    )
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path): (
+            leaf.value if isinstance(leaf, BoundWeight) else leaf
+        )
+        for path, leaf in found
+    }
+
+
+def _alternatives(programs, rollout: Rollout, logp: np.ndarray, seen: _Observed) -> dict:
+    """Which definition of the log-probability each side follows, if its logits tell.
+
+    Returns:
+      {'rollout' | 'learner': one of 'full vocabulary', 'without temperature', 'renormalised', or
+      'another'}; {} where the logits were not seen or differ.
+    """
+    if seen.logits is None or seen.logits["differ"]:
+        return {}
+    logits = programs.rollout((LOGITS,))[0].taps[LOGITS]
+    mask, config = np.asarray(rollout.mask), programs.runtime.config.rollout
+    rows, targets = logits[mask].astype(np.float64), rollout.tokens[mask]
+    definitions = {
+        "full vocabulary": _logprob(rows / config.temperature, targets),
+        "without temperature": _logprob(rows, targets),
+        "renormalised": _logprob(
+            _truncate(rows / config.temperature, config.top_k, config.top_p), targets
+        ),
+    }
+
+    def follows(values: np.ndarray) -> str:
+        for name, expected in definitions.items():
+            if np.abs(values[mask] - expected).max() < 1e-4:
+                return name
+        return "another"
+
+    return {"rollout": follows(rollout.logprobs), "learner": follows(logp)}
+
+
+def _logprob(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    rows = rows - rows.max(1, keepdims=True)
+    chosen = np.take_along_axis(rows, targets[:, None], 1)[:, 0]
+    return chosen - np.log(np.exp(rows).sum(1))
+
+
+def _truncate(rows: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Logits with all but the nucleus at -inf (Holtzman et al., arXiv:1904.09751)."""
+    order = np.argsort(-rows, axis=1)
+    ranked = np.take_along_axis(rows, order, 1)
+    keep = np.ones_like(ranked, bool)
+    if top_k:
+        keep[:, top_k:] = False
+    share = np.where(keep, np.exp(ranked - ranked[:, :1]), 0.0)
+    share /= share.sum(1, keepdims=True)
+    keep &= np.cumsum(share, 1) - share < top_p
+    kept = np.zeros_like(keep)
+    np.put_along_axis(kept, order, keep, 1)
+    return np.where(kept, rows, -np.inf)

@@ -1,0 +1,133 @@
+"""Comparing what two programs computed: arrays on the host, bit by bit. Numpy only.
+
+Nothing is rounded or clamped on the way; two values are equal when their float32 bits are, so NaN
+equals NaN and 0.0 differs from -0.0.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from fp8rl_jax.models.taps import MODEL_TAPS
+from fp8rl_jax.rl import mismatch_metrics
+
+_WORST = 12
+
+
+def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Where two arrays differ, as float32 bits; integers as they are."""
+    if np.issubdtype(np.asarray(one).dtype, np.integer):
+        return one != other
+    one, other = (np.ascontiguousarray(x, np.float32).view(np.int32) for x in (one, other))
+    return one != other
+
+
+def headline(
+    learner: np.ndarray, rollout: np.ndarray, mask: np.ndarray, tis_cap: float
+) -> dict[str, float]:
+    """`mismatch_metrics` of log-probabilities (B, R)."""
+    return mismatch_metrics(learner, rollout, mask, tis_cap)
+
+
+def by_slot(d: np.ndarray, mask: np.ndarray) -> list[dict]:
+    """|dlogp| per response slot of (B, R): slot, tokens, mean, max."""
+    return [
+        {"slot": slot, **_spread(d[mask[:, slot], slot])}
+        for slot in range(mask.shape[1])
+        if mask[:, slot].any()
+    ]
+
+
+def by_row(d: np.ndarray, mask: np.ndarray) -> list[dict]:
+    """|dlogp| per row of the batch: row, tokens, mean, max."""
+    return [
+        {"row": row, **_spread(d[row, mask[row]])} for row in range(len(mask)) if mask[row].any()
+    ]
+
+
+def by_length(d: np.ndarray, mask: np.ndarray, prompt_lengths: np.ndarray) -> list[dict]:
+    """|dlogp| by the length of prompt and response together, in up to eight equal ranges."""
+    lengths = prompt_lengths + mask.sum(1)
+    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, 9).astype(int))
+    found = []
+    for low, high in itertools.pairwise(edges):
+        rows = (lengths >= low) & (lengths < high)
+        if mask[rows].any():
+            found.append({"from": int(low), "to": int(high - 1), **_spread(d[rows][mask[rows]])})
+    return found
+
+
+def _spread(d: np.ndarray) -> dict[str, float]:
+    d = np.abs(d)
+    return {"tokens": int(d.size), "mean": float(d.mean()), "max": float(d.max())}
+
+
+def worst_tokens(d: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
+    """(row, slot) of the largest |dlogp| above 0, largest first."""
+    size = np.where(mask, np.abs(d), 0.0)
+    order = np.argsort(-size, axis=None, kind="stable")[:_WORST]
+    places = [tuple(int(i) for i in np.unravel_index(n, size.shape)) for n in order]
+    return [(row, slot) for row, slot in places if size[row, slot] > 0 or np.isnan(d[row, slot])]
+
+
+def valid_positions(prompt_lengths: np.ndarray, mask: np.ndarray, slots: int) -> np.ndarray:
+    """(B, slots): tokens that both programs ran. The last token drawn was never fed back."""
+    fed = prompt_lengths + mask.sum(1) - 1
+    return np.arange(slots)[None] < fed[:, None]
+
+
+def compare_taps(
+    name: str, rollout: np.ndarray, learner: np.ndarray, valid: np.ndarray
+) -> list[dict]:
+    """How a tapped value differs, a row for each layer that holds it.
+
+    Args:
+      name: of models/taps.py.
+      rollout, learner: (L, B, T, ...), or (B, T, ...) outside the layers.
+      valid: (B, T), of `valid_positions`.
+
+    Returns:
+      Dicts of op, layer (None outside), share of elements whose bits differ, max and rms of the
+      difference relative to the rms of the learner's values, and which sides hold values that
+      bf16 cannot (float32_only: 'rollout', 'learner', 'both' or None).
+    """
+    slots = valid.shape[1]
+    if name in MODEL_TAPS:
+        rollout, learner = rollout[None], learner[None]
+    rows = []
+    for layer, (one, other) in enumerate(zip(rollout, learner, strict=True)):
+        one, other = (np.asarray(x[:, :slots][valid], np.float32) for x in (one, other))
+        differ = bits_differ(one, other)
+        row: dict = {
+            "op": name,
+            "layer": None if name in MODEL_TAPS else layer,
+            "differ": float(differ.mean()),
+        }
+        if differ.any():
+            gap = np.abs(one.astype(np.float64) - other)
+            scale = np.sqrt(np.mean(np.square(other.astype(np.float64))))
+            row |= {
+                "max": float(gap.max()),
+                "relative": float(np.sqrt(np.mean(gap**2)) / scale) if scale else None,
+                "float32_only": _float32_only(one, other),
+            }
+        rows.append(row)
+    return rows
+
+
+def _float32_only(rollout: np.ndarray, learner: np.ndarray) -> str | None:
+    beyond = [
+        side
+        for side, x in (("rollout", rollout), ("learner", learner))
+        if (np.ascontiguousarray(x).view(np.uint32) & 0xFFFF).any()
+    ]
+    return "both" if len(beyond) == 2 else beyond[0] if beyond else None
+
+
+def compare_logits(rollout: np.ndarray, learner: np.ndarray, mask: np.ndarray) -> dict:
+    """Full-vocabulary logits (B, R, V) at response tokens: share that differs, and the maximum."""
+    one, other = rollout[mask], learner[mask]
+    gap = np.abs(one.astype(np.float64) - other)
+    return {"differ": float(bits_differ(one, other).mean()), "max": float(gap.max())}

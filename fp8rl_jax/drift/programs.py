@@ -1,0 +1,124 @@
+"""The two programs that a drift analysis compares, with or without taps.
+
+They are the run's own: its sampler, its train step, its refit, over its mesh. With taps they return
+intermediate values as well, and may then compile to other bits; `attribute` checks that they do
+not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.envs import Question
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.learner import Batch, LossConfig, TrainState, response_logprobs
+from fp8rl_jax.models import Swap
+from fp8rl_jax.optimizer import optimizer_of_phase
+from fp8rl_jax.rollout import Rollout, make_refit
+from fp8rl_jax.runtime import Runtime, to_device
+
+Taps = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Programs:
+    """Sampler and learner of a run at one state, on the same questions.
+
+    Attributes:
+      runtime: the run.
+      state: what the learner holds.
+      weights: what the sampler holds.
+      questions: one prompt each; a multiple of the devices that share a batch.
+      key: of the rollout.
+    """
+
+    runtime: Runtime
+    state: TrainState
+    weights: dict
+    questions: list[Question]
+    key: jax.Array
+
+    @property
+    def group_size(self) -> int:
+        """Samples per question."""
+        return self.runtime.config.rollout.group_size
+
+    def rollout(self, taps: Sequence[str] = ()) -> tuple[Rollout, np.ndarray, np.ndarray]:
+        """Samples: the rollout on the host, prompt tokens (P, Tp) and lengths (P,)."""
+        rt, config = self.runtime, self.runtime.config.rollout
+        sampler = rt.sampler
+        if taps:
+            sampler = rt.make_sampler(config.group_size, config.top_k, config.top_p, tuple(taps))
+        return rt.generate(sampler, self.weights, self.questions, self.key, self._temperature())
+
+    def _temperature(self) -> np.ndarray:
+        rows = len(self.questions) * self.group_size
+        return np.full(rows, self.runtime.config.rollout.temperature, np.float32)
+
+    def batch(self, rollout: Rollout, prompts: np.ndarray, lengths: np.ndarray) -> Batch:
+        """The rollout as the learner takes it; every other response with a negative advantage."""
+        rows = rollout.tokens.shape[0]
+        advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
+        temperature = self._temperature()
+        return self.runtime.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+
+    def learner(self, batch: Batch, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
+        """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
+        rt = self.runtime
+        optimizer, _ = optimizer_of_phase(rt.config, "rl")
+        state = rt.new_state(self.state.params, optimizer, self.state.scaling_state)
+        state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
+        loss = LossConfig("grpo", rt.config.algo.clip_low, rt.config.algo.clip_high)
+        step = rt.train_step(
+            optimizer, loss, rt.config.learner.micro_batches, taps=tuple(taps), donate=False
+        )
+        _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
+        return np.asarray(logp), jax.device_get(metrics.get("taps", {}))
+
+    def learner_weights(self) -> dict:
+        """What the learner's forward pass multiplies by: its own refit."""
+        refit = make_refit(self.runtime.learner_recipe)
+        state = self.state
+        return refit(state.params, state.scaling_state, state.kv_scales)[0]
+
+    def swapper(self, batch: Batch, taps: Taps):
+        """The learner with values of the rollout in place of its own.
+
+        Args:
+          batch: the sequences.
+          taps: {name of LAYER_TAPS: (L, B, T, ...)}, of the rollout.
+
+        Returns:
+          ``swapped(chosen) -> (logp (B, R), {name: (L, B, T, ...)})``, chosen being {name: (L,)
+          bool}; what is not named keeps its own value. The values returned are the learner's own,
+          before they are swapped. One program, forward only: its log-probabilities are to be
+          compared with each other.
+        """
+        rt = self.runtime
+        recipe, layers, rope = rt.learner_recipe, rt.model.num_hidden_layers, rt.rope
+        weights, kv_scales = self.learner_weights(), self.state.kv_scales
+        names, nowhere = tuple(taps), np.zeros(layers, bool)
+        values = {name: jnp.asarray(value) for name, value in taps.items()}
+        batch = to_device(batch, rt)
+
+        @exact_jit
+        def score(weights, kv_scales, batch, rope, swaps):
+            logp, _, aux = response_logprobs(
+                weights, batch, rt.model, recipe, rope, "none", kv_scales, taps=names, swaps=swaps
+            )
+            return logp, aux["taps"]
+
+        def swapped(chosen: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, jax.Array]]:
+            swaps = {
+                name: Swap(jnp.asarray(chosen.get(name, nowhere)), value)
+                for name, value in values.items()
+            }
+            logp, own = score(weights, kv_scales, batch, rope, swaps)
+            return np.asarray(logp), own
+
+        return swapped

@@ -1,0 +1,114 @@
+"""Named intermediate values of the forward pass: read by `fp8rl drift`, or swapped for others.
+
+A module names a value by passing it through `tap`. In an ordinary forward pass that does nothing
+at all: the program is the one without taps. With ``forward(..., taps=...)`` the values come back,
+stacked over layers, and with ``swaps=...`` chosen values are replaced by given ones before the rest
+of the pass reads them.
+
+A name is the module's path inside its layer and the value: ``self_attn/q_proj/output``. The values
+outside the layers are ``embed`` and ``norm/output``. `LAYER_TAPS` has all names of a layer in the
+order in which they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
+
+
+@flax.struct.dataclass
+class Swap:
+    """Values that take the place of a tapped one.
+
+    Attributes:
+      chosen: () bool, or (L,) for a value of the layers: where to swap.
+      value: as the tap gives it, (L, B, T, ...) or (B, T, ...).
+    """
+
+    chosen: jax.Array
+    value: jax.Array
+
+
+def tap(
+    module: nn.Module,
+    name: str,
+    value: jax.Array,
+    view: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """Returns `value`, or what is given in its place; records `value` if this pass records.
+
+    Args:
+      module: in whose `__call__` this stands.
+      name: of the value.
+      value: (B, T, ...).
+      view: what to record of it, shaped likewise: the value after quantisation, say.
+    """
+    if module.is_mutable_collection(TAPS):
+        module.sow(TAPS, name, view(value) if view else value, _last, lambda: None)
+    if module.has_variable(SWAPS, name):
+        swap: Swap = module.get_variable(SWAPS, name)
+        value = jnp.where(swap.chosen, swap.value.astype(value.dtype), value)
+    return value
+
+
+def _last(_, new):
+    return new
+
+
+def by_name(collected: dict, runs: Iterable[str]) -> dict[str, jax.Array]:
+    """{name: value} of a Flax collection, the runs of layers joined along their first axis."""
+    flat = {"/".join(path): value for path, value in traverse_util.flatten_dict(collected).items()}
+    runs = list(runs)
+    found: dict[str, list[jax.Array]] = {}
+    for run in runs:
+        for path, value in flat.items():
+            if path.startswith(run + "/"):
+                found.setdefault(path.removeprefix(run + "/"), []).append(value)
+    values = {name: jnp.concatenate(parts) for name, parts in found.items()}
+    outside = {p: v for p, v in flat.items() if not any(p.startswith(run + "/") for run in runs)}
+    return values | outside
+
+
+def by_module(swaps: dict[str, Swap], runs: Iterable[tuple[str, slice, Any]]) -> dict:
+    """The Flax collection that holds `swaps`: the inverse of `by_name`."""
+    flat = {}
+    for name, swap in swaps.items():
+        if name in MODEL_TAPS:
+            flat[tuple(name.split("/"))] = swap
+            continue
+        for run, span, _ in runs:
+            part = jax.tree.map(lambda x, span=span: x[span], swap)
+            flat[(run, *name.split("/"))] = part
+    return traverse_util.unflatten_dict(flat)
+
+
+_ATTENTION = tuple(
+    f"self_attn/{name}"
+    for name in (
+        "q_proj/input", "q_proj/output", "k_proj/input", "k_proj/output",
+        "v_proj/input", "v_proj/output", "q_norm/output", "k_norm/output",
+        "q_rope", "k_rope", "q_read", "k_read", "v_read", "attention",
+    )
+)  # fmt: skip
+LAYER_TAPS = (
+    "input_layernorm/output", *_ATTENTION, "o_proj/input", "o_proj/output", "residual_attention",
+    "post_attention_layernorm/output", "gate_proj/input", "gate_proj/output", "up_proj/input",
+    "up_proj/output", "gated", "down_proj/input", "down_proj/output", "residual_mlp",
+)  # fmt: skip
+MODEL_TAPS = ("embed", "norm/output")
+# Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
+# float32 at the response's slots.
+LOGITS = "logits"
+
+
+def batch_axis(name: str) -> int:
+    """Axis of a recorded value that runs over the batch; values of the layers have L in front."""
+    return 0 if name in (*MODEL_TAPS, LOGITS) else 1

@@ -1,0 +1,60 @@
+"""AdamW as the run uses it, in its two phases."""
+
+from __future__ import annotations
+
+import ml_collections
+import optax
+
+
+def make_optimizer(
+    learning_rate: float,
+    warmup_steps: int,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    clip_norm: float,
+    decay_steps: int = 0,
+    end_fraction: float = 1.0,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
+
+    Args:
+      learning_rate: the peak.
+      warmup_steps: updates of linear warm-up from 0.
+      b1, b2, weight_decay: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
+      clip_norm: largest global norm of the gradient.
+      decay_steps: total updates of a cosine to `end_fraction` of the peak; 0 for a constant.
+      end_fraction: see decay_steps.
+
+    Returns:
+      The transformation and its schedule (update -> learning rate).
+    """
+    if decay_steps:
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
+        )
+    elif warmup_steps:
+        schedule = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    else:
+        schedule = optax.constant_schedule(learning_rate)
+    transform = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    )
+    return transform, schedule
+
+
+def optimizer_of_phase(
+    config: ml_collections.ConfigDict, phase: str
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """(transformation, schedule) of 'warmup' or 'rl'."""
+    o = config.optimizer
+    if phase == "rl":
+        return make_optimizer(
+            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm
+        )
+    w = config.warmup
+    return make_optimizer(
+        w.learning_rate, w.warmup_steps, o.b1, w.b2, w.weight_decay, o.clip_norm,
+        w.steps if w.end_fraction < 1 else 0, w.end_fraction,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Faults that make rollout and learner differ, planted on one side while it is traced.
+
+Each is what someone once got wrong in a real system. `python tests/drift/faults.py` prints what the
+analysis says of every one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax import learner as learner_module
+from fp8rl_jax import models
+from fp8rl_jax.config import load_config
+from fp8rl_jax.drift import Programs, analyse
+from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.models import attention, layers, transformer
+from fp8rl_jax.optimizer import optimizer_of_phase
+from fp8rl_jax.quant import Recipe, compute_value, dot_general
+from fp8rl_jax.rollout import sampler
+from fp8rl_jax.rollout.sampling import mask_top_p
+from fp8rl_jax.runtime import make_runtime
+
+Patch = Callable[[], contextlib.AbstractContextManager]
+_CONFIG = pathlib.Path(__file__).resolve().parents[1] / "tiny_config.py"
+_F32 = ("precision.rollout=f32", "precision.learner=f32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is planted, and what the verdict must hold.
+
+    Attributes:
+      config: overrides of tests/tiny_config.py.
+      rollout, learner: patches that hold while that side is traced.
+      stale: the rollout keeps its weights through one update.
+      culprit, layer: of the verdict.
+      words: that its sentence or advice must contain.
+      may_vanish: the fault may leave the bits as they are on some platforms, which the verdict
+        must then say.
+    """
+
+    config: tuple[str, ...] = ()
+    rollout: Patch = contextlib.nullcontext
+    learner: Patch = contextlib.nullcontext
+    stale: bool = False
+    culprit: str = ""
+    layer: int | None = None
+    words: tuple[str, ...] = ()
+    may_vanish: bool = False
+
+
+@dataclasses.dataclass
+class _Planted(Programs):
+    fault: Fault = dataclasses.field(default_factory=Fault)
+
+    def rollout(self, *args):
+        with self.fault.rollout():
+            return super().rollout(*args)
+
+    def learner(self, *args):
+        with self.fault.learner():
+            return super().learner(*args)
+
+    def swapper(self, *args):
+        swapped = super().swapper(*args)
+
+        def patched(chosen):
+            with self.fault.learner():
+                return swapped(chosen)
+
+        return patched
+
+
+def _no_round_trip(x, recipe: Recipe, scale=None):
+    return compute_value(x, recipe), jnp.ones(x.shape[:-1])
+
+
+class _OneOddNorm(layers.RMSNorm):
+    """The norm after attention divides by a square root; the others are as they should be."""
+
+    @nn.compact
+    def __call__(self, x):
+        weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
+        if self.name != "post_attention_layernorm":
+            y = layers.rms_norm(self.recipe, self.eps, x, weight)
+        else:
+            x = x.astype(jnp.float32)
+            root = jnp.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
+            y = compute_value(x * (1 / root) * weight, self.recipe)
+        return layers.tap(self, "output", y)
+
+
+def _unrounded(x, recipe: Recipe):
+    return x.astype(jnp.float32)
+
+
+@contextlib.contextmanager
+def _no_rounding():
+    with (
+        mock.patch.object(layers, "compute_value", _unrounded),
+        mock.patch.object(dot_general, "compute_value", _unrounded),
+    ):
+        yield
+
+
+def _constant_tables(params, tokens, config, recipe, **options):
+    """The forward pass with rotary tables that it computes itself."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half) / half)
+    angle = jnp.arange(tokens.shape[1])[:, None] * frequency
+    return models.forward(
+        params, tokens, config, recipe, **{**options, "rope": (jnp.cos(angle), jnp.sin(angle))}
+    )
+
+
+def _renormalised(scaled, targets):
+    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), targets)
+
+
+def first_layer_in_bf16() -> Recipe:
+    """The default recipe with its first layer in bf16."""
+    return Recipe("first_layer_in_bf16", first_layers=1)
+
+
+def _patch(target, name: str, value) -> Patch:
+    return lambda: mock.patch.object(target, name, value)
+
+
+FAULTS = {
+    "bf16 learner": Fault(
+        ("precision.learner=bf16",), culprit="recipe",
+        words=("fp8_blockwise", "bf16", "not quantised"),
+    ),
+    "no KV round trip": Fault(
+        learner=_patch(attention, "quantize_kv", _no_round_trip),
+        culprit="self_attn/k_read", layer=0, words=("KV cache", "quantize_kv"),
+    ),
+    "stale weights": Fault(
+        ("optimizer.warmup_steps=0",), stale=True, culprit="weights", words=("stale", "refit"),
+    ),
+    "temperature forgotten": Fault(
+        ("rollout.temperature=0.7",),
+        learner=_patch(models.logprobs, "inverse_temperature", jnp.ones_like),
+        culprit="logprob", words=("the learner leaves the temperature out",),
+    ),
+    "top-p renormalised": Fault(
+        ("rollout.top_p=0.8",),
+        rollout=_patch(sampler, "logprobs_of_logits", _renormalised),
+        culprit="logprob", words=("the rollout renormalises",),
+    ),
+    "per-tensor activations": Fault(
+        ("precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise",
+         "precision.zero_drift=report"),
+        culprit="scaling", words=("whole tensor", "fp8_delayed"),
+    ),
+    "another KV chunk": Fault(
+        _F32, learner=_patch(sys.modules["fp8rl_jax.kernels.reference"], "KV_CHUNK", 8),
+        culprit="self_attn/attention", layer=0, words=("keys", "chunks"), may_vanish=True,
+    ),
+    "1 / sqrt in one norm": Fault(
+        _F32, learner=_patch(transformer, "RMSNorm", _OneOddNorm),
+        culprit="post_attention_layernorm/output", layer=0, words=("rsqrt",), may_vanish=True,
+    ),
+    "not rounded to bf16": Fault(
+        learner=_no_rounding, culprit="input_layernorm/output", layer=0,
+        words=("learner's values", "not rounded to bf16"),
+    ),
+    "rotary tables as constants": Fault(
+        _F32, learner=_patch(learner_module, "forward", _constant_tables),
+        culprit="self_attn/q_rope", layer=0, words=("tables", "arguments"), may_vanish=True,
+    ),
+    "one layer in bf16": Fault(
+        ("precision.learner=faults:first_layer_in_bf16",), culprit="layers", layer=0,
+        words=("rollout first_layers=0", "learner first_layers=1"),
+    ),
+}  # fmt: skip
+
+
+def plant(name: str) -> dict:
+    """The analysis of a tiny run with the fault."""
+    fault = FAULTS[name]
+    config = load_config(str(_CONFIG), [f"--config.{text}" for text in fault.config])
+    jax.clear_caches()  # nothing traced without the fault may be found again
+    runtime = make_runtime(config)
+    with jax.set_mesh(runtime.mesh):
+        optimizer, _ = optimizer_of_phase(config, "rl")
+        state = runtime.new_state(runtime.init_params(), optimizer)
+        questions = runtime.questions["train"][: config.rollout.prompts_per_step]
+        weights = runtime.refit_state(state)[0]
+        programs = _Planted(runtime, state, weights, questions, jax.random.key(5), fault)
+        if fault.stale:
+            programs.state = _updated(programs, optimizer)
+        return analyse(programs)
+
+
+def _updated(programs: Programs, optimizer):
+    """The state after one train step on the programs' own samples."""
+    step = programs.runtime.train_step(optimizer, LossConfig(), 1, donate=False)
+    batch = programs.batch(*programs.rollout())
+    state, _, metrics = step(programs.state, batch, programs.runtime.rope)
+    assert bool(np.asarray(metrics["good"]))
+    return state
+
+
+if __name__ == "__main__":
+    for fault_name in sys.argv[1:] or FAULTS:
+        verdict = plant(fault_name)["verdict"]
+        print(f"{fault_name}\n  {verdict['culprit']}, layer {verdict['layer']}")
+        print(f"  {verdict['sentence']}\n  {verdict['advice']}\n", flush=True)
