@@ -1,6 +1,7 @@
-"""The command line: `fp8rl train | eval | sample | bench | recipe | report`.
+"""The command line: `fp8rl train | eval | sample | drift | bench | recipe | report`.
 
-Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback.
+Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback,
+or a bound that `fp8rl drift --fail-above` was given and found exceeded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ commands:
            [--resume]  continue the run in run.dir, bit for bit
   eval     held-out accuracy of the newest checkpoint in run.dir
   sample   answers of the newest checkpoint to questions given as arguments
+  drift    where rollout and learner differ, if they do: compares the two programs bit by bit
+           [--checkpoint=RUN_DIR]  with its newest weights instead of random ones
+           [--prompts=N] [--out=DIR] [--fail-above=X]  status 1 if a |dlogp| is above X
   bench    time of rollout and train step under several recipes, in one process
            [--recipes=fp8,bf16,f32] [--repeats=5]
            fp8rl bench gemm-error: error of every recipe's matrix products, beside a published
@@ -43,11 +47,12 @@ def _parse(
 ) -> tuple[flags.FlagValues, list[str], list[str]]:
     """Splits arguments into options, config overrides and positional ones.
 
-    `options` maps a name to (kind, default, meaning), kind being 'string', 'bool' or 'int'.
+    `options` maps a name to (kind, default, meaning); a kind is 'string', 'bool', 'int', 'float'.
     """
     values = flags.FlagValues()
     define: dict[str, Callable[..., object]] = {
         "string": flags.DEFINE_string, "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer,
+        "float": flags.DEFINE_float,
     }  # fmt: skip
     for name, (kind, default, meaning) in options.items():
         define[kind](name, default, meaning, flag_values=values)
@@ -161,20 +166,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
     recipes = None if values.recipes is None else values.recipes.split(",")
     for name in recipes or ():
         get_recipe(name)
-    directory = pathlib.Path(values.out)
-
-    def unwritable(error: OSError) -> UserError:
-        return UserError(
-            f"fp8rl {command}: nothing can be written to --out={values.out} ({error.strerror}): "
-            "name another directory"
-        )
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise unwritable(error) from None
+    directory = _writable(command, values.out)
     from fp8rl_jax.bench import format_error_table, gemm_errors, write_gemm_errors
 
     result = gemm_errors(recipes, note=lambda text: print(text, file=sys.stderr, flush=True))
@@ -182,7 +174,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
     try:
         paths = write_gemm_errors(result, directory)
     except OSError as error:
-        raise unwritable(error) from None
+        raise _unwritable(command, values.out, error) from None
     print(*paths, sep="\n")
     return 0
 
@@ -215,6 +207,76 @@ def _recipe(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _drift(arguments: Sequence[str]) -> int:
+    options = {
+        **_CONFIG,
+        "checkpoint": ("string", None, "a run directory, whose newest weights to take"),
+        "prompts": ("int", None, "questions to sample; those of an RL step if left out"),
+        "out": ("string", None, "directory of drift.json and drift.html; run.dir if left out"),
+        "fail_above": ("float", None, "exit with status 1 if a |dlogp| is above this"),
+    }
+    arguments = [a.replace("--fail-above", "--fail_above", 1) for a in arguments]
+    values, overrides, positional = _parse("drift", arguments, options)
+    _no_positional("drift", positional)
+    if values.prompts is not None and values.prompts < 1:
+        raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
+    if values.fail_above is not None and not values.fail_above >= 0:
+        raise UserError(
+            f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
+        )
+    config = _config("drift", values, overrides)
+    if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
+        raise UserError(
+            f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
+        )
+    directory = _writable("drift", values.out or values.checkpoint or config.run.dir)
+    from fp8rl_jax.drift.render import print_analysis, write_analysis
+    from fp8rl_jax.inference import analyse_drift
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result = analyse_drift(config, values.checkpoint, values.prompts, note)
+    print_analysis(result)
+    try:
+        paths = write_analysis(result, directory)
+    except OSError as error:
+        raise _unwritable("drift", directory, error) from None
+    print(*paths, sep="\n")
+    largest = result["headline"]["train_rollout_logprob_abs_diff_max"]
+    if values.fail_above is not None and not largest <= values.fail_above:
+        print(
+            f"failed: the largest |dlogp| is {largest:.3g}, above --fail-above="
+            f"{values.fail_above:g}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _unwritable(command: str, directory: str | pathlib.Path, error: OSError) -> UserError:
+    return UserError(
+        f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
+        "name another directory"
+    )
+
+
+def _writable(command: str, directory: str) -> pathlib.Path:
+    """The directory, made if need be.
+
+    Raises:
+      UserError: nothing can be written to it.
+    """
+    path = pathlib.Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritable(command, directory, error) from None
+    return path
+
+
 def _report(arguments: Sequence[str]) -> int:
     _, overrides, directories = _parse("report", arguments, {})
     _no_positional("report", overrides)
@@ -236,6 +298,7 @@ _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "sample": _sample,
+    "drift": _drift,
     "bench": _bench,
     "recipe": _recipe,
     "report": _report,

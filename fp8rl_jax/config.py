@@ -62,6 +62,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_margin": (1.05, "headroom of calibrated scales"),
         "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
         "health": (True, "count saturated, underflowed and non-finite values"),
+        "self_check": (True, "before a run that relies on zero drift, try it on two layers"),
     },
     "mesh": {
         "data": (-1, "devices that split the batch; -1 for all that the others leave"),

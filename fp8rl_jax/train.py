@@ -23,6 +23,7 @@ from fp8rl_jax import checks
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream
+from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, self_check
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
@@ -46,7 +47,9 @@ from fp8rl_jax.warmup import (
 )
 
 # Fields that may differ between a run and its resumption.
-_MAY_CHANGE = ("run.dir", "run.steps", "run.cache_dir", "run.keep_checkpoints")
+_MAY_CHANGE = (
+    "run.dir", "run.steps", "run.cache_dir", "run.keep_checkpoints", "precision.self_check"
+)  # fmt: skip
 
 
 class _Interrupt:
@@ -84,17 +87,13 @@ class Outcome:
     compile_counts: dict[str, int]
 
 
-def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
-    """Prepares the run directory: writes its config.json.
-
-    Raises:
-      UserError: it holds another configuration, or holds a run that
-        `resume` was not asked for.
-    """
+def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
+    """Raises UserError if `run.dir` holds another configuration, or a run that `resume` was not
+    asked for."""
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
-    ours = json.loads(json.dumps(config.to_dict()))
     if saved.exists():
+        ours = json.loads(json.dumps(config.to_dict()))
         theirs = read_saved_config(saved)
         difference = first_difference(theirs, ours)
         if difference:
@@ -116,6 +115,18 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
                 f"run.dir: {directory} has no config.json but holds {found}, which a run would "
                 "replace: choose another --config.run.dir"
             )
+
+
+def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
+    """Prepares the run directory: writes its config.json.
+
+    Raises:
+      UserError: of `check_directory`, or the directory cannot be written.
+    """
+    check_directory(config, resume)
+    directory = pathlib.Path(config.run.dir)
+    saved = directory / "config.json"
+    ours = json.loads(json.dumps(config.to_dict()))
     temporary = directory / "config.json.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -165,14 +176,36 @@ def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
     checks.check_room(pathlib.Path(config.run.dir), needed)
     if config.warmup.steps:
         checks.check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
+    check_directory(config, resume)
+    checked = _self_check(runtime)
     directory = open_run(config, resume)
     with _Interrupt() as interrupt, jax.set_mesh(runtime.mesh), Display() as display:
         try:
+            if checked is not None:
+                display.note(str(checked))
             return _Run(runtime, directory, display, interrupt, resume).execute()
         except OSError as error:
             if error.errno not in checks.WRITE_ERRORS:
                 raise
             raise checks.no_room(directory, error) from error
+
+
+def _self_check(runtime: Runtime) -> SelfCheck | None:
+    """Tries the promise where the run relies on it.
+
+    Raises:
+      UserError: it is not kept here, and the configuration requires it.
+    """
+    config = runtime.config
+    if not (config.precision.self_check and zero_drift_required(config)):
+        return None
+    checked = self_check(runtime)
+    if config.precision.zero_drift == "required" and not checked.holds:
+        raise UserError(
+            f"precision.zero_drift is 'required', and {checked}: `fp8rl drift` names the operation; "
+            "set precision.zero_drift='report' to go on"
+        )
+    return checked
 
 
 def _policy(state: TrainState) -> dict:
@@ -330,21 +363,22 @@ class _Run:
             record = {"step": step + 1}
             require_fresh(state.kv_scales, step)
             record |= age_metrics(state.scaling_state, state.kv_scales, step)
-            batch, rollout_logp = self._rollout(
-                stream.next(), state, weights, step, reference, record
-            )
+            questions = stream.next()
+            batch, rollout_logp = self._rollout(questions, state, weights, step, reference, record)
             state, logp, updates = self._update(state, batch, step, record)
             first = slice(0, logp.shape[0])  # the rows of the first update
             record |= mismatch_metrics(
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
+            analyse_now = False
             if self.zero_drift and not self.drift_noted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
                     self.drift_noted = True
+                    analyse_now = True
                     self.display.note(
                         f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
-                        "equal; this platform or jaxlib does not keep the promise"
+                        "equal; looking for the operation"
                     )
             if same_forward(rt.rollout_recipe, rt.learner_recipe):
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
@@ -366,6 +400,8 @@ class _Run:
             record["time_step"] = time.perf_counter() - start
             if rt.calibrated:
                 record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
+            if analyse_now:
+                self._analyse_drift(state, weights, questions, step + 1)
             self.logs.write("metrics", record)
             self.display.rl_step(record)
             last = step + 1 == config.run.steps
@@ -376,6 +412,25 @@ class _Run:
             if self.interrupt():
                 break
         return state
+
+    def _analyse_drift(self, state: TrainState, weights, questions, step: int) -> None:
+        """Names the operation behind a drift that should not be, once, into drift.json.
+
+        It looks at the state after the step: the one before it was donated to the update.
+        """
+        rt, target = self.runtime, self.directory / "drift.json"
+        if target.exists():
+            return
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
+        programs = Programs(rt, state, weights, affordable(rt, questions), key)
+        try:
+            result = {"step": step} | analyse(programs)
+        except Exception as error:  # a run must not die of its monitor
+            self.display.note(f"the drift could not be analysed: {error!r}")
+            return
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        verdict = result["verdict"]
+        self.display.note(f"drift: {verdict['sentence']} What to do: {verdict['advice']}.")
 
     def _reference(self, state: TrainState) -> TrainState:
         """`state` with the reference policy in it."""

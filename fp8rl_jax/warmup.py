@@ -45,7 +45,7 @@ _FIELDS = (
     "rollout.cache_slots",
 )
 # Fields that no number of a run depends on.
-WITHOUT_EFFECT = ("precision.zero_drift", "precision.health")
+WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 

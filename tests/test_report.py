@@ -78,7 +78,7 @@ def _read(path):
 
 def _drawn(monkeypatch):
     """Collects the legend labels and titles of every figure as it is encoded."""
-    texts, encode = [], report._figure
+    texts, encode = [], report.run.figure_html
 
     def figure(plot, caption):
         for ax in plot.axes if plot is not None else ():
@@ -86,7 +86,7 @@ def _drawn(monkeypatch):
             texts.extend(x.get_text() for x in (ax.get_legend().texts if ax.get_legend() else ()))
         return encode(plot, caption)
 
-    monkeypatch.setattr(report, "_figure", figure)
+    monkeypatch.setattr(report.run, "figure_html", figure)
     return texts
 
 
@@ -271,7 +271,7 @@ def test_shares_round_to_certainty_only_when_certain():
     ]
 
 
-@pytest.mark.parametrize("module", [report, summary])
+@pytest.mark.parametrize("module", [report.run, report.html, report.drift, summary])
 def test_imports_are_light(module):
     """No jax: a report opens at once."""
     tree = ast.parse(pathlib.Path(module.__file__).read_text(encoding="utf-8"))
@@ -279,5 +279,7 @@ def test_imports_are_light(module):
     names |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}
     ours = {name for name in names if name.startswith("fp8rl_jax")}
-    assert ours <= {"fp8rl_jax.errors", "fp8rl_jax.summary"}
+    assert {".".join(name.split(".")[:2]) for name in ours} <= {
+        "fp8rl_jax.errors", "fp8rl_jax.summary", "fp8rl_jax.report",
+    }  # fmt: skip
     assert "matplotlib.pyplot" not in names

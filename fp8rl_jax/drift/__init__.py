@@ -1,6 +1,7 @@
 """`fp8rl drift`: where rollout and learner differ, if they do. See attribute.py."""
 
 from fp8rl_jax.drift.attribute import analyse
-from fp8rl_jax.drift.programs import Programs
+from fp8rl_jax.drift.programs import Programs, affordable
+from fp8rl_jax.drift.self_check import SelfCheck, self_check
 
-__all__ = ["Programs", "analyse"]
+__all__ = ["Programs", "SelfCheck", "affordable", "analyse", "self_check"]

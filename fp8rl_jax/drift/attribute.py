@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,11 +23,9 @@ import numpy as np
 from fp8rl_jax.drift import compare
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
-from fp8rl_jax.drift.programs import Programs, Taps
-from fp8rl_jax.learner import Batch
+from fp8rl_jax.drift.programs import Host, Programs, Taps
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray
-from fp8rl_jax.rollout import Rollout
 
 # Relative difference below which a value that was swapped in and requantised counts as equal.
 _NOISE = 1e-6
@@ -57,7 +56,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     logp, _ = programs.learner(batch)
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
-    result = {
+    result: dict[str, Any] = {
         "headline": compare.headline(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
         "by_slot": compare.by_slot(d, mask),
         "by_length": compare.by_length(d, mask, batch.prompt_lengths),
@@ -89,7 +88,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     return {"verdict": explain(evidence)} | result
 
 
-def _worst_tokens(programs: Programs, batch: Batch, rollout: Rollout, d: np.ndarray) -> list[dict]:
+def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray) -> list[dict]:
     tokenizer, worst = programs.runtime.tokenizer, []
     for row, slot in compare.worst_tokens(d, np.asarray(rollout.mask)):
         position = int(batch.prompt_lengths[row]) + slot
@@ -106,7 +105,7 @@ def _worst_tokens(programs: Programs, batch: Batch, rollout: Rollout, d: np.ndar
     return worst
 
 
-def _observe(programs, rollout: Rollout, batch: Batch, logp: np.ndarray, note) -> _Observed:
+def _observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> _Observed:
     """Taps everything; in parts where tapping all at once changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
     seen = _Observed([], None, {}, [], 0)
@@ -141,7 +140,7 @@ def _observe(programs, rollout: Rollout, batch: Batch, logp: np.ndarray, note) -
     return seen
 
 
-def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Batch, mask: np.ndarray) -> None:
+def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.ndarray) -> None:
     slots = batch.tokens.shape[1]
     valid = compare.valid_positions(batch.prompt_lengths, mask, slots)
     for name in rollout:
@@ -153,7 +152,7 @@ def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Batch, mask: np.n
             seen.rollout[name] = rollout[name]
 
 
-def _contributions(programs: Programs, batch: Batch, rollout: Rollout, seen: _Observed) -> dict:
+def _contributions(programs: Programs, batch: Host, rollout: Host, seen: _Observed) -> dict:
     """What each operation and each layer adds to mean |dlogp|.
 
     An operation's `local` difference is that of its output when its inputs are the rollout's, in
@@ -239,7 +238,7 @@ def _leaves(tree: dict) -> dict:
     }
 
 
-def _alternatives(programs, rollout: Rollout, logp: np.ndarray, seen: _Observed) -> dict:
+def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: _Observed) -> dict:
     """Which definition of the log-probability each side follows, if its logits tell.
 
     Returns:

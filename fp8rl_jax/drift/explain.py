@@ -88,8 +88,9 @@ def _same(evidence: Evidence) -> bool:
 def _layers(evidence: Evidence) -> dict | None:
     """Recipes that differ in which layers or modules are quantised, and in nothing else."""
     one, other = evidence.rollout_recipe, evidence.learner_recipe
-    place = {"first_layers": 0, "last_layers": 0, "bf16_modules": ()}
-    elsewhere = (dataclasses.replace(r, **place) for r in (one, other))
+    elsewhere = (
+        dataclasses.replace(r, first_layers=0, last_layers=0, bf16_modules=()) for r in (one, other)
+    )
     if _same(evidence) or not same_forward(*elsewhere):
         return None
     first = evidence.result["first"]

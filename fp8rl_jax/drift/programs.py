@@ -9,20 +9,46 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.drift.operations import ORDER
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.learner import Batch, LossConfig, TrainState, response_logprobs
-from fp8rl_jax.models import Swap
+from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
+from fp8rl_jax.models import Swap, forward
 from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.rollout import Rollout, make_refit
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.rollout import make_refit
 from fp8rl_jax.runtime import Runtime, to_device
+from fp8rl_jax.sharding import batch_divisor
 
+Host = Any  # a Rollout or a Batch whose arrays are numpy's
 Taps = dict[str, np.ndarray]
+
+
+# Tapped values are kept for both sides, and for the swaps.
+_COPIES = 4
+_MOST_BYTES = 4 << 30
+
+
+def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
+    """As many of the questions as an analysis can keep all tapped values of, within 4 GiB."""
+    config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
+    slots = config.max_prompt_tokens + config.max_new_tokens
+
+    def tapped(params):
+        tokens = jnp.zeros((1, slots), jnp.int32)
+        recipe = get_recipe("f32")
+        return forward(params, tokens, runtime.model, recipe, taps=ORDER, output="hidden").aux
+
+    values = jax.tree.leaves(jax.eval_shape(tapped, runtime.param_shapes)["taps"])
+    row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)
+    count = min(len(questions), _MOST_BYTES // (row * config.group_size))
+    return questions[: max(count // divisor, 1) * divisor]
 
 
 @dataclasses.dataclass
@@ -48,7 +74,7 @@ class Programs:
         """Samples per question."""
         return self.runtime.config.rollout.group_size
 
-    def rollout(self, taps: Sequence[str] = ()) -> tuple[Rollout, np.ndarray, np.ndarray]:
+    def rollout(self, taps: Sequence[str] = ()) -> tuple[Host, np.ndarray, np.ndarray]:
         """Samples: the rollout on the host, prompt tokens (P, Tp) and lengths (P,)."""
         rt, config = self.runtime, self.runtime.config.rollout
         sampler = rt.sampler
@@ -60,14 +86,14 @@ class Programs:
         rows = len(self.questions) * self.group_size
         return np.full(rows, self.runtime.config.rollout.temperature, np.float32)
 
-    def batch(self, rollout: Rollout, prompts: np.ndarray, lengths: np.ndarray) -> Batch:
+    def batch(self, rollout: Host, prompts: np.ndarray, lengths: np.ndarray) -> Host:
         """The rollout as the learner takes it; every other response with a negative advantage."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
         temperature = self._temperature()
         return self.runtime.rollout_batch(rollout, prompts, lengths, temperature, advantages)
 
-    def learner(self, batch: Batch, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
+    def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
         """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
         rt = self.runtime
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
@@ -86,7 +112,7 @@ class Programs:
         state = self.state
         return refit(state.params, state.scaling_state, state.kv_scales)[0]
 
-    def swapper(self, batch: Batch, taps: Taps):
+    def swapper(self, batch: Host, taps: Taps):
         """The learner with values of the rollout in place of its own.
 
         Args:

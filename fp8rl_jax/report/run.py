@@ -12,21 +12,27 @@ the raw values.
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fp8rl_jax.report.drift import drift_section
+from fp8rl_jax.report.html import (
+    COLOURS,
+    CSS,
+    HEAD,
+    draw_line,
+    figure_html,
+    panels_of,
+    table_html,
+    text_html,
+)
 from fp8rl_jax.summary import (
     DRIFT_MAX,
     DRIFT_MEAN,
@@ -46,53 +52,9 @@ from fp8rl_jax.summary import (
     typical,
 )
 
-# Okabe and Ito's palette: distinct to colour-blind readers.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 _PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
 _NAMES = {"warmup": "warm-up", "rl": "RL"}
 _SAMPLES_SHOWN = 12
-_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">"""
-_CSS = """
-:root{--bg:#fafaf8;--fg:#22262a;--soft:#626a72;--line:#dcdfe2;--card:#fff;--mark:#0072b2}
-@media(prefers-color-scheme:dark){:root{--bg:#17191c;--fg:#e4e6e8;--soft:#9aa3ab;--line:#363b40;
---card:#1f2226;--mark:#6bb8e8}} html{color-scheme:light dark} *{box-sizing:border-box}
-body{margin:0 auto;padding:2rem 1.5rem 4rem;max-width:1120px;background:var(--bg);color:var(--fg);
-font:16px/1.55 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif} h1{margin:0 0 .5rem}
-h2{font-size:1.2rem;margin:2.5rem 0 .7rem} .soft,figcaption{color:var(--soft);font-size:.9rem}
-.notes{border-left:4px solid #d55e00;padding:.5rem 1rem .5rem 2rem;background:var(--card)}
-.scroll{overflow-x:auto;margin:.7rem 0} figure{margin:0 0 1rem} figcaption{margin-top:.4rem}
-table{border-collapse:collapse;width:100%;background:var(--card);font-size:.92rem}
-th,td{text-align:left;vertical-align:top;padding:.4rem .75rem;border:1px solid var(--line)}
-thead th{border-bottom:2px solid var(--mark)} td:first-child{min-width:9rem}
-.num :is(td,th):not(:first-child){text-align:right;font-variant-numeric:tabular-nums}
-.num td:not(:first-child){white-space:nowrap} .lead{font-size:1.08rem} summary{cursor:pointer}
-img{display:block;width:100%;background:#fff;border:1px solid var(--line);border-radius:8px}
-pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:18rem;overflow-y:auto;
-font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace} details pre{max-height:none}
-"""
-
-
-def _axes(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    columns = 2 if count == 4 else min(count, 3)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(11, height * rows), layout="constrained", facecolor="white")
-    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(color="#e6e6e6", lw=0.7)
-        ax.set_axisbelow(True)
-        ax.set_xlabel("step")
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return figure, axes
-
-
-def _line(ax: Axes, steps: np.ndarray, values: np.ndarray, index: int, **style) -> None:
-    marker = "o" if len(steps) <= 40 else None  # a run of one step must show too
-    style = {"color": _COLOURS[index % len(_COLOURS)], "lw": 1.6, "marker": marker, "ms": 3} | style
-    ax.plot(steps, values, **style)
 
 
 def _panels(rows: list[dict], symlog: bool, *panels: tuple[str, ...]) -> Figure | None:
@@ -102,12 +64,12 @@ def _panels(rows: list[dict], symlog: bool, *panels: tuple[str, ...]) -> Figure 
     data = {title: lines for title, lines in data.items() if lines}
     if not data:
         return None
-    figure, axes = _axes(len(data), 3.0 if len(data) < 4 else 2.6)
+    figure, axes = panels_of(len(data), 3.0 if len(data) < 4 else 2.6)
     for ax, (title, lines) in zip(axes, data.items(), strict=True):
         for i, (key, steps, values) in enumerate(lines):
             width = 1.5 * (1 if values.any() else len(lines) - i)  # lines that coincide at 0 show
             label = key.strip("_").rsplit("/", 1)[-1] + (_zeros(values) if symlog else "")
-            _line(ax, steps, values, i, label=label, lw=width)
+            draw_line(ax, steps, values, i, label=label, lw=width)
         ax.set_title(title, loc="left", fontsize=10.5)
         if symlog:
             values = np.concatenate([x[2] for x in lines])
@@ -135,7 +97,7 @@ def _plot_accuracy(run: RunFiles, s: dict) -> Figure | None:
     """Warm-up steps fill x in [-0.8, 0], RL steps [0, 1]: each phase has its own scale."""
     if not run.eval:
         return None
-    figure, (ax,) = _axes(1, 3.9)
+    figure, (ax,) = panels_of(1, 3.9)
     ticks, lines = {}, {"greedy": [], "sampled": []}
     for phase, rows, left, width in (("warmup", run.warmup, -0.8, 0.8), ("rl", run.metrics, 0, 1)):
         if not (evaluations := run.phase(phase)):
@@ -149,10 +111,10 @@ def _plot_accuracy(run: RunFiles, s: dict) -> Figure | None:
             points += zip(left + width * steps / last, values, strict=True)
     for i, (kind, points) in enumerate(lines.items()):
         x, values = np.array(points).reshape(-1, 2).T
-        _line(ax, x, values, i, label=kind, marker="o", ms=3.5)
+        draw_line(ax, x, values, i, label=kind, marker="o", ms=3.5)
         if (best := s[kind]["warmup_best"]) is not None:
             label = f"best warm-up, {kind}: {share(best)}"
-            ax.axhline(best, color=_COLOURS[i], ls="--", lw=1.1, label=label)
+            ax.axhline(best, color=COLOURS[i], ls="--", lw=1.1, label=label)
     if run.phase("warmup") and run.phase("rl"):
         ax.axvline(0, color="#444444", lw=1.2)
     ax.set_xticks(list(ticks), list(ticks.values()))
@@ -170,18 +132,18 @@ def _phases(rows: list[dict]) -> list[str]:
 def _plot_time(rows: list[dict]) -> Figure | None:
     if not (phases := _phases(rows)):
         return None
-    figure, (ax, rate) = _axes(2, 3.4)
+    figure, (ax, rate) = panels_of(2, 3.4)
     values = [series([{f"time_{p}": 0.0} | row for row in rows], f"time_{p}") for p in phases]
     steps, stack = values[0][0], np.nan_to_num([v for _, v in values])
     x = np.repeat(steps, 2) + np.tile((-0.5, 0.5), len(steps))  # a bar's two edges per step
-    ax.stackplot(x, np.repeat(stack, 2, axis=1), labels=phases, colors=_COLOURS, alpha=0.85, lw=0)
+    ax.stackplot(x, np.repeat(stack, 2, axis=1), labels=phases, colors=COLOURS, alpha=0.85, lw=0)
     total, title = stack.sum(0), "Seconds per step, by phase"
     ax.set_ylim(0, 1.35 * total.max())
     if len(steps) > 1 and total[0] > 1.5 * total[1:].max():
         ax.set_ylim(0, 1.35 * total[1:].max())
         title += f" (step {steps[0]:.0f}, off the scale: {total[0]:.3g} s)"
     for i, side in enumerate(("rollout", "learner")):
-        _line(rate, *series(rows, f"tokens_per_s_{side}"), i, label=side)
+        draw_line(rate, *series(rows, f"tokens_per_s_{side}"), i, label=side)
     rate.set_ylim(0)
     for axis, text in ((ax, title), (rate, "Tokens per second")):
         axis.set_title(text, loc="left", fontsize=10.5)
@@ -199,32 +161,7 @@ def _time_table(rows: list[dict]) -> str:
         name = "whole step" if phase == "step" else phase
         out.append((name, *map(number, (first, value, median)), share(part)))
     head = ("Phase", "First step, s", "Mean of the others, s", "Their median, s", "Share of mean")
-    return _table(head, out)
-
-
-def _figure(figure: Figure | None, caption: str) -> str:
-    if figure is None:
-        return f'<p class="soft">{MISSING.capitalize()} in this run.</p>'
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).figure.savefig(buffer, format="png", dpi=160)
-    data, text = base64.b64encode(buffer.getvalue()).decode("ascii"), html.escape(caption)
-    image = f'<img alt="{text}" src="data:image/png;base64,{data}">'
-    return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
-
-
-def _text(value: object) -> str:
-    """HTML-escaped text, with control characters made visible."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape(text.translate({c: f"\\x{c:02x}" for c in range(32) if c not in (9, 10)}))
-
-
-def _table(head: Sequence, rows: Iterable[Sequence], style: str = "num", cell: str = "{}") -> str:
-    """A table of escaped cells, each put into the template `cell`."""
-    titles = "".join(f"<th>{_text(x)}</th>" for x in head)
-    titles = f"<thead><tr>{titles}</tr></thead>" if head else ""
-    lines = ("".join(f"<td>{cell.format(_text(x))}</td>" for x in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table class="{style}">{titles}<tbody>{body}</tbody></table></div>'
+    return table_html(head, out)
 
 
 def _key_figures(s: dict) -> str:
@@ -252,7 +189,7 @@ def _key_figures(s: dict) -> str:
         ("Refit checksums", checks if s["refit_checks"] else MISSING),
     ]
     half = len(rows) // 2
-    return _table((), [a + b for a, b in zip(rows[:half], rows[half:], strict=True)], "")
+    return table_html((), [a + b for a, b in zip(rows[:half], rows[half:], strict=True)], "")
 
 
 def _main_fields(run: RunFiles) -> str:
@@ -261,20 +198,20 @@ def _main_fields(run: RunFiles) -> str:
         fields = fields if isinstance(fields, dict) else {section: fields}
         simple = [f"{k} = {v}" for k, v in fields.items() if not isinstance(v, dict | list)]
         rows.append((section, ", ".join(simple[:12]) + ", …" * (len(simple) > 12)))
-    return _table((), rows, "")
+    return table_html((), rows, "")
 
 
 def _samples(run: RunFiles) -> str:
     where = [(row.get("phase", "rl"), row.get("step")) for row in run.samples]
     rows = [row for row, w in zip(run.samples, where, strict=True) if w == where[-1]]
     if not rows:
-        return _figure(None, "")
+        return figure_html(None, "")
     keys, phase = ("prompt", "response", "answer", "reward"), where[-1][0]
     shown = [[row.get(key, "") for key in keys] for row in rows[:_SAMPLES_SHOWN]]
     step = f"{_NAMES.get(phase, phase)} step {where[-1][1]}"
     text = f"{len(shown)} of the {len(rows)} samples of {step}."
-    table = _table([key.capitalize() for key in keys], shown, "", "<pre>{}</pre>")
-    return f'<p class="soft">{_text(text)}</p>{table}'
+    table = table_html([key.capitalize() for key in keys], shown, "", "<pre>{}</pre>")
+    return f'<p class="soft">{text_html(text)}</p>{table}'
 
 
 def _comparison(runs: list[RunFiles]) -> str:
@@ -300,7 +237,7 @@ def _comparison(runs: list[RunFiles]) -> str:
         sections = ("model", "rollout", "algo", "env")
         other = [k for k in sections if runs[i].config.get(k) != runs[j].config.get(k)]
         text += f" Their configs also differ in: {', '.join(other)}." if other else ""
-    return _table(head.split(";"), rows) + f"<p>{_text(text)}</p>"
+    return table_html(head.split(";"), rows) + f"<p>{text_html(text)}</p>"
 
 
 def write_report(
@@ -364,16 +301,17 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
         "Warm-up": (_panels(run.warmup, False, *learning), "Supervised steps before RL."),
     }
     sections = {"Key figures": _key_figures(s), "Recipes and settings": _main_fields(run)}
-    sections |= {title: _figure(*plot) for title, plot in plots.items()}
+    sections |= {title: figure_html(*plot) for title, plot in plots.items()}
     sections["Time"] += _time_table(rows) if rows else ""
+    sections["Drift between rollout and learner"] += drift_section(run.path)
     sections |= {"Comparison": _comparison([run, *others])} if others else {}
     sections["Sample transcripts"] = _samples(run)
-    config = _text(json.dumps(run.config, indent=2, ensure_ascii=False))
+    config = text_html(json.dumps(run.config, indent=2, ensure_ascii=False))
     config = f"<summary>Complete configuration</summary><pre>{config}</pre>"
     sections["Configuration"] = f"<details>{config}</details>"
-    name = _text(run.path.resolve().name)
-    notes = "".join(f"<li>{_text(note)}</li>" for note in s["notes"])
+    name = text_html(run.path.resolve().name)
+    notes = "".join(f"<li>{text_html(note)}</li>" for note in s["notes"])
     notes = f'<ul class="notes">{notes}</ul>' if notes else ""
-    body = f'<h1>Run {name}</h1><p class="lead">{_text(s["sentence"])}</p>{notes}'
+    body = f'<h1>Run {name}</h1><p class="lead">{text_html(s["sentence"])}</p>{notes}'
     body += "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items())
-    return f"{_HEAD}<title>Run {name}</title><style>{_CSS}</style></head><body>{body}</body></html>"
+    return f"{HEAD}<title>Run {name}</title><style>{CSS}</style></head><body>{body}</body></html>"

@@ -1,0 +1,128 @@
+"""An analysis as tables for a terminal, and as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fp8rl_jax.report import write_drift_page, write_report
+
+_SHOWN = 8
+
+
+def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Writes drift.json and drift.html, and the report again where the directory is a run's.
+
+    Raises:
+      OSError: the directory cannot be written.
+    """
+    temporary = directory / f".drift.json.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, directory / "drift.json")
+    paths = [directory / "drift.json", write_drift_page(directory)]
+    if (directory / "config.json").is_file():
+        paths.append(write_report(directory))
+    return paths
+
+
+def print_analysis(result: dict, console: Console | None = None) -> None:
+    """Prints headline, verdict and, where something differs, what adds how much."""
+    console = console or Console(highlight=False)
+    verdict, head = result["verdict"], result["headline"]
+    console.print()
+    console.print(_headline(head, result["logits"]))
+    console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
+    console.print(verdict["sentence"], markup=False, soft_wrap=True)
+    console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
+    if result["tapped_programs"] > 1:
+        hidden = ", ".join(result["unobservable"]) or "none"
+        console.print(
+            f"Tapping everything at once changed the bits, so values were tapped in "
+            f"{result['tapped_programs']} programs; not observable: {hidden}.",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    for table in (_operations(result), _layers(result), _worst(result)):
+        if table is not None:
+            console.print()
+            console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "0 exactly" if value == 0 else f"{value:.3g}"
+
+
+def _headline(head: dict, logits: dict | None) -> Table:
+    table = _table("Drift, learner against rollout", "figure", "value")
+    equal = head["logprob_equal_frac"]
+    rows = [
+        ("tokens compared", f"{head['drift_tokens']:.0f}"),
+        ("max |dlogp|", _number(head["train_rollout_logprob_abs_diff_max"])),
+        ("mean |dlogp|", _number(head["train_rollout_logprob_abs_diff"])),
+        ("log-probs with equal bits", "all" if equal == 1 else f"{equal:.2%}"),
+        ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
+        ("mismatch_kl", _number(head["mismatch_kl"])),
+        ("tis_clipfrac", _number(head["tis_clipfrac"])),
+    ]
+    if logits is not None:
+        rows.append(("max difference of a logit, full vocabulary", _number(logits["max"])))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _operations(result: dict) -> Table | None:
+    found = result.get("by_operation")
+    if not found:
+        return None
+    table = _table(
+        "Operations that give other results from equal inputs",
+        "operation", "layers", "relative difference", "adds to mean |dlogp|",
+    )  # fmt: skip
+    for row in found[:_SHOWN]:
+        layers = row["layers"]
+        span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}..{layers[-1]} ({len(layers)})"
+        table.add_row(row["op"], span, f"{row['local']:.2g}", f"{row['adds']:.3g}")
+    if len(found) > _SHOWN:
+        table.add_row(f"and {len(found) - _SHOWN} more")
+    return table
+
+
+def _layers(result: dict) -> Table | None:
+    found = result.get("by_layer")
+    if not found:
+        return None
+    whole = result["drift_without_swaps"]
+    table = _table(
+        f"Mean |dlogp| ({whole:.3g}) that is left with the rollout's values in one layer",
+        "layer", "left",
+    )  # fmt: skip
+    for row in sorted(found, key=lambda row: row["left"])[:_SHOWN]:
+        table.add_row(str(row["layer"]), _number(row["left"]))
+    return table
+
+
+def _worst(result: dict) -> Table | None:
+    if not result["worst"]:
+        return None
+    table = _table("Worst tokens", "after", "token", "row", "slot", "logp of rollout", "dlogp")
+    for row in result["worst"][:_SHOWN]:
+        table.add_row(
+            *(escape(repr(row[key])) for key in ("before", "token")),
+            *(str(row[key]) for key in ("row", "slot")),
+            f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,99 @@
+"""The promise, tried on this machine before a run begins: two layers, a few tokens, real widths.
+
+XLA promises nothing of the kind: that decode and train step give the same bits was measured, for
+some versions and some processors. So a run that relies on it tries it first, on a cut of its own
+model: the same widths, heads, vocabulary, cache length and recipe; two layers (three if both ends
+stay in bf16); few sequences of few tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jaxlib
+import ml_collections
+import numpy as np
+
+from fp8rl_jax.drift.compare import bits_differ
+from fp8rl_jax.drift.programs import Programs
+from fp8rl_jax.optimizer import optimizer_of_phase
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.runtime import Runtime
+from fp8rl_jax.sharding import batch_divisor
+
+_NEW_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfCheck:
+    """What the check saw: tokens compared, how many differ, the largest |dlogp|."""
+
+    tokens: int
+    differing: int
+    largest: float
+    layers: int
+
+    @property
+    def holds(self) -> bool:
+        return self.differing == 0
+
+    def __str__(self) -> str:
+        where = f"{jax.default_backend()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+        cut = f"{self.tokens} tokens of a {self.layers}-layer cut"
+        if self.holds:
+            return f"self-check: zero drift holds here ({cut}, bit for bit; {where})"
+        return (
+            f"self-check: zero drift does NOT hold here: {self.differing} of {cut} differ, by at "
+            f"most {self.largest:.1e} ({where})"
+        )
+
+
+def self_check(runtime: Runtime) -> SelfCheck:
+    """Runs sampler and train step of a cut of the run's model on a few of its questions."""
+    cut = _cut(runtime)
+    config = cut.config
+    with jax.set_mesh(cut.mesh):
+        state = cut.new_state(cut.init_params(), optimizer_of_phase(config, "rl")[0])
+        questions = cut.questions["train"][: config.rollout.prompts_per_step]
+        prompts, lengths = cut.pad_prompts(questions)
+        state = cut.calibrate_state(state, prompts, lengths)
+        programs = Programs(cut, state, cut.refit_state(state)[0], questions, cut.keys["rollout"])
+        rollout, prompts, lengths = programs.rollout()
+        batch = programs.batch(rollout, prompts, lengths)
+        logp, _ = programs.learner(batch)
+    mask = np.asarray(rollout.mask)
+    differ = bits_differ(logp, rollout.logprobs)[mask]
+    gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]
+    layers = cut.model.num_hidden_layers
+    return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers)
+
+
+def _cut(runtime: Runtime) -> Runtime:
+    """The runtime with few layers, prompts and new tokens; everything else as it is."""
+    recipes = (runtime.rollout_recipe, runtime.learner_recipe)
+    ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
+    layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
+    config = ml_collections.ConfigDict(runtime.config.to_dict())
+    slots = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    config.rollout.cache_slots = config.rollout.cache_slots or slots
+    config.rollout.max_new_tokens = min(config.rollout.max_new_tokens, _NEW_TOKENS)
+    config.rollout.prompts_per_step = min(
+        max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step
+    )
+    config.rollout.group_size = 2
+    config.learner.micro_batches = 1
+    config.precision.health = False
+
+    def shorten(recipe: Recipe) -> Recipe:
+        first = min(recipe.first_layers, 1)
+        last = min(recipe.last_layers, 1, layers - first)
+        return dataclasses.replace(recipe, first_layers=first, last_layers=last)
+
+    return dataclasses.replace(
+        runtime,
+        config=config,
+        model=dataclasses.replace(runtime.model, num_hidden_layers=layers),
+        rollout_recipe=shorten(runtime.rollout_recipe),
+        learner_recipe=shorten(runtime.learner_recipe),
+    )

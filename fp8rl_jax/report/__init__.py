@@ -1,0 +1,6 @@
+"""Reports as HTML pages without scripts or links: of a run, and of a drift analysis."""
+
+from fp8rl_jax.report.drift import write_drift_page
+from fp8rl_jax.report.run import write_report
+
+__all__ = ["write_drift_page", "write_report"]

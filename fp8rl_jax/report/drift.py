@@ -1,0 +1,149 @@
+"""A drift analysis (`drift.json`, of `fp8rl drift` or of the run itself) as a section of a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from fp8rl_jax.report.html import (
+    COLOURS,
+    CSS,
+    HEAD,
+    draw_line,
+    figure_html,
+    panels_of,
+    table_html,
+    text_html,
+)
+from fp8rl_jax.summary import number, share
+
+NAME = "drift.json"
+
+
+def drift_section(directory: pathlib.Path) -> str:
+    """The section for `directory`/drift.json; empty where there is none.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    if not (directory / NAME).is_file():
+        return ""
+    try:
+        return _section(json.loads((directory / NAME).read_text()))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{str(directory / NAME)!r} is damaged ({error}); remove it") from error
+
+
+def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
+    """Writes directory/drift.html from its drift.json, atomically, and returns the path."""
+    body = f"<h1>Drift of {text_html(directory.resolve().name)}</h1>{drift_section(directory)}"
+    page = f"{HEAD}<title>Drift</title><style>{CSS}</style></head><body>{body}</body></html>"
+    temporary = directory / f".drift.html.{os.getpid()}.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, directory / "drift.html")
+    return directory / "drift.html"
+
+
+def _section(result: dict) -> str:
+    verdict, head = result["verdict"], result["headline"]
+    where = f" (RL step {result['step']})" if "step" in result else ""
+    advice = f"What to do: {verdict['advice']}."
+    parts = [
+        f'<p class="lead">{text_html(verdict["sentence"] + where)}</p><p>{text_html(advice)}</p>',
+        table_html(("Figure", "Value"), _headline(head, result["logits"])),
+        figure_html(_plot_tokens(result), "Drift by place in the response, by length, and by row."),
+    ]
+    if result.get("by_operation"):
+        caption = (
+            "Left: operations that give other results from equal inputs, and what each adds. "
+            "Right: what is left of the drift with the rollout's values in one layer."
+        )
+        parts.append(figure_html(_plot_causes(result), caption))
+    if any(row["differ"] for row in result["operations"]):
+        caption = "Relative difference of every value, from the first layer to the last."
+        parts.append(figure_html(_plot_values(result["operations"]), caption))
+    if result["worst"]:
+        rows = [
+            (w["before"], w["token"], w["row"], w["slot"], f"{w['rollout_logp']:.3f}",
+             f"{w['difference']:+.3g}")
+            for w in result["worst"]
+        ]  # fmt: skip
+        titles = ("After", "Token", "Row", "Slot", "Log-prob of the rollout", "Difference")
+        parts.append(table_html(titles, rows, "", "<pre>{}</pre>"))
+    return "".join(parts)
+
+
+def _headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
+    rows = [
+        ("Tokens compared", number(head["drift_tokens"])),
+        ("Max |Δlogp|", _exact(head["train_rollout_logprob_abs_diff_max"])),
+        ("Mean |Δlogp|", _exact(head["train_rollout_logprob_abs_diff"])),
+        ("Bit-equal log-probs", share(head["logprob_equal_frac"])),
+        ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
+        ("mismatch_kl", _exact(head["mismatch_kl"])),
+    ]
+    if logits is not None:
+        rows.append(("Max difference of a logit, full vocabulary", _exact(logits["max"])))
+    return rows
+
+
+def _exact(value: float) -> str:
+    return "0 exactly" if value == 0 else f"{value:.3g}"
+
+
+def _plot_tokens(result: dict) -> Figure:
+    figure, axes = panels_of(3, 3.0)
+    panels = (
+        ("by_slot", "slot", "Response slot"),
+        ("by_length", "from", "Length of the sequence, from"),
+        ("by_row", "row", "Row of the batch"),
+    )
+    for ax, (key, x, label) in zip(axes, panels, strict=True):
+        rows = result[key]
+        for index, statistic in enumerate(("max", "mean")):
+            values = np.array([row[statistic] for row in rows])
+            steps = np.array([row[x] for row in rows])
+            draw_line(ax, steps, values, index, label=statistic)
+        ax.set_xlabel(label)
+        ax.set_title("|Δlogp|, nats", loc="left", fontsize=10.5)
+        ax.legend(framealpha=0.8, edgecolor="none", fontsize=8)
+    return figure
+
+
+def _plot_causes(result: dict) -> Figure:
+    figure, (left, right) = panels_of(2, 4.2)
+    found = result["by_operation"][:12][::-1]
+    left.barh([row["op"] for row in found], [row["adds"] for row in found], color=COLOURS[0])
+    left.tick_params(labelsize=8)
+    left.set_xlabel("adds to mean |Δlogp|")
+    layers = result["by_layer"]
+    right.bar([row["layer"] for row in layers], [row["left"] for row in layers], color=COLOURS[1])
+    right.axhline(result["drift_without_swaps"], color="#444444", lw=1.1, ls="--")
+    right.set_xlabel("layer")
+    right.set_title("mean |Δlogp| left; dashed: no swap", loc="left", fontsize=10.5)
+    return figure
+
+
+def _plot_values(operations: list[dict]) -> Figure:
+    """A map: operations from top to bottom, layers from left to right; white is bit-equal."""
+    rows = [row for row in operations if row["layer"] is not None]
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    layers = max(row["layer"] for row in rows) + 1
+    grid = np.full((len(names), layers), np.nan)
+    for row in rows:
+        if row["differ"]:
+            grid[names.index(row["op"]), row["layer"]] = row["relative"] or np.nan
+    figure, (ax,) = panels_of(1, 0.24 * len(names) + 1.2)
+    low, high = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
+    norm = LogNorm(min(low, high), max(low, high))
+    image = ax.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="none")
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_xlabel("layer")
+    ax.grid(False)
+    figure.colorbar(image, ax=ax, label="relative difference (white: equal bits)")
+    return figure

@@ -1,0 +1,92 @@
+"""What pages and plots of every report share: style, tables, and figures inside the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fp8rl_jax.summary import MISSING
+
+# Okabe and Ito's palette: distinct to colour-blind readers.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">"""
+CSS = """
+:root{--bg:#fafaf8;--fg:#22262a;--soft:#626a72;--line:#dcdfe2;--card:#fff;--mark:#0072b2}
+@media(prefers-color-scheme:dark){:root{--bg:#17191c;--fg:#e4e6e8;--soft:#9aa3ab;--line:#363b40;
+--card:#1f2226;--mark:#6bb8e8}} html{color-scheme:light dark} *{box-sizing:border-box}
+body{margin:0 auto;padding:2rem 1.5rem 4rem;max-width:1120px;background:var(--bg);color:var(--fg);
+font:16px/1.55 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif} h1{margin:0 0 .5rem}
+h2{font-size:1.2rem;margin:2.5rem 0 .7rem} .soft,figcaption{color:var(--soft);font-size:.9rem}
+.notes{border-left:4px solid #d55e00;padding:.5rem 1rem .5rem 2rem;background:var(--card)}
+.scroll{overflow-x:auto;margin:.7rem 0} figure{margin:0 0 1rem} figcaption{margin-top:.4rem}
+table{border-collapse:collapse;width:100%;background:var(--card);font-size:.92rem}
+th,td{text-align:left;vertical-align:top;padding:.4rem .75rem;border:1px solid var(--line)}
+thead th{border-bottom:2px solid var(--mark)} td:first-child{min-width:9rem}
+.num :is(td,th):not(:first-child){text-align:right;font-variant-numeric:tabular-nums}
+.num td:not(:first-child){white-space:nowrap} .lead{font-size:1.08rem} summary{cursor:pointer}
+img{display:block;width:100%;background:#fff;border:1px solid var(--line);border-radius:8px}
+pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:18rem;overflow-y:auto;
+font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace} details pre{max-height:none}
+"""
+
+
+def panels_of(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` plots in its style, each `height` inches high."""
+    columns = 2 if count == 4 else min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(11, height * rows), layout="constrained", facecolor="white")
+    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(color="#e6e6e6", lw=0.7)
+        ax.set_axisbelow(True)
+        ax.set_xlabel("step")
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure, axes
+
+
+def draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, index: int, **style) -> None:
+    """Draws the `index`-th line of a plot."""
+    marker = "o" if len(steps) <= 40 else None  # a run of one step must show too
+    style = {"color": COLOURS[index % len(COLOURS)], "lw": 1.6, "marker": marker, "ms": 3} | style
+    ax.plot(steps, values, **style)
+
+
+def figure_html(figure: Figure | None, caption: str) -> str:
+    """The figure as an image in the page, or a sentence that it is missing."""
+    if figure is None:
+        return f'<p class="soft">{MISSING.capitalize()} in this run.</p>'
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).figure.savefig(buffer, format="png", dpi=160)
+    data, text = base64.b64encode(buffer.getvalue()).decode("ascii"), html.escape(caption)
+    image = f'<img alt="{text}" src="data:image/png;base64,{data}">'
+    return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
+
+
+def text_html(value: object) -> str:
+    """HTML-escaped text, with control characters made visible."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return html.escape(text.translate({c: f"\\x{c:02x}" for c in range(32) if c not in (9, 10)}))
+
+
+def table_html(
+    head: Sequence, rows: Iterable[Sequence], style: str = "num", cell: str = "{}"
+) -> str:
+    """A table of escaped cells, each put into the template `cell`."""
+    titles = "".join(f"<th>{text_html(x)}</th>" for x in head)
+    titles = f"<thead><tr>{titles}</tr></thead>" if head else ""
+    lines = ("".join(f"<td>{cell.format(text_html(x))}</td>" for x in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="{style}">{titles}<tbody>{body}</tbody></table></div>'
