@@ -19,8 +19,8 @@ from fp8rl_jax.learner import TrainState
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.rollout import is_fresh
+from fp8rl_jax.run_directory import first_difference, read_saved_config
 from fp8rl_jax.runtime import Runtime, make_runtime
-from fp8rl_jax.train import first_difference, read_saved_config
 from fp8rl_jax.warmup import WITHOUT_EFFECT
 
 

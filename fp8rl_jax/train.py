@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import signal
 import time
@@ -21,7 +20,6 @@ import numpy as np
 
 from fp8rl_jax import checks
 from fp8rl_jax.checkpoint import Checkpoints
-from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, self_check
 from fp8rl_jax.envs import score
@@ -37,6 +35,7 @@ from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
 from fp8rl_jax.rollout import require_fresh
+from fp8rl_jax.run_directory import check_directory, open_run
 from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
 from fp8rl_jax.warmup import (
     cache_directory,
@@ -45,11 +44,6 @@ from fp8rl_jax.warmup import (
     run_warmup,
     save_cached,
 )
-
-# Fields that may differ between a run and its resumption.
-_MAY_CHANGE = (
-    "run.dir", "run.steps", "run.cache_dir", "run.keep_checkpoints", "precision.self_check"
-)  # fmt: skip
 
 
 class _Interrupt:
@@ -85,79 +79,6 @@ class Outcome:
     stopped_by: str | None
     report: pathlib.Path | None
     compile_counts: dict[str, int]
-
-
-def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
-    """Raises UserError if `run.dir` holds another configuration, or a run that `resume` was not
-    asked for."""
-    directory = pathlib.Path(config.run.dir)
-    saved = directory / "config.json"
-    if saved.exists():
-        ours = json.loads(json.dumps(config.to_dict()))
-        theirs = read_saved_config(saved)
-        difference = first_difference(theirs, ours)
-        if difference:
-            name, before, now = difference
-            raise UserError(
-                f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
-                f"{now!r}): set it back, or choose another --config.run.dir"
-            )
-        if not resume:
-            raise UserError(
-                f"run.dir: {directory} already holds this run: add --resume to continue it, or "
-                "choose another --config.run.dir"
-            )
-    else:
-        names = ("checkpoints", "reference", "tensorboard", *(f"{n}.jsonl" for n in RunLogs.NAMES))
-        found = next((name for name in names if (directory / name).exists()), None)
-        if found:
-            raise UserError(
-                f"run.dir: {directory} has no config.json but holds {found}, which a run would "
-                "replace: choose another --config.run.dir"
-            )
-
-
-def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
-    """Prepares the run directory: writes its config.json.
-
-    Raises:
-      UserError: of `check_directory`, or the directory cannot be written.
-    """
-    check_directory(config, resume)
-    directory = pathlib.Path(config.run.dir)
-    saved = directory / "config.json"
-    ours = json.loads(json.dumps(config.to_dict()))
-    temporary = directory / "config.json.tmp"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(ours, indent=2) + "\n")
-        os.replace(temporary, saved)
-    except OSError as error:
-        raise checks.no_room(directory, error) from None
-    return directory
-
-
-def read_saved_config(path: pathlib.Path) -> dict:
-    """The config.json of a run; UserError if it is damaged."""
-    try:
-        content = json.loads(path.read_text())
-        if not all(isinstance(section, dict) for section in content.values()):
-            raise ValueError("its sections are no objects")
-        return content
-    except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"run.dir: {path} is damaged ({error}): put the file back, or choose another "
-            "--config.run.dir"
-        ) from None
-
-
-def first_difference(theirs: dict, ours: dict):
-    """(field, their value, our value) of the first field that differs, or None."""
-    before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
-    for name in sorted({*before, *now} - set(_MAY_CHANGE)):
-        if before.get(name) != now.get(name):
-            return name, before.get(name), now.get(name)
-    return None
 
 
 def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
@@ -202,8 +123,8 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
     checked = self_check(runtime)
     if config.precision.zero_drift == "required" and not checked.holds:
         raise UserError(
-            f"precision.zero_drift is 'required', and {checked}: `fp8rl drift` names the operation; "
-            "set precision.zero_drift='report' to go on"
+            f"precision.zero_drift is 'required', and {checked}: `fp8rl drift` names the "
+            "operation; set precision.zero_drift='report' to go on"
         )
     return checked
 

@@ -17,7 +17,7 @@ _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
     "checks", "config", "health", "metrics", "optimizer", "precision", "progress", "report",
-    "sharding", "summary",
+    "run_directory", "sharding", "summary",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -44,6 +44,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"models"},
     "health": {"quant"},
     "precision": {"models", "quant"},
+    "run_directory": {"checks", "config", "metrics"},
     "checks": {"config", "envs", "models", "precision", "quant"},
     "recipe_show": {"quant"},
     **dict.fromkeys(

@@ -27,12 +27,12 @@ from fp8rl_jax.drift.programs import Host, Programs, Taps
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray
 
-# Relative difference below which a value that was swapped in and requantised counts as equal.
-_NOISE = 1e-6
+# A quantised value that was swapped in is quantised again: its scale may move by one last bit.
+_REQUANTISED = 1e-6
 
 
 @dataclasses.dataclass
-class _Observed:
+class Observed:
     """What the tapped programs showed: comparisons, and the rollout's own values of the layers."""
 
     rows: list[dict]
@@ -64,7 +64,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
         "worst": _worst_tokens(programs, batch, rollout, d),
     }
     note("comparing intermediate values")
-    seen = _observe(programs, rollout, batch, logp, note)
+    seen = observe(programs, rollout, batch, logp, note)
     result |= {
         "operations": seen.rows,
         "first": next((row for row in seen.rows if row["differ"]), None),
@@ -90,25 +90,29 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
 
 def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray) -> list[dict]:
     tokenizer, worst = programs.runtime.tokenizer, []
+    special = {
+        tokenizer.bos_id: "", tokenizer.pad_id: "(padding)", tokenizer.eos_id: "(end)"
+    }  # fmt: skip
     for row, slot in compare.worst_tokens(d, np.asarray(rollout.mask)):
-        position = int(batch.prompt_lengths[row]) + slot
+        position, token = int(batch.prompt_lengths[row]) + slot, int(rollout.tokens[row, slot])
+        before = [int(t) for t in batch.tokens[row, :position] if int(t) not in special]
         worst.append(
             {
                 "row": row,
                 "slot": slot,
                 "difference": float(d[row, slot]),
                 "rollout_logp": float(rollout.logprobs[row, slot]),
-                "token": tokenizer.decode([int(rollout.tokens[row, slot])]),
-                "before": tokenizer.decode(batch.tokens[row, :position].tolist())[-40:],
+                "token": special.get(token) or tokenizer.decode([token]),
+                "before": tokenizer.decode(before)[-40:],
             }
         )
     return worst
 
 
-def _observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> _Observed:
+def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
     """Taps everything; in parts where tapping all at once changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
-    seen = _Observed([], None, {}, [], 0)
+    seen = Observed([], None, {}, [], 0)
     pending: list[Sequence[str]] = [ORDER]
     while pending:
         names = pending.pop(0)
@@ -140,7 +144,7 @@ def _observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> _O
     return seen
 
 
-def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.ndarray) -> None:
+def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.ndarray) -> None:
     slots = batch.tokens.shape[1]
     valid = compare.valid_positions(batch.prompt_lengths, mask, slots)
     for name in rollout:
@@ -152,7 +156,7 @@ def _add(seen: _Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nd
             seen.rollout[name] = rollout[name]
 
 
-def _contributions(programs: Programs, batch: Host, rollout: Host, seen: _Observed) -> dict:
+def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observed) -> dict:
     """What each operation and each layer adds to mean |dlogp|.
 
     An operation's `local` difference is that of its output when its inputs are the rollout's, in
@@ -172,13 +176,15 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: _Observ
     def everywhere(*operations: str) -> dict[str, np.ndarray]:
         return {name: every for name in operations if name in seen.rollout}
 
+    recipe = programs.runtime.learner_recipe
+    noise = _REQUANTISED if recipe.quantized or recipe.kv_quantized else 0.0
     own = jax.device_get(swapped(everywhere(*names))[1])
     valid = compare.valid_positions(batch.prompt_lengths, mask, batch.tokens.shape[1])
     found = []
     for name in names:
         local = compare.compare_taps(name, seen.rollout[name], own[name], valid)
         sizes = [row.get("relative") or 0.0 for row in local]
-        if name in CUTS or max(sizes) < _NOISE:
+        if name in CUTS or max(sizes) <= noise:
             continue
         inputs = OPERATIONS[name].inputs
         with_inputs = left(everywhere(*inputs))
@@ -186,7 +192,7 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: _Observ
             {
                 "op": name,
                 "local": max(sizes),
-                "layers": [layer for layer, size in enumerate(sizes) if size >= _NOISE],
+                "layers": [layer for layer, size in enumerate(sizes) if size > noise],
                 "adds": with_inputs - left(everywhere(*inputs, name)),
             }
         )
@@ -238,7 +244,7 @@ def _leaves(tree: dict) -> dict:
     }
 
 
-def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: _Observed) -> dict:
+def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> dict:
     """Which definition of the log-probability each side follows, if its logits tell.
 
     Returns:

@@ -66,7 +66,7 @@ _ATTENTION = {
         "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
     ),
 }
-OPERATIONS: dict[str, Operation] = {
+_OPERATIONS: dict[str, Operation] = {
     "embed": Operation(
         (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
     ),
@@ -97,7 +97,8 @@ OPERATIONS: dict[str, Operation] = {
     "residual_mlp": Operation(("down_proj/output",), *_RESIDUAL),
     "norm/output": Operation((), *_NORM),
 }
+OPERATIONS = {name: _OPERATIONS[name] for name in (MODEL_TAPS[0], *LAYER_TAPS, *MODEL_TAPS[1:])}
 # In the order of computation, the logits at the end.
-ORDER = (MODEL_TAPS[0], *LAYER_TAPS, *MODEL_TAPS[1:], LOGITS)
+ORDER = (*OPERATIONS, LOGITS)
 # Values through which everything flows: swapping one swaps all that came before it.
 CUTS = ("residual_attention", "residual_mlp")

@@ -34,8 +34,7 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
     """Prints headline, verdict and, where something differs, what adds how much."""
     console = console or Console(highlight=False)
     verdict, head = result["verdict"], result["headline"]
-    console.print()
-    console.print(_headline(head, result["logits"]))
+    _print(console, "Drift, learner against rollout", _headline(head, result["logits"]))
     console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
     console.print(verdict["sentence"], markup=False, soft_wrap=True)
     console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
@@ -46,14 +45,21 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
             f"{result['tapped_programs']} programs; not observable: {hidden}.",
             markup=False, soft_wrap=True,
         )  # fmt: skip
-    for table in (_operations(result), _layers(result), _worst(result)):
-        if table is not None:
-            console.print()
-            console.print(table)
+    _print(console, "Operations that give other results from equal inputs", _operations(result))
+    whole = result.get("drift_without_swaps", 0.0)
+    title = f"Of mean |dlogp| {whole:.3g}, what is left with the rollout's values in one layer"
+    _print(console, title, _layers(result))
+    _print(console, "Worst tokens", _worst(result))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+def _print(console: Console, title: str, table: Table | None) -> None:
+    if table is not None:
+        console.print(f"\n[bold]{title}[/]")
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     return table
@@ -66,7 +72,7 @@ def _number(value: float | None) -> str:
 
 
 def _headline(head: dict, logits: dict | None) -> Table:
-    table = _table("Drift, learner against rollout", "figure", "value")
+    table = _table("figure", "value")
     equal = head["logprob_equal_frac"]
     rows = [
         ("tokens compared", f"{head['drift_tokens']:.0f}"),
@@ -88,10 +94,7 @@ def _operations(result: dict) -> Table | None:
     found = result.get("by_operation")
     if not found:
         return None
-    table = _table(
-        "Operations that give other results from equal inputs",
-        "operation", "layers", "relative difference", "adds to mean |dlogp|",
-    )  # fmt: skip
+    table = _table("operation", "layers", "relative difference", "adds to mean |dlogp|")
     for row in found[:_SHOWN]:
         layers = row["layers"]
         span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}..{layers[-1]} ({len(layers)})"
@@ -105,11 +108,7 @@ def _layers(result: dict) -> Table | None:
     found = result.get("by_layer")
     if not found:
         return None
-    whole = result["drift_without_swaps"]
-    table = _table(
-        f"Mean |dlogp| ({whole:.3g}) that is left with the rollout's values in one layer",
-        "layer", "left",
-    )  # fmt: skip
+    table = _table("layer", "left")
     for row in sorted(found, key=lambda row: row["left"])[:_SHOWN]:
         table.add_row(str(row["layer"]), _number(row["left"]))
     return table
@@ -118,7 +117,7 @@ def _layers(result: dict) -> Table | None:
 def _worst(result: dict) -> Table | None:
     if not result["worst"]:
         return None
-    table = _table("Worst tokens", "after", "token", "row", "slot", "logp of rollout", "dlogp")
+    table = _table("after", "token", "row", "slot", "logp of rollout", "dlogp")
     for row in result["worst"][:_SHOWN]:
         table.add_row(
             *(escape(repr(row[key])) for key in ("before", "token")),

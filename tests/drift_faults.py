@@ -1,6 +1,6 @@
 """Faults that make rollout and learner differ, planted on one side while it is traced.
 
-Each is what someone once got wrong in a real system. `python tests/drift/faults.py` prints what the
+Each is what someone once got wrong in a real system. `python tests/drift_faults.py` prints what the
 analysis says of every one.
 """
 
@@ -31,7 +31,7 @@ from fp8rl_jax.rollout.sampling import mask_top_p
 from fp8rl_jax.runtime import make_runtime
 
 Patch = Callable[[], contextlib.AbstractContextManager]
-_CONFIG = pathlib.Path(__file__).resolve().parents[1] / "tiny_config.py"
+_CONFIG = pathlib.Path(__file__).resolve().parent / "tiny_config.py"
 _F32 = ("precision.rollout=f32", "precision.learner=f32")
 
 
@@ -45,6 +45,7 @@ class Fault:
       stale: the rollout keeps its weights through one update.
       culprit, layer: of the verdict.
       words: that its sentence or advice must contain.
+      everywhere: the fault is in several operations; the first is named.
       may_vanish: the fault may leave the bits as they are on some platforms, which the verdict
         must then say.
     """
@@ -56,6 +57,7 @@ class Fault:
     culprit: str = ""
     layer: int | None = None
     words: tuple[str, ...] = ()
+    everywhere: bool = False
     may_vanish: bool = False
 
 
@@ -172,7 +174,7 @@ FAULTS = {
         culprit="post_attention_layernorm/output", layer=0, words=("rsqrt",), may_vanish=True,
     ),
     "not rounded to bf16": Fault(
-        learner=_no_rounding, culprit="input_layernorm/output", layer=0,
+        learner=_no_rounding, everywhere=True, culprit="input_layernorm/output", layer=0,
         words=("learner's values", "not rounded to bf16"),
     ),
     "rotary tables as constants": Fault(
@@ -180,27 +182,30 @@ FAULTS = {
         culprit="self_attn/q_rope", layer=0, words=("tables", "arguments"), may_vanish=True,
     ),
     "one layer in bf16": Fault(
-        ("precision.learner=faults:first_layer_in_bf16",), culprit="layers", layer=0,
+        ("precision.learner=drift_faults:first_layer_in_bf16",), culprit="layers", layer=0,
         words=("rollout first_layers=0", "learner first_layers=1"),
     ),
 }  # fmt: skip
 
 
+def programs(fault: Fault) -> Programs:
+    """Both sides of a tiny run with random weights, and the fault."""
+    config = load_config(str(_CONFIG), [f"--config.{text}" for text in fault.config])
+    runtime = make_runtime(config)
+    optimizer, _ = optimizer_of_phase(config, "rl")
+    state = runtime.new_state(runtime.init_params(), optimizer)
+    questions = runtime.questions["train"][: config.rollout.prompts_per_step]
+    weights = runtime.refit_state(state)[0]
+    planted = _Planted(runtime, state, weights, questions, jax.random.key(5), fault)
+    if fault.stale:
+        planted.state = _updated(planted, optimizer)
+    return planted
+
+
 def plant(name: str) -> dict:
     """The analysis of a tiny run with the fault."""
-    fault = FAULTS[name]
-    config = load_config(str(_CONFIG), [f"--config.{text}" for text in fault.config])
     jax.clear_caches()  # nothing traced without the fault may be found again
-    runtime = make_runtime(config)
-    with jax.set_mesh(runtime.mesh):
-        optimizer, _ = optimizer_of_phase(config, "rl")
-        state = runtime.new_state(runtime.init_params(), optimizer)
-        questions = runtime.questions["train"][: config.rollout.prompts_per_step]
-        weights = runtime.refit_state(state)[0]
-        programs = _Planted(runtime, state, weights, questions, jax.random.key(5), fault)
-        if fault.stale:
-            programs.state = _updated(programs, optimizer)
-        return analyse(programs)
+    return analyse(programs(FAULTS[name]))
 
 
 def _updated(programs: Programs, optimizer):
