@@ -115,7 +115,7 @@ def _no_rounding():
         yield
 
 
-def _constant_tables(params, tokens, config, recipe, **options):
+def constant_tables(params, tokens, config, recipe, **options):
     """The forward pass with rotary tables that it computes itself."""
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
@@ -178,7 +178,7 @@ FAULTS = {
         words=("learner's values", "not rounded to bf16"),
     ),
     "rotary tables as constants": Fault(
-        _F32, learner=_patch(learner_module, "forward", _constant_tables),
+        _F32, learner=_patch(learner_module, "forward", constant_tables),
         culprit="self_attn/q_rope", layer=0, words=("tables", "arguments"), may_vanish=True,
     ),
     "one layer in bf16": Fault(

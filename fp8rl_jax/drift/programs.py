@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fp8rl_jax.drift.operations import ORDER
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
-from fp8rl_jax.models import Swap, forward
+from fp8rl_jax.models import Swap, forward, quantize_params, trainable_params
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import make_refit
@@ -122,29 +123,38 @@ class Programs:
         Returns:
           ``swapped(chosen) -> (logp (B, R), {name: (L, B, T, ...)})``, chosen being {name: (L,)
           bool}; what is not named keeps its own value. The values returned are the learner's own,
-          before they are swapped. One program, forward only: its log-probabilities are to be
+          before they are swapped. One program, with gradients as a train step has them (XLA
+          rewrites some operations in forward-only programs); its log-probabilities are to be
           compared with each other.
         """
-        rt = self.runtime
-        recipe, layers, rope = rt.learner_recipe, rt.model.num_hidden_layers, rt.rope
-        weights, kv_scales = self.learner_weights(), self.state.kv_scales
+        rt, state = self.runtime, self.state
+        recipe, layers = rt.learner_recipe, rt.model.num_hidden_layers
         names, nowhere = tuple(taps), np.zeros(layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
         batch = to_device(batch, rt)
 
-        @exact_jit
-        def score(weights, kv_scales, batch, rope, swaps):
+        def objective(params, weights, state, batch, rope, swaps):
+            paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
-                weights, batch, rt.model, recipe, rope, "none", kv_scales, taps=names, swaps=swaps
+                paired, batch, rt.model, recipe, rope, rt.config.learner.remat, state.kv_scales,
+                taps=names, swaps=swaps,
+            )  # fmt: skip
+            return (logp * batch.mask).sum(), (logp, aux["taps"])
+
+        @exact_jit
+        def score(state, batch, rope, swaps):
+            weights = quantize_params(state.params, recipe, state.scaling_state)
+            (_, found), grads = jax.value_and_grad(objective, has_aux=True)(
+                state.params, weights, state, batch, rope, swaps
             )
-            return logp, aux["taps"]
+            return found, optax.tree.norm(grads)
 
         def swapped(chosen: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, jax.Array]]:
             swaps = {
                 name: Swap(jnp.asarray(chosen.get(name, nowhere)), value)
                 for name, value in values.items()
             }
-            logp, own = score(weights, kv_scales, batch, rope, swaps)
+            (logp, own), _ = score(state, batch, rt.rope, swaps)
             return np.asarray(logp), own
 
         return swapped

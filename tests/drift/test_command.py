@@ -1,0 +1,128 @@
+"""`fp8rl drift` as a user runs it, the self-check before a run, and the monitor during one."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import drift_faults
+import jax
+import pytest
+
+from fp8rl_jax import cli, learner
+from fp8rl_jax.config import load_config
+from fp8rl_jax.drift import self_check
+from fp8rl_jax.runtime import make_runtime
+
+_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+
+
+def _drift(directory, *arguments) -> int:
+    return cli.run(
+        ["drift", "--config", _TINY, f"--config.run.dir={directory / 'run'}", *map(str, arguments)]
+    )
+
+
+def test_no_drift(tmp_path, capsys):
+    """Random weights: 0 exactly, status 0 under any bound, and the files are where it says."""
+    assert _drift(tmp_path, "--out", tmp_path / "out", "--fail-above=0") == 0
+    out = capsys.readouterr().out
+    assert "0 exactly" in out and "every intermediate value" in out
+    result = json.loads((tmp_path / "out" / "drift.json").read_text())
+    assert result["headline"]["logprob_equal_frac"] == 1.0
+    assert str(tmp_path / "out" / "drift.html") in out
+    assert "nothing to do" in (tmp_path / "out" / "drift.html").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_recipes_that_differ_fail_the_bound(tmp_path, capsys):
+    """Status 1 above the bound, with the culprit, tables and plots."""
+    arguments = ("--config.precision.learner=bf16", "--fail-above=1e-4", "--prompts=2")
+    assert _drift(tmp_path, *arguments) == 1
+    captured = capsys.readouterr()
+    assert "recipe: Rollout and learner run different recipes" in captured.out
+    assert "self_attn/q_proj/input" in captured.out and "Worst tokens" in captured.out
+    assert "above --fail-above=0.0001" in captured.err
+    page = (tmp_path / "run" / "drift.html").read_text()
+    assert page.count("<img") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts=0"], "--prompts is 0; write at least 1"),
+        (["--fail-above=-1"], "--fail-above is -1.0; write a number of at least 0"),
+        (["--fail-above=nan"], "--fail-above is nan"),
+        (["--checkpoint=no/such"], "--checkpoint=no/such is no directory"),
+        (["--checkpoint=."], "--checkpoint: . holds no checkpoints"),
+        (["runs"], "'runs' is not understood"),
+        (["--config.precision.learner=fp9"], "unknown recipe 'fp9'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, said, tmp_path, capsys):
+    assert _drift(tmp_path, "--out", tmp_path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def _runtime(*overrides: str):
+    return make_runtime(load_config(_TINY, [f"--config.{text}" for text in overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("precision.rollout=fp8_delayed", "precision.learner=fp8_delayed"),
+        ("precision.first_layers_bf16=1", "precision.kv_cache=fp8_calibrated"),
+    ],
+    ids=["fp8", "delayed", "first layer and calibrated"],
+)
+def test_self_check_holds(overrides):
+    """Two layers of the run's own widths agree bit for bit, and the line says so."""
+    checked = self_check(_runtime(*overrides))
+    assert checked.holds and checked.tokens >= 8 and checked.layers == 2
+    assert "zero drift holds here" in str(checked) and jax.__version__ in str(checked)
+
+
+def test_self_check_sees_a_platform_that_does_not_keep_it(monkeypatch):
+    """Rotary tables that are folded on one side stand for a platform that rounds differently."""
+    jax.clear_caches()
+    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    checked = self_check(_runtime("precision.rollout=f32", "precision.learner=f32"))
+    assert not checked.holds and 0 < checked.largest < 1e-4
+    assert f"{checked.differing} of {checked.tokens} tokens" in str(checked)
+    assert "does NOT hold here" in str(checked)
+
+
+def _train(directory, *overrides: str) -> int:
+    places = [f"--config.run.dir={directory / 'run'}", f"--config.run.cache_dir={directory}"]
+    short = ["--config.run.steps=2", "--config.warmup.steps=0"]
+    return cli.run(
+        ["train", "--config", _TINY, *places, *short, *(f"--config.{text}" for text in overrides)]
+    )
+
+
+_F32 = ("precision.rollout=f32", "precision.learner=f32")
+
+
+def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):
+    """Before anything is written; auto goes on, and its first line tells the truth."""
+    jax.clear_caches()
+    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    assert _train(tmp_path, *_F32, "precision.zero_drift=required") == 2
+    assert "does NOT hold here" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_drift_in_a_run_is_analysed_once(tmp_path, monkeypatch, capsys):
+    """The first step with drift where none was promised writes drift.json, and the report has it."""
+    jax.clear_caches()
+    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    assert _train(tmp_path, *_F32) == 0
+    out = capsys.readouterr().out
+    assert "does NOT hold here" in out
+    assert out.count("warning: drift") == 1 and out.count("drift: The first value") == 1
+    result = json.loads((tmp_path / "run" / "drift.json").read_text())
+    assert result["verdict"]["culprit"] == "self_attn/q_rope" and result["step"] == 1
+    assert "self_attn/q_rope" in (tmp_path / "run" / "report.html").read_text()
