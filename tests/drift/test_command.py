@@ -116,7 +116,7 @@ def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):
 
 
 def test_drift_in_a_run_is_analysed_once(tmp_path, monkeypatch, capsys):
-    """The first step with drift where none was promised writes drift.json, and the report has it."""
+    """The first drift where none was promised writes drift.json, and the report shows it."""
     jax.clear_caches()
     monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
     assert _train(tmp_path, *_F32) == 0
