@@ -31,6 +31,8 @@ commands:
            [--prompts=N] [--out=DIR] [--fail-above=X]  status 1 if a |dlogp| is above X
   bench    time of rollout and train step under several recipes, in one process
            [--recipes=fp8,bf16,f32] [--repeats=5]
+           fp8rl bench drift-cost --config FILE: what zero drift costs, exact programs against
+           naive ones  [--recipes=fp8,bf16] [--repeats=5]
            fp8rl bench gemm-error: error of every recipe's matrix products, beside a published
            table; no config  [--recipes=fp8,mxfp8,...] [--out=runs/gemm_error]
   recipe   fp8rl recipe list: the names of all recipes
@@ -129,6 +131,8 @@ def _sample(arguments: Sequence[str]) -> int:
 def _bench(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["gemm-error"]:
         return _gemm_error(arguments[1:])
+    if arguments[:1] == ["drift-cost"]:
+        return _drift_cost(arguments[1:])
     options = {
         **_CONFIG,
         "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
@@ -138,12 +142,28 @@ def _bench(arguments: Sequence[str]) -> int:
     if positional:
         raise UserError(
             f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
-            "FILE`, or `fp8rl bench gemm-error` and its options after that"
+            "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and their options"
         )
     config = _config("bench", values, overrides)
     from fp8rl_jax.bench import bench, format_table
 
     print(format_table(bench(config, values.recipes.split(","), values.repeats)))
+    return 0
+
+
+def _drift_cost(arguments: Sequence[str]) -> int:
+    command = "bench drift-cost"
+    options = {
+        **_CONFIG,
+        "recipes": ("string", "fp8,bf16", "recipes to time"),
+        "repeats": ("int", 5, "timed repetitions, after one that compiles"),
+    }
+    values, overrides, positional = _parse(command, arguments, options)
+    _no_positional(command, positional)
+    config = _config(command, values, overrides)
+    from fp8rl_jax.bench import drift_cost, format_cost_table
+
+    print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
     return 0
 
 

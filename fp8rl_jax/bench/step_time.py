@@ -9,6 +9,7 @@ float32), so FP8 is slower there than bf16: the table says how much.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
@@ -23,15 +24,27 @@ from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.runtime import make_runtime, to_device
 
 
-class _Subject:
+class Subject:
     """One recipe's programs and data."""
 
-    def __init__(self, config: ml_collections.ConfigDict, recipe: str, health: bool):
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        recipe: str,
+        health: bool,
+        name: str | None = None,
+    ):
+        """`name`: of the recipe; programs of equal recipes may share what was traced."""
         config = config.copy_and_resolve_references()
         config.precision.rollout = config.precision.learner = recipe
         config.precision.zero_drift = "report"
         config.precision.health = health
         self.runtime = rt = make_runtime(config)
+        if name is not None:
+            sides = (rt.rollout_recipe, rt.learner_recipe)
+            rt.rollout_recipe, rt.learner_recipe = (
+                dataclasses.replace(side, name=name) for side in sides
+            )
         optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
         self.questions: list[Question] = rt.questions["train"][: config.rollout.prompts_per_step]
         state = rt.new_state(rt.init_params(), optimizer)
@@ -47,19 +60,20 @@ class _Subject:
             np.full(rows, config.rollout.temperature, np.float32),
         )  # fmt: skip
 
-    def batch(self) -> Batch:
-        """A rollout of this model as a training batch, advantages drawn at random."""
+    def batch(self, rolled_out: tuple) -> Batch:
+        """What `rollout` returned as a training batch, advantages drawn at random."""
         rt = self.runtime
-        rollout, prompts, lengths = self.rollout()
+        rollout, prompts, lengths = rolled_out
         rows = len(rollout.tokens)
         temperature = np.full(rows, rt.config.rollout.temperature, np.float32)
         advantages = np.random.default_rng(0).standard_normal(rows).astype(np.float32)
         batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         return to_device(batch, rt)
 
-    def train(self, batch: Batch) -> None:
-        self.state, _, metrics = self.step(self.state, batch, self.runtime.rope)
-        jax.block_until_ready((self.state, metrics))
+    def train(self, batch: Batch) -> jax.Array:
+        """One step; the log-probabilities that it computed."""
+        self.state, logp, metrics = self.step(self.state, batch, self.runtime.rope)
+        return jax.block_until_ready((logp, self.state, metrics))[0]
 
 
 def bench(
@@ -82,16 +96,16 @@ def bench(
     for recipe in recipes:
         get_recipe(recipe)
     health = config.precision.health
-    subjects = {recipe: _Subject(config, recipe, health) for recipe in recipes}
+    subjects = {recipe: Subject(config, recipe, health) for recipe in recipes}
     if health:
-        subjects[f"{recipes[0]}, no health"] = _Subject(config, recipes[0], False)
+        subjects[f"{recipes[0]}, no health"] = Subject(config, recipes[0], False)
     first = next(iter(subjects.values()))
     times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in subjects}
     tokens = {}
     with jax.set_mesh(first.runtime.mesh):
         batches = {}
         for name, subject in subjects.items():
-            batches[name] = subject.batch()
+            batches[name] = subject.batch(subject.rollout())
             tokens[name] = float(np.asarray(batches[name].mask).sum())
             subject.train(batches[name])
         for _ in range(repeats):

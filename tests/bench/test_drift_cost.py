@@ -1,0 +1,76 @@
+"""`fp8rl bench drift-cost`: the naive forms compute the same thing, and they drift."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax import cli, exact_jit, kernels
+from fp8rl_jax.bench import drift_cost, format_cost_table
+from fp8rl_jax.bench.drift_cost import naive_attention, naive_matmul
+from fp8rl_jax.config import load_config
+from fp8rl_jax.quant import dot_general, quantize
+
+_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+
+
+@pytest.mark.parametrize("shape", [(5, 128, 128), (3, 300, 200), (9, 64, 40)])
+def test_naive_matmul(shape):
+    """Within float32's error of the blockwise form, scaled and unscaled, ragged edges too."""
+    rows, depth, columns = shape
+    rng = np.random.default_rng(depth)
+    x = jnp.asarray(rng.standard_normal((rows, depth)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((depth, columns)), jnp.float32)
+    qx, qw = quantize(x, (1, 128)), quantize(w, (128, 128))
+    for arguments in ((x, w), (qx.qvalue, qw.qvalue, qx.scale, qw.scale)):
+        exact, naive = kernels.block_matmul(*arguments), naive_matmul(*arguments)
+        np.testing.assert_allclose(naive, exact, atol=3e-5 * depth**0.5)
+        assert float(jnp.abs(naive).max()) > 1
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_naive_attention(scaled):
+    """Within float32's error of the chunked form, past one chunk, grouped, with and without FP8."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, 3, 4, 32), (2, 100, 2, 32), (2, 100, 2, 32))
+    q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    positions = jnp.asarray([[0, 50, 99], [7, 8, 70]], jnp.int32)
+    scales = {}
+    if scaled:
+        (k, v), names = (quantize(x, (-1,)) for x in (k, v)), ("k_scale", "v_scale")
+        scales = {n: x.scale[..., 0] for n, x in zip(names, (k, v), strict=True)}
+        k, v = k.qvalue, v.qvalue
+    exact = kernels.attention(q, k, v, positions, scale=0.2, **scales)
+    naive = naive_attention(q, k, v, positions, scale=0.2, **scales)
+    np.testing.assert_allclose(naive, exact, atol=2e-6)
+
+
+def test_exact_programs_do_not_drift_and_naive_ones_do():
+    """Float32 shows it at any size. What was replaced stands again afterwards."""
+    before = (dot_general.block_matmul, kernels.attention, exact_jit.compiler_options)
+    config = load_config(_TINY, [])
+    (row,) = drift_cost(config, ["f32"], repeats=1)
+    assert row["exact_drift_max"] == 0.0
+    assert 0 < row["naive_drift_max"] < 1e-4
+    numbers = {k: v for k, v in row.items() if k.endswith("_s")}
+    assert len(numbers) == 4 and row["decode_ratio"] > 0 and row["train_ratio"] > 0
+    text = format_cost_table([row])
+    assert "0 exactly" in text and "f32" in text
+    assert (dot_general.block_matmul, kernels.attention, exact_jit.compiler_options) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--repeats=0"], "--repeats is 0"),
+        (["--recipes=fp9"], "unknown recipe 'fp9'"),
+        (["fast"], "'fast' is not understood"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, said, capsys):
+    assert cli.run(["bench", "drift-cost", "--config", _TINY, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
