@@ -153,7 +153,7 @@ class Tiles(NamedTuple):
     """Where each (token, slot) lies among tiles of R rows with one expert each.
 
     Attributes:
-      experts: (tiles,) int32, the expert of each tile; tiles without rows name some expert.
+      experts: (tiles,) int32, the expert of each tile; E for tiles without rows.
       source: (tiles * R,) int32, the token that fills each row; M (no token) for padding.
       place: (M, k) int32, the row of each token and slot.
     """
@@ -184,7 +184,7 @@ def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
     place = jnp.zeros(total, jnp.int32).at[order].set(row).reshape(tokens, slots)
     source = jnp.full(tiles * rows, tokens, jnp.int32).at[row].set(order.astype(jnp.int32) // slots)
     owner = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
-    return Tiles(jnp.minimum(owner, count - 1).astype(jnp.int32), source, place)
+    return Tiles(owner.astype(jnp.int32), source, place)
 
 
 def _fill(x: jax.Array, source: jax.Array) -> jax.Array:

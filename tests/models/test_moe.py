@@ -262,7 +262,9 @@ def test_every_assignment_has_a_row_of_its_own(tokens, experts, top_k, rows):
         np.testing.assert_array_equal(owner[place // rows], chosen)
         np.testing.assert_array_equal(source[place], np.tile(np.arange(tokens)[:, None], top_k))
         assert (source == tokens).sum() == len(source) - place.size
-        assert ((0 <= owner) & (owner < experts)).all()
+        used = np.unique(place // rows)
+        np.testing.assert_array_equal(used, np.arange(len(used)))
+        assert (owner[len(used) :] == experts).all()
 
 
 def test_tiles_suffice_for_the_worst_case():
