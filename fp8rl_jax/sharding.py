@@ -23,9 +23,9 @@ from fp8rl_jax.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
-# Logical axis -> mesh axes.
+BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
+# Logical axis of a parameter -> mesh axis.
 RULES = {
-    "batch": ("data", "fsdp", "expert"),
     "embed": "fsdp",
     "wide": "tensor",
     "vocab": "tensor",
@@ -74,7 +74,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
 def batch_divisor(mesh: Mesh) -> int:
     """Number of devices that share the rows of a batch."""
-    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -83,7 +83,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over `data`, `fsdp` and `expert`."""
-    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def param_shardings(mesh: Mesh, params) -> object:

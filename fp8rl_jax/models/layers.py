@@ -29,6 +29,8 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
 from fp8rl_jax.quant.varying import share
 
+EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
+
 
 def replicate(tree):
     """Gathers sharded weights before use, where a mesh is set (FSDP); else returns `tree`.

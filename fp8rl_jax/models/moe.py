@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -41,12 +41,11 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import block_matmul, guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_silu, replicate
+from fp8rl_jax.models.layers import EXP_LANES, gated_silu, replicate
 from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
 from fp8rl_jax.quant.varying import share
-from fp8rl_jax.sharding import RULES
+from fp8rl_jax.sharding import BATCH_AXES
 
-_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
 
 
@@ -60,7 +59,7 @@ class Kernel(nn.Module):
     init_scale: float = 1.0
 
     @nn.compact
-    def __call__(self) -> Weight:
+    def __call__(self) -> Any:
         stack = tuple(range(len(self.shape) - 2))
         init = nn.initializers.variance_scaling(
             self.init_scale**2, "fan_in", "normal", batch_axis=stack
@@ -124,7 +123,7 @@ def route(logits: jax.Array, top_k: int, renormalize: bool) -> tuple[jax.Array, 
       (weights (M, top_k) float32, experts (M, top_k) int32), the most probable first, equal ones
       by number.
     """
-    missing = -logits.shape[1] % _LANES
+    missing = -logits.shape[1] % EXP_LANES
     padded = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     top = lax.stop_gradient(padded.max(-1, keepdims=True))
     raised = jnp.exp(padded - top)
@@ -196,7 +195,7 @@ def _fill(x: jax.Array, source: jax.Array) -> jax.Array:
 def dispatch(x: jax.Array, tiles: Tiles) -> jax.Array:
     """(M, D) -> (tiles, R, D): every token in the rows of its experts, zeros between.
 
-    The gradient of a token is the sum over its k rows, in float32 and in order of slots.
+    The gradient of a token is the sum over its k rows, in float32.
     """
     return _fill(x, tiles.source).reshape(tiles.experts.shape[0], -1, x.shape[1])
 
@@ -306,7 +305,7 @@ def mixture(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return run(x, valid, router, experts)
-    axes = tuple(axis for axis in RULES["batch"] if axis in mesh.axis_names)
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
     if x.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
         axes = ()
 
@@ -315,7 +314,5 @@ def mixture(
         return y, lax.psum(tokens, axes) if axes else tokens
 
     rows, whole = PartitionSpec(axes), PartitionSpec()
-    mapped = jax.shard_map(
-        own_rows, in_specs=(rows, rows, whole, whole), out_specs=(rows, whole)
-    )
+    mapped = jax.shard_map(own_rows, in_specs=(rows, rows, whole, whole), out_specs=(rows, whole))
     return mapped(x, valid, router, experts)

@@ -49,8 +49,8 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       x: (tiles, R, K).
       w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
         (`init_site` and `init_probe` of the shape (E, K, N) make such states).
-      experts: (tiles,) int32; E or more where a tile has no rows: it gives zeros, costs nothing, and
-        moves and observes nothing.
+      experts: (tiles,) int32; E or more where a tile has no rows: it gives zeros, costs nothing,
+        and moves and observes nothing.
 
     Returns:
       (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,

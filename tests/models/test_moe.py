@@ -86,7 +86,8 @@ def test_float32_is_the_real_number_result(top_k, renormalize):
 
 
 @pytest.mark.parametrize(
-    "recipe,low,high", [("bf16", 2e-3, 5e-3), ("fp8", 4.5e-2, 7.5e-2), _SLOW("mxfp8", 5.5e-2, 8.5e-2)]
+    "recipe,low,high",
+    [("bf16", 2e-3, 5e-3), ("fp8", 4.5e-2, 7.5e-2), _SLOW("mxfp8", 5.5e-2, 8.5e-2)],
 )
 def test_rounding_error_within_recorded_bounds(recipe, low, high):
     """The router reads the same bf16 values and is exact, so that every choice is the oracle's."""

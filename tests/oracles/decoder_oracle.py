@@ -17,7 +17,6 @@ Parameter tree (nested dicts; layers stacked in front; kernels [in, out])::
 """
 
 import numpy as np
-
 from oracles import moe_oracle
 
 
