@@ -44,16 +44,26 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
-    if config.mesh.expert != 1:
-        raise UserError(
-            f"mesh.expert is {config.mesh.expert}, and a dense model has no experts: write 1"
-        )
+    _check_experts(config)
     _check_precision(config)
     _check_rollout(config)
     _check_batches(config)
     check_task(config.env.task, config.env.task_options.to_dict())
     load_reward(config.env.reward)
     model_config(config, vocab_size=1)
+
+
+def _check_experts(config) -> None:
+    devices, experts = config.mesh.expert, config.model.num_experts
+    if devices == 1:
+        return
+    if not experts:
+        raise UserError(f"mesh.expert is {devices}, and a dense model has no experts: write 1")
+    if devices < 1 or experts % devices:
+        raise UserError(
+            f"mesh.expert is {devices}, which does not divide model.num_experts = {experts}: write "
+            "a number that does"
+        )
 
 
 def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
@@ -193,6 +203,7 @@ def _check_batches(config) -> None:
 
 def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     """Raises UserError if a batch does not divide over the devices that share it."""
+    axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.updates_per_rollout * config.learner.micro_batches
     sizes = {
@@ -205,8 +216,8 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     for name, size in sizes.items():
         if size % rows_at_once:
             raise UserError(
-                f"{name} = {size} does not divide over mesh.data x mesh.fsdp = {rows_at_once} "
-                "devices; choose a multiple"
+                f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
+                "multiple"
             )
 
 

@@ -33,7 +33,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "model": {
         "hidden_size": (128, "width of the residual stream"),
-        "intermediate_size": (384, "width of the gated MLP"),
+        "intermediate_size": (384, "width of the gated MLP of a dense model"),
         "num_hidden_layers": (4, "decoder layers"),
         "num_attention_heads": (4, "query heads"),
         "num_key_value_heads": (2, "key and value heads; divides the query heads"),
@@ -42,6 +42,10 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "rms_norm_eps": (1e-6, "epsilon of every RMSNorm"),
         "tie_word_embeddings": (False, "output head = transposed embedding"),
         "embedding_init_std": (1.0, "standard deviation of the initial embedding"),
+        "num_experts": (0, "experts of every layer, in the place of its MLP; 0 for a dense model"),
+        "num_experts_per_tok": (2, "experts of a token"),
+        "moe_intermediate_size": (128, "width of one expert's gated MLP"),
+        "norm_topk_prob": (True, "divide the weights of a token's experts by their sum"),
     },
     "precision": {
         "rollout": ("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
@@ -68,7 +72,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "data": (-1, "devices that split the batch; -1 for all that the others leave"),
         "fsdp": (1, "devices that split the batch and store parameters in parts"),
         "tensor": (1, "devices that store wide dimensions in parts; 1 under zero drift"),
-        "expert": (1, "devices for experts; 1 for a dense model"),
+        "expert": (1, "devices that split the batch and store experts in parts; 1 for a dense "
+                   "model"),
     },
     "data": {
         "tokenizer": ("byte", "'byte', or the path of a tokenizer.json"),

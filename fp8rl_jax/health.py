@@ -1,8 +1,8 @@
 """What quantisation lost, as metrics: per operand class, with the worst layer named.
 
-Counts come per site and layer from the train step's probes (activations and gradients, in the very
-pass that trains), from the refit (weights) and from the KV cache's quantiser. Padding tokens are
-part of the activations that are counted.
+Counts come per site and layer (and expert) from the train step's probes (activations and gradients,
+in the very pass that trains), from the refit (weights) and from the KV cache's quantiser. Padding
+tokens are part of the activations that are counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from fp8rl_jax.quant import KVScales, SiteScaling
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 
-Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,)}}
+Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
 
 
 def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
@@ -22,12 +22,12 @@ def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
 
 
 def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float | str]:
-    """Metrics of {operand class: {site: {count: (L,)}}}.
+    """Metrics of {operand class: {site: {count: (L,), of experts (L, E)}}}.
 
     ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
     ``fp8_nonfinite_blocks/CLASS`` is a number of blocks, and ``fp8_worst_layer/CLASS`` names the
-    layer with most of all that (a block that is not finite counts before any share); it is left
-    out where nothing was lost.
+    layer (and the expert) with most of all that (a block that is not finite counts before any
+    share); it is left out where nothing was lost.
 
     Args:
       health: the counts.
@@ -41,11 +41,12 @@ def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float
             lost = np.asarray(counts["saturated"]) + np.asarray(counts["underflowed"])
             share = np.float64(lost) / np.maximum(counts["elements"], 1)
             share = share + 1e6 * np.float64(counts["nonfinite_blocks"])
-            layer = int(np.argmax(share))
-            if share[layer] > worst:
+            layer, *expert = (int(i) for i in np.unravel_index(np.argmax(share), share.shape))
+            if share.max() > worst:
                 run, _, module = site.partition(".")
                 number = layer + (first_layer if run == "layers" and name != "kv" else 0)
-                worst, worst_at = float(share[layer]), f"layer {number} {module}"
+                worst, worst_at = float(share.max()), f"layer {number} {module}"
+                worst_at += "".join(f", expert {i}" for i in expert)
             for key in total:
                 total[key] += float(np.sum(counts[key]))
         if not total["elements"]:

@@ -192,7 +192,7 @@ def make_score(
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
-    """Counts that the probes brought back: {operand class: {site: {count: (L,)}}}."""
+    """Counts that the probes brought back: {operand class: {site: {count: (L,) or (L, E)}}}."""
     health: dict = {}
     for operand in ("activation", "gradient"):
         for site, probe in probes.items():
@@ -245,10 +245,10 @@ def make_train_step(
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
     are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
     kl_coef), checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients
-    finite), bad_layer (first layer with a non-finite output, else -1), and with health 'health':
-    {'activations' | 'gradients' | 'kv': {site: {count: (L,)}}}, and with taps 'taps':
-    {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not good, the
-    returned state is the state before the step.
+    finite), bad_layer (first layer with a non-finite output, else -1); with health 'health':
+    {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps
+    'taps': {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not
+    good, the returned state is the state before the step.
     """
     recipe = get_recipe(recipe)
 

@@ -109,7 +109,7 @@ def _layers(recipe: Recipe) -> str:
 
 
 def _modules(recipe: Recipe) -> str:
-    always = "embeddings, norms, output head"
+    always = "embeddings, norms, output head, routers (float32)"
     if not recipe.quantized:
         return "all"
     return ", ".join((always, *recipe.bf16_modules))

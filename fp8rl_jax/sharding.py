@@ -1,16 +1,19 @@
 """Sharding is a table: logical axis -> mesh axis. One device is the same program on a 1-mesh.
 
 Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
-(storage of the wide dimensions), `expert` (reserved for experts; must be 1 for dense models).
+(storage of the wide dimensions), `expert` (batch, and storage of experts; must be 1 for dense
+models).
 
 Storage is sharded, computation is by rows: each layer gathers its weights before use
 (`models.layers.replicate`) and every device multiplies its own rows of the batch by whole
-matrices. So a row's bits are those of a single device (`data` and `fsdp`, tested). With `tensor`
-above 1 the partitioner still splits some sums (float32 drift 1e-6 measured), so zero drift refuses
-it; tensor parallelism that is exact is not done here.
+matrices. So a row's bits are those of a single device (`data`, `fsdp` and `expert`, tested). With
+`tensor` above 1 the partitioner still splits some sums (float32 drift 1e-6 measured), so zero drift
+refuses it; tensor parallelism that is exact is not done here.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import numpy as np
@@ -20,13 +23,14 @@ from fp8rl_jax.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
-# Logical axis -> mesh axes.
+BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
+# Logical axis of a parameter -> mesh axis.
 RULES = {
-    "batch": ("data", "fsdp"),
     "embed": "fsdp",
     "wide": "tensor",
     "vocab": "tensor",
     "layers": None,
+    "experts": "expert",
 }
 
 # Name of a parameter's module -> logical axes of its array.
@@ -40,6 +44,7 @@ _KERNELS = {
     "down_proj": ("layers", "wide", "embed"),
     "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
+    "router": ("layers", "embed"),
 }
 
 
@@ -69,7 +74,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
 def batch_divisor(mesh: Mesh) -> int:
     """Number of devices that share the rows of a batch."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -77,8 +82,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Rows of a batch, which run along `axis`, over `data` and `fsdp`."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, RULES["batch"]))
+    """Rows of a batch, which run along `axis`, over `data`, `fsdp` and `expert`."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
 
 
 def param_shardings(mesh: Mesh, params) -> object:
@@ -90,6 +95,8 @@ def param_shardings(mesh: Mesh, params) -> object:
     def spec(path, leaf):
         names = [entry.key for entry in path if hasattr(entry, "key")]
         logical = next((_KERNELS[name] for name in reversed(names) if name in _KERNELS), ())
+        if "experts" in names:
+            logical = (logical[0], "experts", *logical[1:])
         axes = []
         for size, axis in zip(leaf.shape, logical, strict=False):
             mesh_axis = RULES[axis]

@@ -7,10 +7,21 @@ top-level name ``kernels`` belongs to another project that many users have insta
 from fp8rl_jax.kernels.reference import (
     K_BLOCK,
     KV_CHUNK,
+    as_bytes,
     attention,
     attention_vjp,
     block_matmul,
+    from_bytes,
     guard,
 )
 
-__all__ = ["KV_CHUNK", "K_BLOCK", "attention", "attention_vjp", "block_matmul", "guard"]
+__all__ = [
+    "KV_CHUNK",
+    "K_BLOCK",
+    "as_bytes",
+    "attention",
+    "attention_vjp",
+    "block_matmul",
+    "from_bytes",
+    "guard",
+]

@@ -49,6 +49,19 @@ def _pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def as_bytes(x: jax.Array) -> jax.Array:
+    """FP8 as uint8, other types as they are: for slices and padding.
+
+    XLA:CPU moves FP8 through float16 and rounds it back, which takes longer than the product.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+
+
+def from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `as_bytes` was given, of dtype `dtype`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
 def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
     """Scales per block of 128 columns (KB, ceil(N/128)) -> scales per column (KB, N)."""
     if scale.shape[1] == columns:
@@ -79,6 +92,8 @@ def block_matmul(
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
         raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
     rows, columns = lhs.shape[0], rhs.shape[1]
+    lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
+    lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     lhs = _pad_to(lhs, 1, K_BLOCK)
     if rows < _MIN_ROWS:
         lhs = jnp.pad(lhs, ((0, _MIN_ROWS - rows), (0, 0)))
@@ -94,8 +109,8 @@ def block_matmul(
         left = lax.dynamic_slice_in_dim(lhs, start, K_BLOCK, 1)
         right = lax.dynamic_slice_in_dim(rhs, start, K_BLOCK, 0)
         product = lax.dot_general(
-            left.astype(jnp.float32),
-            right.astype(jnp.float32),
+            from_bytes(left, lhs_dtype).astype(jnp.float32),
+            from_bytes(right, rhs_dtype).astype(jnp.float32),
             (((1,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )

@@ -41,6 +41,10 @@ class Case:
     eos_share: float = 0.0  # > 0: bias the head so that sequences end early
     outliers: bool = False
     updates: int = 0  # train steps before the comparison
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_width: int = 64
+    norm_topk_prob: bool = True
     seed: int = 0
 
     def model(self) -> models.ModelConfig:
@@ -48,6 +52,8 @@ class Case:
             259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
             self.head_dim, tie_word_embeddings=self.tied,
             embedding_init_std=0.05 if self.tied else 1.0,
+            num_experts=self.experts, num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_width, norm_topk_prob=self.norm_topk_prob,
         )  # fmt: skip
 
 

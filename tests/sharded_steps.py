@@ -20,6 +20,7 @@ def main() -> None:
     overrides = [f"--config.mesh.{k}={v}" for k, v in mesh.items()]
     overrides += [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
     overrides += ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2"]
+    overrides += [f"--config.{field}" for field in sys.argv[4:]]
     config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
     rt = make_runtime(config)
     with jax.set_mesh(rt.mesh):

@@ -350,6 +350,9 @@ _FIELDS = {
     "model.num_key_value_heads=3": ["model.num_key_value_heads", "multiple"],
     "model.head_dim=15": ["model.head_dim", "even"],
     "model.head_dim=130": ["model.head_dim", "128"],
+    "model.num_experts=-1": ["model.num_experts", "0 for a dense model"],
+    "model.num_experts=1": ["model.num_experts_per_tok = 2", "model.num_experts = 1"],
+    "model.moe_intermediate_size=0": ["model.moe_intermediate_size", "above 0"],
     # mesh, on one device
     "mesh.data=2": ["mesh.data", "2 places", "1 devices"],
     "mesh.data=0": ["mesh", "at least 1"],
@@ -552,6 +555,10 @@ def test_batches_that_do_not_divide_over_devices(field, words):
     [
         (["mesh.fsdp=3"], ["mesh.fsdp", "3 places", "4 devices"]),
         (["mesh.expert=4", "mesh.data=1"], ["mesh.expert", "dense"]),
+        (
+            ["mesh.expert=4", "mesh.data=1", "model.num_experts=6"],
+            ["mesh.expert is 4", "model.num_experts = 6"],
+        ),
     ],
 )
 def test_mesh_of_four_devices(fields, words, tmp_path):

@@ -147,6 +147,19 @@ def test_a_block_that_is_not_finite_is_worse_than_any_share():
     assert _worst({"layers.more": more, "layers.broken": broken}) == "layer 0 more"
 
 
+def test_the_worst_expert_is_named():
+    """Counts of experts (L, E) add up with those of dense sites; a share is one expert's."""
+    counts = _counts([[0, 1, 0], [0, 0, 4]], 0, 0, [[0, 10, 10], [10, 5, 20]])
+    dense = _counts([1, 0], 0, 0, 100)
+    sites = {"layers.experts.up_proj": counts, "layers.o_proj": dense}
+    assert loss_metrics({"weights": sites}, 1) == {
+        "fp8_saturated_frac/weights": 6 / 255,
+        "fp8_underflow_frac/weights": 0.0,
+        "fp8_nonfinite_blocks/weights": 0.0,
+        "fp8_worst_layer/weights": "layer 2 experts.up_proj, expert 2",
+    }
+
+
 @pytest.mark.parametrize("health", [{}, {"activation": {}}])
 def test_nothing_counted(health):
     """No class, and no site."""

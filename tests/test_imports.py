@@ -28,7 +28,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "kernels": set(),
     "quant": {"kernels"},
-    "models": {"kernels", "quant"},
+    "models": {"kernels", "quant", "sharding"},
     "rl": set(),
     "data": set(),
     "envs": set(),

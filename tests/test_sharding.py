@@ -14,14 +14,16 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 
 
-def _run(devices: int, mesh: dict[str, int], recipe: str, micro_batches: int = 1) -> dict:
+def _run(
+    devices: int, mesh: dict[str, int], recipe: str, micro_batches: int = 1, *fields: str
+) -> dict:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, str(HERE / "sharded_steps.py"), json.dumps(mesh), recipe]
-    command.append(str(micro_batches))
+    command += [str(micro_batches), *fields]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -67,3 +69,26 @@ def test_data_parallel_and_micro_batches():
     assert many["drift"] == 0.0
     assert many["logp"] == one["logp"]
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+
+
+_EXPERTS = ("model.num_experts=8", "model.moe_intermediate_size=64")
+
+
+@pytest.mark.parametrize(
+    "recipe,micro_batches",
+    [("f32", 1), pytest.param("fp8_delayed", 2, marks=pytest.mark.slow)],
+)
+def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
+    """Every device sorts its own rows into its own tiles; experts lie in parts."""
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, micro_batches, *_EXPERTS)
+    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, recipe, micro_batches, *_EXPERTS)
+    assert one["drift"] == many["drift"] == 0.0
+    assert many["sharded_leaves"] == 10, "every matrix and the router"
+    assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+    np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-2)
+    for name, amax in one["scaling"].items():
+        if name.endswith("gradient"):  # gradients make no bitwise promise
+            np.testing.assert_allclose(many["scaling"][name], amax, rtol=0.1)
+        else:
+            assert many["scaling"][name] == amax, name

@@ -257,7 +257,17 @@ _STATEFUL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", _STATEFUL.values(), ids=_STATEFUL)
+_EXPERTS = {
+    "model.num_experts": 4, "model.moe_intermediate_size": 96,
+    "precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [*_STATEFUL.values(), pytest.param(_EXPERTS, marks=pytest.mark.slow)],
+    ids=[*_STATEFUL, "experts, delayed"],
+)
 def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     """Scaling states and calibrated scales thread through warm-up, refit, updates and resume."""
     fields = {

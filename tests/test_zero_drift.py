@@ -88,6 +88,67 @@ def test_every_row_local_recipe(recipe):
     )
 
 
+_EXPERTS = {
+    "f32": Case("f32", experts=8, prompts=(1, 7, 20), micro_batches=3, extra_slots=65),
+    "fp8": Case("fp8", experts=8, prompts=(1, 7, 20), remat="full", cache_slots=128),
+    "bf16": Case("bf16", experts=8, prompts=(1, 13, 40), new_tokens=100),
+    "f32 past 128 keys": Case(
+        "f32", experts=8, prompts=(1, 13, 40), new_tokens=100, micro_batches=3, updates=2
+    ),
+    "fp8 after updates": Case("fp8", experts=8, micro_batches=3, updates=2, outliers=True),
+    "delayed": Case("fp8_delayed", experts=8, micro_batches=2, updates=2),
+    "mxfp8": Case("mxfp8", experts=8, micro_batches=2, updates=2, remat="full"),
+    "f32, one prompt": Case("f32", experts=8, prompts=(5,), group_size=1, new_tokens=30),
+    "f32, 17 prompts": Case(
+        "f32", experts=8, prompts=tuple(range(1, 18)), group_size=1, remat="full", extra_slots=65
+    ),
+    "fp8, 17 prompts": Case(
+        "fp8", experts=8, prompts=tuple(range(1, 18)), group_size=1, extra_slots=65
+    ),
+    "f32, top 8 of 64": Case(
+        "f32", experts=64, experts_per_token=8, hidden=256, expert_width=192, new_tokens=40
+    ),
+    "fp8, top 8 of 64": Case(
+        "fp8", experts=64, experts_per_token=8, hidden=256, expert_width=192, new_tokens=40
+    ),
+    "f32, top 1 of 5, odd widths": Case(
+        "f32", experts=5, experts_per_token=1, norm_topk_prob=False, hidden=96, expert_width=40
+    ),
+    "fp8, narrow experts": Case(
+        "fp8", experts=8, experts_per_token=3, norm_topk_prob=False, expert_width=24
+    ),
+    "fp8, layers and modules in bf16": Case(
+        dataclasses.replace(_FP8, last_layers=1, bf16_modules=("down_*",)), experts=8
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in ("f32", "fp8") else pytest.mark.slow)
+        for name, case in _EXPERTS.items()
+    ],
+)
+def test_experts(case):
+    """Layers of experts: the learner sorts all tokens of a batch, padding among them, into its
+    tiles, the sampler those of one step."""
+    _assert_exact(case)
+
+
+@pytest.mark.slow
+def test_one_bit_of_a_router_is_seen():
+    """The last bit of some weights of a router that stays float32 under FP8."""
+
+    def plant(weights):
+        kernel = weights["layers"]["router"]["kernel"]
+        assert kernel.dtype == jnp.float32
+        kernel = kernel.at[0].set(jnp.nextafter(kernel[0], jnp.float32(jnp.inf)))
+        return {**weights, "layers": {**weights["layers"], "router": {"kernel": kernel}}}
+
+    assert run(Case("f32", experts=8, prompts=(1, 7, 20)), plant=plant).differing()[1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [*RECIPES, "fp8_blockwise_pow2", "fp8_delayed", "mxfp8", "fake_forward"]

@@ -13,10 +13,9 @@ from jax import lax
 
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import replicate
+from fp8rl_jax.models.layers import EXP_LANES, replicate
 from fp8rl_jax.quant import Recipe, Weight, matmul
 
-_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _CHUNK = 1024  # tokens whose logits exist at once
 
 
@@ -40,7 +39,7 @@ def inverse_temperature(temperature: jax.Array) -> jax.Array:
 def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """(M, V) logits over (M,) temperatures, padded with -inf to a multiple of 16 columns."""
     scaled = guard(logits * inverse_temperature(temperature)[:, None])
-    missing = -logits.shape[1] % _LANES
+    missing = -logits.shape[1] % EXP_LANES
     return jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 

@@ -1,12 +1,14 @@
 """Parameter trees: initialisation, quantisation for the forward pass, and their checksum.
 
 One tree, three forms: float32 masters (what is trained), `quantize_params` of them (what the
-sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32 norms), and
-`trainable_params`, which pairs the two for the learner's forward pass. Their structures are equal
-unless the recipe keeps the first or last layers in bf16, which cuts `layers` into up to three runs.
+sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, norms and routers as they
+are), and `trainable_params`, which pairs the two for the learner's forward pass. Their structures
+are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers` into up to
+three runs.
 
 A *site* is a quantised linear layer of a run, named by its path (``layers.self_attn.q_proj``);
-policy states and probes are flat dictionaries of sites, stacked over the run's layers.
+policy states and probes are flat dictionaries of sites, stacked over the run's layers, and where
+the site is one of experts, over these too: each expert has its own blocks, scales and states.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from fp8rl_jax.quant.site import stacked
 def init_params(config: ModelConfig, key: jax.Array):
     """Random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
 
-    Layer parameters are stacked along a first axis of length num_hidden_layers.
+    Layer parameters are stacked along a first axis of length num_hidden_layers; those of experts
+    along a second one of length num_experts.
     """
     tokens = jnp.zeros((1, 1), jnp.int32)
     cos, sin = (jnp.asarray(t)[tokens] for t in rope_tables(config, 1))
@@ -52,13 +55,17 @@ def init_params(config: ModelConfig, key: jax.Array):
     return module.init(key, tokens, None, None, tokens, cos, sin, tokens)["params"]
 
 
-def _role(path) -> str:
-    """'linear', 'table' (embedding and head) or 'norm', by the leaf's place in the tree."""
-    return {"kernel": "linear", "weight": "norm"}.get(path[-1].key, "table")
-
-
 def _names(path) -> list[str]:
     return [entry.key for entry in path]
+
+
+def _role(path) -> str:
+    """'linear', 'table' (embedding and head) or 'float32' (norms and routers, the same in every
+    form), by the leaf's place in the tree."""
+    names = _names(path)
+    if names[-1] == "weight" or names[-2:-1] == ["router"]:
+        return "float32"
+    return "linear" if names[-1] == "kernel" else "table"
 
 
 def _site(path) -> str:
@@ -176,7 +183,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if _role(path) == "norm" else compute_value(leaf, recipe)
+        return leaf if _role(path) == "float32" else compute_value(leaf, recipe)
 
     return jax.tree_util.tree_map_with_path(convert, split_layers(params, recipe))
 
@@ -212,7 +219,7 @@ def trainable_params(
     """
 
     def pair(path, master, weight):
-        if _role(path) == "norm":
+        if _role(path) == "float32":
             return master
         state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
@@ -223,7 +230,7 @@ def trainable_params(
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
-    """`block_health` of every quantised weight: {site: {count: (L,) float32}}."""
+    """`block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
     recipe = get_recipe(recipe)
     values = {
         _site(path): _value(leaf)

@@ -19,6 +19,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
 from fp8rl_jax.models.layers import RMSNorm, gated_silu, linear, replicate, rope_tables
 from fp8rl_jax.models.logprobs import head_logits, output_head
+from fp8rl_jax.models.moe import Experts, Kernel, mixture
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -46,7 +47,8 @@ class ForwardOutput:
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
         collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
         {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
-        outside the layers}}.
+        outside the layers}; with experts 'expert_tokens': (L, E) int32, tokens within `lengths`
+        that each expert got}.
     """
 
     logits: jax.Array | None
@@ -56,7 +58,7 @@ class ForwardOutput:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP, residual stream rounded to the compute dtype."""
+    """Pre-norm attention and gated MLP or experts, residual stream rounded to the compute dtype."""
 
     config: ModelConfig
     recipe: Recipe
@@ -75,13 +77,20 @@ class DecoderLayer(nn.Module):
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
-        gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
-        up = linear(recipe, config.intermediate_size, "up_proj")(h2)
-        gated = tap(self, "gated", gated_silu(recipe, gate, up))
-        down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
+        aux: dict = {}
+        if config.num_experts:
+            router = Kernel((config.hidden_size, config.num_experts), name="router")()
+            experts = Experts(config, residual_scale, name="experts")()
+            down, tokens = mixture(config, recipe, h2, valid, router, experts)
+            aux["expert_tokens"] = tokens
+        else:
+            gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
+            up = linear(recipe, config.intermediate_size, "up_proj")(h2)
+            gated = tap(self, "gated", gated_silu(recipe, gate, up))
+            down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
-        aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
+        aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if self.collect_health and recipe.kv_quantized:
             names = "qkv" if recipe.fp8_attention else "kv"
             counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
@@ -202,7 +211,8 @@ def forward(
       config: shapes.
       recipe: numerics of this side, a Recipe or its name.
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position.
-      lengths: (B,) int32, real tokens of each row; read by `collect_amax` alone.
+      lengths: (B,) int32, real tokens of each row; only `collect_amax` and the count of tokens
+        per expert read them.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: of `calibrated_scales`, for recipes with kv='calibrated'.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they

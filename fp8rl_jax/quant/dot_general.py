@@ -255,8 +255,8 @@ class _Residual:
 
 def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
     """`matmul` and what its backward pass needs."""
-    x = _first_order(x)
-    bound = _bind(w)
+    x, bound = _first_order(x), _bind(w)
+    bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
     y, operands = _forward(recipe, x, bound)
     parameter = bound.value if bound.master is None else bound.master
     dtype = None if isinstance(parameter, QArray) else parameter.dtype

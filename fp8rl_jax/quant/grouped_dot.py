@@ -2,8 +2,8 @@
 
 Rows are sorted by expert and padded to tiles of a fixed size beforehand, so that every shape is
 static and no row's bits depend on how many rows its expert got: a tile is one `matmul`. Rows of
-zeros (padding) give zeros and move no gradient. `lax.ragged_dot` is not used: its bits depend on
-the sizes of the groups.
+zeros (padding) give zeros and move no gradient; tiles without rows are left out at run time.
+`lax.ragged_dot` is not used: its bits depend on the sizes of the groups.
 
 wgrad quantises along the tokens of a tile, so tiles of 128 rows give it the blocks of a dense
 layer. Tiles run one after another (`lax.map`); kept for the backward pass: x in the compute dtype.
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.kernels import as_bytes, from_bytes
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.dot_general import (
     BoundWeight,
@@ -34,7 +35,10 @@ from fp8rl_jax.quant.varying import share
 
 
 def _expert(w: Weight, expert: jax.Array) -> Weight:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), w)
+    def take(x: jax.Array) -> jax.Array:
+        return from_bytes(lax.dynamic_index_in_dim(as_bytes(x), expert, 0, keepdims=False), x.dtype)
+
+    return jax.tree.map(take, w)
 
 
 def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
@@ -45,7 +49,8 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       x: (tiles, R, K).
       w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
         (`init_site` and `init_probe` of the shape (E, K, N) make such states).
-      experts: (tiles,) int32, below E.
+      experts: (tiles,) int32; E or more where a tile has no rows: it gives zeros, costs nothing,
+        and moves and observes nothing.
 
     Returns:
       (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
@@ -56,7 +61,14 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
-    return lax.map(lambda tile: matmul(recipe, tile[0], _expert(w, tile[1])), (x, experts))
+    nothing, _ = share(jnp.zeros((x.shape[1], w.shape[-1])), x)
+
+    def product(tile):
+        rows, expert = tile
+        used = expert < w.shape[0]
+        return lax.cond(used, lambda: matmul(recipe, rows, _expert(w, expert)), lambda: nothing)
+
+    return lax.map(product, (x, experts))
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
@@ -94,7 +106,13 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
             return (cotangent.value, cotangent.master), cotangent.probe
         return cotangent, None
 
+    nothing, _ = share(jnp.zeros(x.shape[1:], like.dtype), x)
+
     def step(total, tile):
+        used = tile[2] < count
+        return lax.cond(used, lambda: add_tile(total, tile), lambda: (total, nothing))
+
+    def add_tile(total, tile):
         dx, cotangent = tile_gradients(*tile)
         added, probes = parts(cotangent)
         expert = tile[2]

@@ -3,7 +3,8 @@
 The default is DeepSeek-V3's (arXiv:2412.19437), as NeMo RL and Miles use it: weights E4M3 in
 128x128 blocks, activations and output gradients E4M3 in 1x128 blocks along the contraction, wgrad
 requantised along tokens from the bf16 value; stored K and V in E4M3 with one scale per (token, kv
-head). Embeddings, norms and the output head stay in bf16. The named recipes are in `recipes.py`.
+head). Embeddings, norms and the output head stay in bf16, routers in float32. The named recipes are
+in `recipes.py`.
 """
 
 from __future__ import annotations

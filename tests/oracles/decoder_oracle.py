@@ -12,9 +12,12 @@ Parameter tree (nested dicts; layers stacked in front; kernels [in, out])::
     layers/input_layernorm/weight, layers/post_attention_layernorm/weight (L, D)
     layers/self_attn/{q,k,v}_proj/kernel; layers/self_attn/{q,k}_norm/weight (L, Dh)
     layers/o_proj/kernel, layers/{gate,up,down}_proj/kernel
+    with experts, in the place of the last three: layers/router/kernel (L, D, E),
+    layers/experts/{gate,up,down}_proj/kernel (L, E, in, out)
 """
 
 import numpy as np
+from oracles import moe_oracle
 
 
 def _rms_norm(x, weight, eps):
@@ -80,8 +83,14 @@ def sequence_logits(params, config, tokens) -> np.ndarray:
         h = _rms_norm(x, p["input_layernorm"]["weight"], config.rms_norm_eps)
         x = x + _attention(h, p["self_attn"], config) @ p["o_proj"]["kernel"]
         h = _rms_norm(x, p["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-        gate, up = h @ p["gate_proj"]["kernel"], h @ p["up_proj"]["kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down_proj"]["kernel"]
+        if config.num_experts:
+            x = x + moe_oracle.layer(
+                h, p["router"]["kernel"], moe_oracle.matrices(p["experts"]),
+                config.num_experts_per_tok, config.norm_topk_prob,
+            )  # fmt: skip
+        else:
+            gate, up = h @ p["gate_proj"]["kernel"], h @ p["up_proj"]["kernel"]
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down_proj"]["kernel"]
     x = _rms_norm(x, params["norm"]["weight"], config.rms_norm_eps)
     head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
     return x @ head

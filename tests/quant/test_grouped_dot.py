@@ -65,6 +65,27 @@ def test_more_rows_elsewhere_change_nothing():
     np.testing.assert_array_equal(run(x[:, :3], _EXPERTS), whole[:, :3])
 
 
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_tiles_without_rows_are_left_out(name):
+    """Zeros come out, even of NaN; outputs and gradients of the other tiles keep their bits."""
+    recipe, (x, w, dy) = get_recipe(name), _operands()
+    more = jnp.full((2, *x.shape[1:]), jnp.nan, x.dtype)
+    experts = np.concatenate([_EXPERTS[:3], [4, 9], _EXPERTS[3:]]).astype(np.int32)
+    wider = jnp.concatenate([x[:3], more, x[3:]])
+    cotangent = jnp.concatenate([dy[:3], jnp.ones((2, *dy.shape[1:])), dy[3:]])
+
+    def run(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(recipe, x, w, experts), x, w)
+        return y, *vjp(dy)
+
+    y, dx, dw = exact_jit(run)(wider, w, cotangent)
+    assert not np.asarray(y[3:5]).any() and not np.asarray(dx[3:5], np.float32).any()
+    plain = _gradients(recipe, x, w, dy)
+    others = np.array([0, 1, 2, 5, 6])
+    for ours, theirs in zip((y[others], dx[others], dw), plain, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
 def test_bytes_with_master():
     """Quantised experts give the bits of plain ones, and the gradient goes to the master."""
     recipe, (x, w, dy) = get_recipe("fp8"), _operands()

@@ -1,0 +1,318 @@
+"""Mixture-of-experts feed-forward layer under the zero-drift promise: dropless, in fixed tiles.
+
+Qwen3-MoE's layer (Qwen3 technical report, arXiv:2505.09388; sparse gating after Shazeer et al.,
+arXiv:1701.06538)::
+
+    p = softmax(x W_router)                      float32, over all experts
+    S = the k experts of largest p               ties: the lower number
+    w_i = p_i, or p_i / sum_{j in S} p_j         norm_topk_prob
+    y = sum_{i in S} w_i * down_i(silu(gate_i(x)) * up_i(x))
+
+Every token reaches each of its k experts: there is no capacity, so no token's result depends on
+where the others go. Rows are sorted by expert and padded with zeros to tiles of one expert each
+(`make_tiles`), so that all shapes are static, and a tile is one canonical matmul. Rows of a matmul
+do not see each other, so the forward bits depend neither on the number of rows in a tile nor on
+what else is in it; the size is a matter of speed (`tile_rows`) and of wgrad, which quantises along
+the rows of a tile.
+
+The router's weight is float32 in every form of the parameters, its product the canonical one, its
+softmax padded to a multiple of 16 experts. The k results of a token are added in the order of
+their probabilities, in float32, and rounded once to the compute dtype.
+
+Gradients: straight through the choice (softmax, gather and renormalisation are differentiated, the
+selection is a constant), as in Hugging Face transformers. Kept for the backward pass beside what
+the matmuls keep: the experts' results in the compute dtype, k rows a token.
+
+Not done: a load-balancing loss, shared experts, groups of experts, dense layers between sparse
+ones, and moving tokens to the devices of their experts (the weights come to the tokens).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from fp8rl_jax.kernels import block_matmul, guard
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.layers import EXP_LANES, gated_silu, replicate
+from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
+from fp8rl_jax.quant.varying import share
+from fp8rl_jax.sharding import BATCH_AXES
+
+_FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
+
+
+class Kernel(nn.Module):
+    """A parameter `kernel` (..., in, out) float32, gathered over the mesh before use.
+
+    Initial standard deviation: init_scale / sqrt(in); axes in front are stacks (experts).
+    """
+
+    shape: tuple[int, ...]
+    init_scale: float = 1.0
+
+    @nn.compact
+    def __call__(self) -> Any:
+        stack = tuple(range(len(self.shape) - 2))
+        init = nn.initializers.variance_scaling(
+            self.init_scale**2, "fan_in", "normal", batch_axis=stack
+        )
+        return replicate(self.param("kernel", init, self.shape))
+
+
+class Experts(nn.Module):
+    """Weights of all experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D)."""
+
+    config: ModelConfig
+    residual_scale: float
+
+    @nn.compact
+    def __call__(self) -> dict[str, Weight]:
+        config = self.config
+        wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
+        narrow = (wide[0], wide[2], wide[1])
+        return {
+            "gate_proj": Kernel(wide, name="gate_proj")(),
+            "up_proj": Kernel(wide, name="up_proj")(),
+            "down_proj": Kernel(narrow, self.residual_scale, name="down_proj")(),
+        }
+
+
+@jax.custom_vjp
+def _router_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return block_matmul(x, kernel)
+
+
+def _router_product_forward(x, kernel):
+    return _router_product(x, kernel), (x, kernel)
+
+
+def _router_product_backward(residual, dy):
+    x, kernel = residual
+    dx = block_matmul(dy, kernel.T).astype(x.dtype)
+    return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
+
+
+_router_product.defvjp(_router_product_forward, _router_product_backward)
+
+
+def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """(M, D) in the compute dtype times (D, E) float32 -> (M, E) float32, in canonical order.
+
+    Kept for the backward pass: x as it came.
+    """
+    return _router_product(*share(x, kernel))
+
+
+def route(logits: jax.Array, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
+    """Experts of every token and their weights.
+
+    Args:
+      logits: (M, E) float32.
+      top_k: experts of a token.
+      renormalize: divide the chosen probabilities by their sum (`norm_topk_prob`).
+
+    Returns:
+      (weights (M, top_k) float32, experts (M, top_k) int32), the most probable first, equal ones
+      by number.
+    """
+    missing = -logits.shape[1] % EXP_LANES
+    padded = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    top = lax.stop_gradient(padded.max(-1, keepdims=True))
+    raised = jnp.exp(padded - top)
+    probability = guard(raised * (1.0 / raised.sum(-1, keepdims=True)))
+    experts = lax.top_k(lax.stop_gradient(logits), top_k)[1]
+    weights = jnp.take_along_axis(probability, experts, axis=1)
+    if renormalize:
+        total = weights[:, :1]
+        for slot in range(1, top_k):
+            total = total + weights[:, slot : slot + 1]
+        weights = guard(weights * (1.0 / total))
+    return weights, experts
+
+
+def tile_rows(assignments: int, experts: int) -> int:
+    """Rows of a tile: the power of two from 8 to 128 that holds an expert's average share.
+
+    Few rows a tile make a decode step cheap (most tiles would be padding otherwise); 128 give
+    wgrad the blocks of a dense layer. The forward bits are the same for all.
+    """
+    average = -(-assignments // experts)
+    return min(max(_FEWEST_ROWS, 1 << (average - 1).bit_length()), _MOST_ROWS)
+
+
+class Tiles(NamedTuple):
+    """Where each (token, slot) lies among tiles of R rows with one expert each.
+
+    Attributes:
+      experts: (tiles,) int32, the expert of each tile; E for tiles without rows.
+      source: (tiles * R,) int32, the token that fills each row; M (no token) for padding.
+      place: (M, k) int32, the row of each token and slot.
+    """
+
+    experts: jax.Array
+    source: jax.Array
+    place: jax.Array
+
+
+def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
+    """Sorts the rows of (M, k) chosen experts below `count` into tiles of `rows` rows.
+
+    There are as many tiles as the worst distribution needs: every expert that can have a row
+    leaves at most ``rows - 1`` of its last tile empty.
+    """
+    tokens, slots = experts.shape
+    total = tokens * slots
+    tiles = (total + min(count, total) * (rows - 1)) // rows
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    ordered = flat[order]
+    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    used = -(-sizes // rows)
+    ends = jnp.cumsum(used)
+    first_row = (ends - used) * rows
+    rank = jnp.arange(total, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[ordered]
+    row = first_row[ordered] + rank
+    place = jnp.zeros(total, jnp.int32).at[order].set(row).reshape(tokens, slots)
+    source = jnp.full(tiles * rows, tokens, jnp.int32).at[row].set(order.astype(jnp.int32) // slots)
+    owner = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
+    return Tiles(owner.astype(jnp.int32), source, place)
+
+
+def _fill(x: jax.Array, source: jax.Array) -> jax.Array:
+    """Rows of `x` (M, n) by number; zeros where the number is M."""
+    return x.at[source].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def dispatch(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """(M, D) -> (tiles, R, D): every token in the rows of its experts, zeros between.
+
+    The gradient of a token is the sum over its k rows, in float32.
+    """
+    return _fill(x, tiles.source).reshape(tiles.experts.shape[0], -1, x.shape[1])
+
+
+def _dispatch_forward(x, tiles):
+    return dispatch(x, tiles), (tiles, jnp.zeros((0,), x.dtype))
+
+
+def _dispatch_backward(residual, cotangent):
+    tiles, like = residual
+    rows = cotangent.reshape(-1, cotangent.shape[-1])
+    total = rows[tiles.place].astype(jnp.float32).sum(1)
+    return total.astype(like.dtype), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> jax.Array:
+    """Sum of every token's expert results by weight, in order of slots.
+
+    Args:
+      recipe: gives the compute dtype.
+      y: (tiles, R, D) float32.
+      weights: (M, k) float32.
+      tiles: where the results lie.
+
+    Returns:
+      (M, D) in the compute dtype. Kept for the backward pass: y, rounded to it.
+    """
+    rows = y.reshape(-1, y.shape[-1])
+    total = guard(rows[tiles.place[:, 0]] * weights[:, :1])
+    for slot in range(1, weights.shape[1]):
+        total = total + guard(rows[tiles.place[:, slot]] * weights[:, slot : slot + 1])
+    return compute_value(total, recipe)
+
+
+def _combine_forward(recipe, y, weights, tiles):
+    return combine(recipe, y, weights, tiles), (compute_value(y, recipe), weights, tiles)
+
+
+def _combine_backward(recipe, residual, cotangent):
+    y, weights, tiles = residual
+    dy = cotangent.astype(jnp.float32)
+    rows = y.reshape(-1, y.shape[-1])
+    slots = range(weights.shape[1])
+    dweights = [(rows[tiles.place[:, s]].astype(jnp.float32) * dy).sum(-1) for s in slots]
+    by_row = jnp.zeros_like(tiles.source, jnp.float32).at[tiles.place].set(weights)
+    drows = _fill(dy, tiles.source) * by_row[:, None]
+    return drows.reshape(y.shape), jnp.stack(dweights, axis=1), None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _mixture_rows(
+    config: ModelConfig,
+    recipe: Recipe,
+    x: jax.Array,
+    valid: jax.Array,
+    router: jax.Array,
+    experts: dict[str, Weight],
+) -> tuple[jax.Array, jax.Array]:
+    """`mixture` of the rows that one device holds."""
+    flat = x.reshape(-1, x.shape[-1])
+    top_k, count = config.num_experts_per_tok, config.num_experts
+    weights, chosen = route(router_logits(flat, router), top_k, config.norm_topk_prob)
+    tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
+
+    rows = dispatch(flat, tiles)
+    gate, up = (compute_value(product(rows, name), recipe) for name in ("gate_proj", "up_proj"))
+    y = combine(recipe, product(gated_silu(recipe, gate, up), "down_proj"), weights, tiles)
+    counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
+    tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
+    return y.reshape(x.shape), tokens
+
+
+def mixture(
+    config: ModelConfig,
+    recipe: Recipe,
+    x: jax.Array,
+    valid: jax.Array,
+    router: jax.Array,
+    experts: dict[str, Weight],
+) -> tuple[jax.Array, jax.Array]:
+    """The experts' part of a decoder layer.
+
+    On a mesh every device sorts and multiplies its own rows of the batch, with whole weights; a
+    batch that the devices cannot share equally is computed by all of them.
+
+    Args:
+      config: shapes.
+      recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
+      x: (B, T, D) in the compute dtype.
+      valid: (B, T) bool, tokens that are counted.
+      router: (D, E) float32.
+      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
+
+    Returns:
+      y (B, T, D) in the compute dtype; (E,) int32, tokens that each expert got.
+    """
+    run = functools.partial(_mixture_rows, config, recipe)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return run(x, valid, router, experts)
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    if x.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        axes = ()
+
+    def own_rows(*operands):
+        y, tokens = run(*operands)
+        return y, lax.psum(tokens, axes) if axes else tokens
+
+    rows, whole = PartitionSpec(axes), PartitionSpec()
+    mapped = jax.shard_map(own_rows, in_specs=(rows, rows, whole, whole), out_specs=(rows, whole))
+    return mapped(x, valid, router, experts)
