@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +49,7 @@ class Case:
     experts_per_token: int = 2
     expert_width: int = 64
     norm_topk_prob: bool = True
+    unroll: bool = False  # the learner's scan over layers, unrolled
     seed: int = 0
 
     def model(self) -> models.ModelConfig:
@@ -165,8 +170,10 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         batch = _batch(case, prompts, lengths, out, order)
         before = jax.tree.map(jnp.copy, state)
         seen = (batch.tokens, batch.prompt_lengths + batch.mask.sum(1).astype(np.int32))
-        state, logp, metrics = step(state, batch, rope)
-    logits = _learner_logits(case, before, batch, rope)
+        with _unrolled(case):
+            state, logp, metrics = step(state, batch, rope)
+    with _unrolled(case):
+        logits = _learner_logits(case, before, batch, rope)
     place = np.array([np.flatnonzero(order == row)[0] for row in range(rows)])
     mask = out.mask
     return Result(
@@ -177,6 +184,14 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         mask=mask,
         checksum_ok=bool(metrics["checksum"] == checksum),
     )
+
+
+@contextlib.contextmanager
+def _unrolled(case: Case):
+    """Programs traced within unroll their scan over layers, if the case asks for it."""
+    unrolled = functools.partial(nn.scan, unroll=case.layers)
+    with mock.patch.object(nn, "scan", unrolled) if case.unroll else contextlib.nullcontext():
+        yield
 
 
 def _learner_logits(case: Case, state, batch: learner.Batch, rope) -> np.ndarray:
