@@ -34,10 +34,10 @@ _KERNELS = {
     "q_proj": ("layers", "embed", "wide"),
     "k_proj": ("layers", "embed", "wide"),
     "v_proj": ("layers", "embed", "wide"),
-    "o_proj": ("layers", "wide", "embed"),
+    "o_proj": ("layers", "embed", "wide"),
     "gate_proj": ("layers", "embed", "wide"),
     "up_proj": ("layers", "embed", "wide"),
-    "down_proj": ("layers", "wide", "embed"),
+    "down_proj": ("layers", "embed", "wide"),
     "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
 }
@@ -79,6 +79,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def named(mesh: Mesh, specs):
+    """NamedSharding of every PartitionSpec of a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def param_shardings(mesh: Mesh, params) -> object:

@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
@@ -59,30 +60,36 @@ class DecoderLayer(nn.Module):
     recipe: Recipe
     collect_health: bool
     collect_amax: bool
+    tensor: int = 1
 
     @nn.compact
     def __call__(self, x, cache, scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
-        a, cache, qkv = Attention(config, recipe, name="self_attn")(
+        a, cache, qkv = Attention(config, recipe, self.tensor, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(recipe, config.hidden_size, "o_proj", residual_scale)(a)
+        o = linear(recipe, config.hidden_size, "o_proj", residual_scale, self.tensor)(a)
+        o = tensor_parallel.hold(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
-        gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
-        up = linear(recipe, config.intermediate_size, "up_proj")(h2)
-        gated = gated_silu(recipe, gate, up)
-        down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
+        features = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        h2 = tensor_parallel.shared_input(h2, recipe, features, self.tensor)
+        gate = linear(recipe, config.intermediate_size, "gate_proj", tensor=self.tensor)(h2)
+        up = linear(recipe, config.intermediate_size, "up_proj", tensor=self.tensor)(h2)
+        gated = gated_silu(recipe, gate, tensor_parallel.hold(up, gate.shape[-1]))
+        down = linear(recipe, config.hidden_size, "down_proj", residual_scale, self.tensor)(gated)
+        down = tensor_parallel.hold(down, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         aux: dict = {"finite": jnp.isfinite(x.astype(jnp.float32)).all()}
         if self.collect_health and recipe.kv_quantized:
             names = "qkv" if recipe.fp8_attention else "kv"
             counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
-            aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
+            aux["kv_health"] = tensor_parallel.add_parts(jax.tree.map(lambda *n: sum(n), *counts))
         if self.collect_amax:
-            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
+            found = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
+            aux["kv_amax"] = tensor_parallel.largest_part(found)
         return x, (cache, aux)
 
 
@@ -101,7 +108,8 @@ class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
     Layers under one recipe are one scan; with the first or last layers in bf16 there are up to
-    three (`Recipe.layer_segments`).
+    three (`Recipe.layer_segments`). With `tensor` above 1 it runs within
+    `tensor_parallel.split_columns`, on parameters that exist already.
     """
 
     config: ModelConfig
@@ -109,6 +117,7 @@ class Transformer(nn.Module):
     remat: str = "none"
     collect_health: bool = False
     collect_amax: bool = False
+    tensor: int = 1
 
     @nn.compact
     def __call__(self, tokens, cache, kv_scales, positions, cos, sin, valid):
@@ -129,14 +138,14 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
                 length=span.stop - span.start,
-            )(config, run_recipe, self.collect_health, self.collect_amax, name=name)
+            )(config, run_recipe, self.collect_health, self.collect_amax, self.tensor, name=name)
             stored = cache.runs[index] if cache is not None else None
             scales = jax.tree.map(lambda s, span=span: s[span], kv_scales)
             x, (stored, aux) = layers(x, stored, scales, positions, cos, sin, valid)
             caches.append(stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
-        if not config.tie_word_embeddings:
+        if not config.tie_word_embeddings and self.is_initializing():
             head_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
             self.param("lm_head", head_init, shape[::-1])
         cache = KVCache(tuple(caches)) if cache is not None else None
@@ -228,9 +237,15 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
-    module = Transformer(config, recipe, remat, collect_health, collect_amax)
-    out: tuple = module.apply({"params": params}, tokens, cache, scales, positions, cos, sin, valid)
-    hidden, cache, aux = out
+    parts = tensor_parallel.size()
+    module = Transformer(config, recipe, remat, collect_health, collect_amax, parts)
+
+    def apply(params, *arguments) -> tuple:
+        return module.apply({"params": params}, *arguments)
+
+    if parts > 1:
+        apply = tensor_parallel.split_columns(apply, config, recipe, parts)
+    hidden, cache, aux = apply(params, tokens, cache, scales, positions, cos, sin, valid)
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)

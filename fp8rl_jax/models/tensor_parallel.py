@@ -1,0 +1,264 @@
+"""Exact tensor parallelism: every matrix is cut along its output features, and nothing else is.
+
+An output column of a product does not depend on the other columns, so a device that holds some
+columns of a weight computes their bits as a single device would. What must not happen is that a
+contraction is cut and its parts are added over devices (the row-parallel layer of Megatron-LM,
+Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs are gathered whole
+before each product; under an FP8 recipe after their quantisation, one byte an element
+(`quant.matmul` with `gather=`).
+
+`split_columns` runs the decoder under `jax.shard_map` over the mesh axis `tensor`, and over that
+axis alone: `data` and `fsdp` stay with XLA's partitioner. Within, it is written out who holds what:
+
+* q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
+  the axis; the KV cache lies by heads too. Else every device attends with all heads.
+* gate, up, the gated product between them: columns.
+* o and down: columns; their results are gathered, and the residual stream, norms and embedding are
+  whole on every device.
+* the output head: columns of the vocabulary; the logits are gathered, and the sum over the
+  vocabulary runs whole on every device.
+
+Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
+backwards to the activation it is made from and forwards again into the product of the forward pass,
+whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp.
+
+A layer is computed whole, on every device, where a part would cut a block of the recipe
+(`column_unit`) or a vector of 16; so any size of the axis is exact, and some do not pay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.quant import BoundWeight, QArray, Recipe
+from fp8rl_jax.quant.recipe import Operand
+from fp8rl_jax.quant.varying import share, spread
+
+AXIS = "tensor"
+_LANES = 16  # exp over fewer columns takes other code on a CPU
+_COLUMNS = PartitionSpec(None, None, AXIS)  # of a stacked weight (L, in, out)
+_HEADS = PartitionSpec(None, None, None, AXIS)  # of a stacked cache (L, B, S, Hkv, ...)
+_WHOLE = PartitionSpec()
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_MLP = ("o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def size() -> int:
+    """Devices on the axis `tensor` of the mesh that is set; 1 without one, and inside a shard_map
+    over that axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or AXIS in mesh.manual_axes else mesh.shape.get(AXIS, 1)
+
+
+# What may be cut.
+
+
+def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
+    """Least common multiple of an operand's blocks along one axis; None if it must be whole."""
+    if operand.policy.stateful and operand.block != (-1, -1):
+        return None  # its state has one entry a block
+    if -1 in blocks and operand.policy.reads_amax:
+        return None  # one scale from all of it
+    return math.lcm(*(block for block in blocks if block != -1))
+
+
+def column_unit(recipe: Recipe) -> int | None:
+    """Output features that must stay together in a layer of `recipe`; None for all of them.
+
+    128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
+    quantised. Blocks of all three GEMMs count, so gradients are quantised as on one device.
+    """
+    units = [_LANES]
+    for name in ("weight", "gradient"):
+        operand = recipe.operands.get(name)
+        if operand is not None:
+            unit = _unit(operand, operand.block)
+            if unit is None:
+                return None
+            units.append(unit)
+    return math.lcm(*units)
+
+
+def gathers_quantised(recipe: Recipe, features: int) -> bool:
+    """Whether so many input features of a layer can be quantised without the others."""
+    if recipe.activation is None:
+        return True
+    unit = _unit(recipe.activation, recipe.activation.block)
+    return unit is not None and features % unit == 0
+
+
+def _is_cut(recipe: Recipe, features: int, parts: int) -> bool:
+    unit = column_unit(recipe)
+    return parts > 1 and unit is not None and features % (parts * unit) == 0
+
+
+def splits_heads(config: ModelConfig, parts: int) -> bool:
+    """Whether attention is computed by heads."""
+    counts = (config.num_attention_heads, config.num_key_value_heads)
+    return parts > 1 and all(count % parts == 0 for count in counts)
+
+
+def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
+    """How the (D, V) output head is cut; it is never quantised."""
+    cut = parts > 1 and vocabulary % (parts * _LANES) == 0
+    return PartitionSpec(None, AXIS) if cut else _WHOLE
+
+
+# Who holds what.
+
+
+def _is_weight(x) -> bool:
+    return isinstance(x, QArray | BoundWeight)
+
+
+def _weight_spec(weight, cut: bool):
+    """PartitionSpecs of a weight in any of its forms."""
+    spec = _COLUMNS if cut else _WHOLE
+    if isinstance(weight, BoundWeight):
+        whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
+        master = None if weight.master is None else spec
+        return BoundWeight(_weight_spec(weight.value, cut), master, *whole)
+    if isinstance(weight, QArray):
+        one = weight.scale.shape[-1] == 1 and weight.block_shape[-1] == -1
+        return QArray(spec, _WHOLE if one else spec, weight.block_shape)  # type: ignore[arg-type]
+    return spec
+
+
+def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int):
+    """PartitionSpec over `tensor` of every array that `forward` and `head_logits` read.
+
+    Args:
+      params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
+        linear layers and no head of their own lie whole.
+      config, recipe, parts: shapes, numerics, devices on the axis.
+    """
+    runs = {name: run for name, _, run in recipe.layer_segments(config.num_hidden_layers)}
+
+    def spec(path, weight):
+        names = [getattr(entry, "key", None) for entry in path]
+        if names == ["lm_head"]:
+            return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
+        inner = names[1:-1]
+        if names[0] in runs and names[-1] == "kernel" and (
+            (len(inner) == 2 and inner[0] == "self_attn" and inner[1] in _ATTENTION)
+            or (len(inner) == 1 and inner[0] in _MLP)
+        ):  # fmt: skip
+            site = runs[names[0]].for_module(inner[-1])
+            return _weight_spec(weight, _is_cut(site, weight.shape[-1], parts))
+        return jax.tree.map(lambda _: _WHOLE, weight)
+
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=_is_weight)
+
+
+def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: int) -> Callable:
+    """`apply` of a Transformer with tensor=parts, on the devices of the axis.
+
+    Its arguments and results are those of the whole arrays; see `models.transformer`.
+    """
+
+    def split(params, tokens, cache, *others):
+        specs = weight_specs(params, config, recipe, parts)
+        heads = jax.tree.map(lambda _: _HEADS if splits_heads(config, parts) else _WHOLE, cache)
+        return jax.shard_map(
+            apply,
+            in_specs=(specs, _WHOLE, heads, *(_WHOLE,) * len(others)),
+            out_specs=(_WHOLE, heads, _WHOLE),
+            axis_names={AXIS},
+        )(params, tokens, cache, *others)
+
+    return split
+
+
+# Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
+
+
+def hold(x: jax.Array, features: int) -> jax.Array:
+    """`x` with so many columns: as it is, all from each device's part, or this device's part."""
+    if x.shape[-1] == features:
+        return x
+    if x.shape[-1] < features:
+        return lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True, to="invarying")
+    x, index = share(x, lax.axis_index(AXIS))
+    return lax.dynamic_slice_in_dim(x, index * features, features, x.ndim - 1)
+
+
+def shared_input(x: jax.Array, recipe: Recipe, layers: dict[str, int], parts: int) -> jax.Array:
+    """The input of several layers, so that its gradient is added over them before the devices.
+
+    Args:
+      x: whole on every device.
+      recipe: of the run; layers: {name: output features}; parts: devices on the axis.
+    """
+    if parts == 1 or not all(_is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
+        return x
+    return spread(frozenset({AXIS}), x)[0]
+
+
+def count_once(weight, parts: int):
+    """A weight whose input is whole on all devices: what they count of it adds up to one count."""
+    if not isinstance(weight, BoundWeight) or weight.probe is None:
+        return weight
+    probe = weight.probe.activation
+    if probe is None or probe.counts is None:
+        return weight
+    once = dataclasses.replace(probe, counts=probe.counts / parts)
+    return dataclasses.replace(
+        weight, probe=dataclasses.replace(weight.probe, activation=once)
+    )
+
+
+def differs(tree) -> bool:
+    """Whether any array of `tree` may be another on every device of the axis."""
+    return any(AXIS in jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+
+
+def add_parts(tree):
+    """Counts of all heads from counts of each device's heads."""
+    return jax.tree.map(lambda x: lax.psum(x, AXIS) if differs(x) else x, tree)
+
+
+def largest_part(tree):
+    """Amaxes of all heads from amaxes of each device's heads; NaN stays."""
+
+    def largest(x: jax.Array) -> jax.Array:
+        if not differs(x):
+            return x
+        bits = lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), AXIS)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    return jax.tree.map(largest, tree)
+
+
+def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
+    """``product(hidden, head)``, each device computing its columns of the vocabulary.
+
+    Also where the head stays whole: the boundary of the shard_map keeps the storage of the head's
+    gradient from spreading to the logits.
+
+    Args:
+      product: (M, D) times (D, n) -> (M, n) float32.
+      hidden: (M, D).
+      head: (D, V), an array or a BoundWeight.
+
+    Returns:
+      (M, V), whole on every device.
+    """
+    parts = size()
+    if parts == 1:
+        return product(hidden, head)
+    vocabulary = head.shape[1]
+    spec = head_spec(vocabulary, parts)
+    return jax.shard_map(
+        lambda hidden, head: hold(product(hidden, head), vocabulary),
+        in_specs=(_WHOLE, jax.tree.map(lambda _: spec, head)),
+        out_specs=_WHOLE,
+        axis_names={AXIS},
+    )(hidden, head)
