@@ -75,7 +75,10 @@ class SplitLinear(nn.Module):
         if cut and gather is None:
             kernel = tensor_parallel.count_once(kernel, self.tensor)
         dot_general = make_dot_general(self.recipe, gather=gather)
-        return dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+        return dot_general(
+            x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
+            preferred_element_type=self.recipe.compute_dtype,
+        )  # fmt: skip
 
 
 def linear(

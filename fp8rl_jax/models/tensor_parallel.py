@@ -191,15 +191,19 @@ def hold(x: jax.Array, features: int) -> jax.Array:
 
 
 def shared_input(x: jax.Array, recipe: Recipe, layers: dict[str, int], parts: int) -> jax.Array:
-    """The input of several layers, so that its gradient is added over them before the devices.
+    """The input of several layers, so that its gradient is added once over layers and devices.
 
     Args:
-      x: whole on every device.
+      x: whole on every device, in the compute dtype.
       recipe: of the run; layers: {name: output features}; parts: devices on the axis.
+
+    Returns:
+      The same values as float32 (`SplitLinear` rounds them again), where all the layers are cut:
+      each device has a part of the gradient's sum, and bf16 would round every one of them.
     """
     if parts == 1 or not all(_is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
         return x
-    return spread(frozenset({AXIS}), x)[0]
+    return spread(frozenset({AXIS}), x.astype(jnp.float32))[0]
 
 
 def count_once(weight, parts: int):
@@ -222,7 +226,9 @@ def differs(tree) -> bool:
 
 def add_parts(tree):
     """Counts of all heads from counts of each device's heads."""
-    return jax.tree.map(lambda x: lax.psum(x, AXIS) if differs(x) else x, tree)
+    if not differs(tree):
+        return tree
+    return jax.tree.map(lambda x: lax.psum(x, AXIS), *share(tree))
 
 
 def largest_part(tree):
@@ -244,8 +250,8 @@ def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
     gradient from spreading to the logits.
 
     Args:
-      product: (M, D) times (D, n) -> (M, n) float32.
-      hidden: (M, D).
+      product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
+      hidden: (M, D); goes in as float32, for the sum of its gradient over devices.
       head: (D, V), an array or a BoundWeight.
 
     Returns:
@@ -261,4 +267,4 @@ def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
         in_specs=(_WHOLE, jax.tree.map(lambda _: spec, head)),
         out_specs=_WHOLE,
         axis_names={AXIS},
-    )(hidden, head)
+    )(hidden.astype(jnp.float32), head)
