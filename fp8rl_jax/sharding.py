@@ -1,13 +1,16 @@
 """Sharding is a table: logical axis -> mesh axis. One device is the same program on a 1-mesh.
 
 Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
-(storage of the wide dimensions), `expert` (reserved for experts; must be 1 for dense models).
+(output features of every matrix, and attention heads), `expert` (reserved for experts; must be 1
+for dense models).
 
-Storage is sharded, computation is by rows: each layer gathers its weights before use
-(`models.layers.replicate`) and every device multiplies its own rows of the batch by whole
-matrices. So a row's bits are those of a single device (`data` and `fsdp`, tested). With `tensor`
-above 1 the partitioner still splits some sums (float32 drift 1e-6 measured), so zero drift refuses
-it; tensor parallelism that is exact is not done here.
+Over `data` and `fsdp` computation is by rows: each layer gathers its weights before use
+(`models.layers.replicate`) and every device multiplies its own rows of the batch. Over `tensor` it
+is by columns: every device multiplies whole rows by its own columns of each matrix, written out
+under shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
+log-probabilities are those of a single device (tested). Storage follows: a parameter's input
+features lie over `fsdp`, its output features over `tensor`. The sampler holds its weights whole
+over `data` and `fsdp`, and in parts over `tensor` where they are computed in parts.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from fp8rl_jax.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
-# Logical axis -> mesh axes.
+# Logical axis -> mesh axes. 'embed' and 'wide' are the input and output features of a layer.
 RULES = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
@@ -60,7 +63,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
         shape = dict(zip(MESH_AXES, sizes, strict=True))
         raise UserError(
             f"mesh {shape} has {int(np.prod(sizes))} places for {len(devices)} devices; "
-            "set mesh.data and mesh.fsdp so that they multiply to the number of devices"
+            "set mesh.data, mesh.fsdp and mesh.tensor so that they multiply to that number"
         )
     return jax.make_mesh(
         tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices

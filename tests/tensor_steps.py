@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py in a process of its own: one RL step on several meshes, as JSON.
+"""Run by test_sharding.py in a process of its own: one RL step on several meshes, as JSON.
 
 Every mesh samples, scores and trains from the same parameters; the first one is the yardstick. Each
 train step is given the rollout of the mesh before it, so rollout and learner meet across meshes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import time
 
@@ -20,6 +21,7 @@ from jax.sharding import AxisType
 from fp8rl_jax import models, sharding
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.quant.site import COUNTS
 from fp8rl_jax.runtime import Runtime, make_runtime, to_device
 
 ROWS = 16
@@ -45,6 +47,19 @@ def _differing(one: np.ndarray, other: np.ndarray) -> int:
     return int((one.view(np.int32) != other.view(np.int32)).sum())
 
 
+def _flat(tree) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *map(np.ravel, jax.tree.leaves(tree))])
+
+
+def _collectives(rt: Runtime, state, batch) -> list[str]:
+    """What a forward pass sends between devices: 'all-gather u8' and the like, without repeats."""
+    arguments = (state.params, state.scaling_state, state.kv_scales, to_device(batch, rt), rt.rope)
+    program = rt.score.lower(*arguments).compile().as_text()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf" = \(?(\w+)\[[^=]*? ({kinds})(?:-start)?\(", program)
+    return sorted({f"{kind} {dtype}" for dtype, kind in found})
+
+
 def _gradient_error(one: dict, other: dict) -> float:
     """Largest relative difference of any parameter's gradient, in the Euclidean norm."""
     norm = np.linalg.norm
@@ -67,6 +82,7 @@ def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, roll
         )
         batch = rt.rollout_batch(rollout or own, prompts, lengths, temperature, advantages)
         scored = rt.score_state(state, batch)
+        collectives = _collectives(rt, state, batch)
         step = rt.train_step(optimizer, LossConfig(), micro_batches)
         scales = jax.device_get(state.kv_scales)
         state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
@@ -74,7 +90,7 @@ def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, roll
     return {
         "cut": int(cut), "rollout": own, "scored": scored, "logp": logp, "scales": scales,
         "gradient": state.opt_state[0].trace, "scaling": state.scaling_state,
-        "health": metrics["health"], "seconds": time.time() - start,
+        "health": metrics.get("health", {}), "collectives": collectives, "seconds": time.time() - start,
     }  # fmt: skip
 
 
@@ -105,18 +121,14 @@ def main() -> None:
                 "cut": now["cut"],
                 "tokens": int(mask.sum()),
                 "tokens_differing": int((now["rollout"].tokens != one["rollout"].tokens).sum()),
-                "rollout_differing": _differing(
-                    now["rollout"].logprobs, one["rollout"].logprobs
-                ),
+                "rollout_differing": _differing(now["rollout"].logprobs, one["rollout"].logprobs),
                 "drift": _differing(now["logp"][mask], (rollout or now["rollout"]).logprobs[mask]),
                 "train_differing": _differing(now["logp"], one["logp"]),
                 "score_differing": _differing(now["scored"], one["scored"]),
-                "scales_equal": all(
-                    (a == b).all()
-                    for a, b in zip(*map(jax.tree.leaves, (now["scales"], one["scales"])), strict=True)
-                ),
+                "kv_scales_differing": _differing(_flat(now["scales"]), _flat(one["scales"])),
                 "gradient_error": _gradient_error(one["gradient"], now["gradient"]),
                 "health": _totals(now["health"]),
+                "collectives": now["collectives"],
                 "seconds": now["seconds"],
             }
         )
@@ -125,9 +137,11 @@ def main() -> None:
 
 
 def _totals(health: dict) -> dict[str, list[float]]:
-    """{operand class: [sum of each count]}."""
+    """{operand class: {count: sum over sites and layers}}."""
     return {
-        name: [float(np.sum([counts[c] for counts in sites.values()])) for c in sorted(next(iter(sites.values())))]
+        name: {
+            count: float(sum(counts[count].sum() for counts in sites.values())) for count in COUNTS
+        }
         for name, sites in health.items()
     }
 

@@ -30,8 +30,10 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
 from fp8rl_jax.quant.varying import share
 
+_WHOLE = PartitionSpec()
 
-def replicate(tree, spec: PartitionSpec = PartitionSpec()):
+
+def replicate(tree, spec: PartitionSpec = _WHOLE):
     """Gathers sharded weights before use, where a mesh is set (FSDP); else returns `tree`.
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in

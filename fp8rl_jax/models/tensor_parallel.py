@@ -124,7 +124,7 @@ def _weight_spec(weight, cut: bool):
     spec = _COLUMNS if cut else _WHOLE
     if isinstance(weight, BoundWeight):
         whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
-        master = None if weight.master is None else spec
+        master = jax.tree.map(lambda _: spec, weight.master)
         return BoundWeight(_weight_spec(weight.value, cut), master, *whole)
     if isinstance(weight, QArray):
         one = weight.scale.shape[-1] == 1 and weight.block_shape[-1] == -1
@@ -143,7 +143,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int):
     runs = {name: run for name, _, run in recipe.layer_segments(config.num_hidden_layers)}
 
     def spec(path, weight):
-        names = [getattr(entry, "key", None) for entry in path]
+        names = [str(getattr(entry, "key", "")) for entry in path]
         if names == ["lm_head"]:
             return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
         inner = names[1:-1]
@@ -214,9 +214,7 @@ def count_once(weight, parts: int):
     if probe is None or probe.counts is None:
         return weight
     once = dataclasses.replace(probe, counts=probe.counts / parts)
-    return dataclasses.replace(
-        weight, probe=dataclasses.replace(weight.probe, activation=once)
-    )
+    return dataclasses.replace(weight, probe=dataclasses.replace(weight.probe, activation=once))
 
 
 def differs(tree) -> bool:

@@ -188,7 +188,7 @@ def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -
     shard_map the gradient of an operand that all devices share is summed over them, and what a
     probe observed is combined (amaxes by maximum).
 
-    With `gather`, the name of a shard_map's mesh axis, x is (M, K / devices), this device's columns:
+    With `gather`, the name of a shard_map's mesh axis, x is this device's columns, (M, K / devices):
     they are quantised where they lie and gathered as bytes. What is kept for the backward pass is
     the part; dx is summed over the axis, in float32, and comes back as the part.
     """
@@ -322,9 +322,7 @@ def _observe_forward(recipe: Recipe, operands: _Operands, w: BoundWeight):
     return seen
 
 
-def matmul_backward(
-    recipe: Recipe, residual: _Residual, dy: jax.Array, gather: str | None = None
-):
+def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: str | None = None):
     """Cotangents of x and w, the latter with the site's observations."""
     dy = compute_value(_first_order(dy), recipe)
     seen = dict(residual.seen)
