@@ -89,8 +89,8 @@ def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, roll
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
         "cut": int(cut), "rollout": own, "scored": scored, "logp": logp, "scales": scales,
-        "gradient": state.opt_state[0].trace, "scaling": state.scaling_state,
-        "health": metrics.get("health", {}), "collectives": collectives, "seconds": time.time() - start,
+        "gradient": state.opt_state[0].trace, "health": metrics.get("health", {}),
+        "collectives": collectives, "seconds": time.time() - start,
     }  # fmt: skip
 
 

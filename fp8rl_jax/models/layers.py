@@ -37,7 +37,8 @@ def replicate(tree, spec: PartitionSpec = _WHOLE):
     """Gathers sharded weights before use, where a mesh is set (FSDP); else returns `tree`.
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
-    another order; with the weight gathered first the matmul is the one of a single device.
+    another order; with the weight gathered first the matmul is the one of a single device. `spec`
+    is what stays in parts on purpose (columns of the output head over `tensor`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree

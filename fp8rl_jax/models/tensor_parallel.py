@@ -47,8 +47,11 @@ _LANES = 16  # exp over fewer columns takes other code on a CPU
 _COLUMNS = PartitionSpec(None, None, AXIS)  # of a stacked weight (L, in, out)
 _HEADS = PartitionSpec(None, None, None, AXIS)  # of a stacked cache (L, B, S, Hkv, ...)
 _WHOLE = PartitionSpec()
-_ATTENTION = ("q_proj", "k_proj", "v_proj")
-_MLP = ("o_proj", "gate_proj", "up_proj", "down_proj")
+# Places of the linear layers of a decoder layer in its parameters.
+_LINEAR = {
+    *(("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj")),
+    *((name, "kernel") for name in ("o_proj", "gate_proj", "up_proj", "down_proj")),
+}
 
 
 def size() -> int:
@@ -146,12 +149,8 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int):
         names = [str(getattr(entry, "key", "")) for entry in path]
         if names == ["lm_head"]:
             return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
-        inner = names[1:-1]
-        if names[0] in runs and names[-1] == "kernel" and (
-            (len(inner) == 2 and inner[0] == "self_attn" and inner[1] in _ATTENTION)
-            or (len(inner) == 1 and inner[0] in _MLP)
-        ):  # fmt: skip
-            site = runs[names[0]].for_module(inner[-1])
+        if names[0] in runs and tuple(names[1:]) in _LINEAR:
+            site = runs[names[0]].for_module(names[-2])
             return _weight_spec(weight, _is_cut(site, weight.shape[-1], parts))
         return jax.tree.map(lambda _: _WHOLE, weight)
 

@@ -188,9 +188,9 @@ def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -
     shard_map the gradient of an operand that all devices share is summed over them, and what a
     probe observed is combined (amaxes by maximum).
 
-    With `gather`, the name of a shard_map's mesh axis, x is this device's columns, (M, K / devices):
-    they are quantised where they lie and gathered as bytes. What is kept for the backward pass is
-    the part; dx is summed over the axis, in float32, and comes back as the part.
+    With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
+    It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
+    part; dx is summed over the axis, in float32, and comes back as the part.
     """
     return _matmul(recipe, gather, *share(x, w))
 
