@@ -69,7 +69,7 @@ class SplitLinear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = replicate(self.get_variable("params", "kernel"))
+        kernel = tensor_parallel.gather_stored(self.get_variable("params", "kernel"))
         depth, cut = kernel.shape[0], tensor_parallel.differs(kernel)
         if cut and tensor_parallel.gathers_quantised(self.recipe, x.shape[-1]):
             gather = tensor_parallel.AXIS if x.shape[-1] < depth else None

@@ -7,9 +7,11 @@ Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs
 before each product; under an FP8 recipe after their quantisation, one byte an element
 (`quant.matmul` with `gather=`).
 
-`split_columns` runs the decoder under `jax.shard_map` over the mesh axis `tensor`, and over that
-axis alone: `data` and `fsdp` stay with XLA's partitioner. Within, it is written out who holds what:
+Where the mesh axis `tensor` is above 1, `split_columns` runs the decoder under `jax.shard_map` over
+all axes. Within, it is written out who holds what:
 
+* every device has its own rows of the batch, over `data` and `fsdp`; weights that are trained lie
+  in parts over `fsdp` too and are gathered layer by layer.
 * q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
   the axis; the KV cache lies by heads too. Else every device attends with all heads.
 * gate, up, the gated product between them: columns.
@@ -20,7 +22,9 @@ axis alone: `data` and `fsdp` stay with XLA's partitioner. Within, it is written
 
 Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
 backwards to the activation it is made from and forwards again into the product of the forward pass,
-whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp.
+whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp. With
+shard_map over `tensor` alone and `data` left to the partitioner the bits are right, but XLA then
+gathers all rows of the batch wherever it gathers columns.
 
 A layer is computed whole, on every device, where a part would cut a block of the recipe
 (`column_unit`) or a vector of 16; so any size of the axis is exact, and some do not pay.
@@ -43,9 +47,9 @@ from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
 
 AXIS = "tensor"
+_STORAGE = "fsdp"
+_ROWS = ("data", "fsdp")
 _LANES = 16  # exp over fewer columns takes other code on a CPU
-_COLUMNS = PartitionSpec(None, None, AXIS)  # of a stacked weight (L, in, out)
-_HEADS = PartitionSpec(None, None, None, AXIS)  # of a stacked cache (L, B, S, Hkv, ...)
 _WHOLE = PartitionSpec()
 # Places of the linear layers of a decoder layer in its parameters.
 _LINEAR = {
@@ -55,10 +59,16 @@ _LINEAR = {
 
 
 def size() -> int:
-    """Devices on the axis `tensor` of the mesh that is set; 1 without one, and inside a shard_map
-    over that axis."""
+    """Devices on the axis `tensor` of the mesh that is set; 1 without one or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or AXIS in mesh.manual_axes else mesh.shape.get(AXIS, 1)
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(AXIS, 1)
+
+
+def _rows(count: int) -> tuple[str, ...] | None:
+    """Mesh axes over which so many rows lie; None for whole on every device."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(name for name in _ROWS if name in shape)
+    return axes if count % math.prod(shape[name] for name in axes) == 0 else None
 
 
 # What may be cut.
@@ -122,26 +132,36 @@ def _is_weight(x) -> bool:
     return isinstance(x, QArray | BoundWeight)
 
 
-def _weight_spec(weight, cut: bool):
-    """PartitionSpecs of a weight in any of its forms."""
-    spec = _COLUMNS if cut else _WHOLE
+def _weight_spec(weight, cut: bool, storage: int):
+    """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
+
+    def spec(x, columns: bool, rows: int):
+        inputs = _STORAGE if rows > 1 and x.shape[1] % rows == 0 else None
+        if not inputs and not columns:
+            return _WHOLE
+        return PartitionSpec(None, inputs, AXIS if columns else None)
+
     if isinstance(weight, BoundWeight):
+        rows = storage if weight.master is not None else 1
+        master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
         whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
-        master = jax.tree.map(lambda _: spec, weight.master)
-        return BoundWeight(_weight_spec(weight.value, cut), master, *whole)
+        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole)
     if isinstance(weight, QArray):
-        one = weight.scale.shape[-1] == 1 and weight.block_shape[-1] == -1
-        return QArray(spec, _WHOLE if one else spec, weight.block_shape)  # type: ignore[arg-type]
-    return spec
+        one = weight.block_shape[-1] == -1  # one scale for all columns
+        scale = spec(weight.scale, cut and not one, storage)
+        return QArray(spec(weight.qvalue, cut, storage), scale, weight.block_shape)
+    return spec(weight, cut, storage)
 
 
-def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int):
-    """PartitionSpec over `tensor` of every array that `forward` and `head_logits` read.
+def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storage: int = 1):
+    """PartitionSpec of every array that `forward` and `head_logits` read.
 
     Args:
       params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
         linear layers and no head of their own lie whole.
-      config, recipe, parts: shapes, numerics, devices on the axis.
+      config, recipe, parts: shapes, numerics, devices on the axis `tensor`.
+      storage: devices on the axis `fsdp`, over which weights with a master lie in parts of their
+        input features. Others are read at every decoded token and lie whole over it.
     """
     runs = {name: run for name, _, run in recipe.layer_segments(config.num_hidden_layers)}
 
@@ -151,7 +171,9 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int):
             return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
         if names[0] in runs and tuple(names[1:]) in _LINEAR:
             site = runs[names[0]].for_module(names[-2])
-            return _weight_spec(weight, _is_cut(site, weight.shape[-1], parts))
+            trained = isinstance(weight, BoundWeight) and weight.master is not None
+            cut = _is_cut(site, weight.shape[-1], parts)
+            return _weight_spec(weight, cut, storage if trained else 1)
         return jax.tree.map(lambda _: _WHOLE, weight)
 
     return jax.tree_util.tree_map_with_path(spec, params, is_leaf=_is_weight)
@@ -163,15 +185,17 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     Its arguments and results are those of the whole arrays; see `models.transformer`.
     """
 
-    def split(params, tokens, cache, *others):
-        specs = weight_specs(params, config, recipe, parts)
-        heads = jax.tree.map(lambda _: _HEADS if splits_heads(config, parts) else _WHOLE, cache)
+    def split(params, tokens, cache, kv_scales, *others):
+        storage = jax.sharding.get_abstract_mesh().shape.get(_STORAGE, 1)
+        weights = weight_specs(params, config, recipe, parts, storage)
+        axes = _rows(tokens.shape[0])
+        rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
+        stored = PartitionSpec(None, axes, None, heads)  # (L, B, S, Hkv, ...)
         return jax.shard_map(
             apply,
-            in_specs=(specs, _WHOLE, heads, *(_WHOLE,) * len(others)),
-            out_specs=(_WHOLE, heads, _WHOLE),
-            axis_names={AXIS},
-        )(params, tokens, cache, *others)
+            in_specs=(weights, rows, stored, _WHOLE, rows, rows, rows, rows),
+            out_specs=(rows, stored, _WHOLE),
+        )(params, tokens, cache, kv_scales, *others)
 
     return split
 
@@ -216,28 +240,67 @@ def count_once(weight, parts: int):
     return dataclasses.replace(weight, probe=dataclasses.replace(weight.probe, activation=once))
 
 
+def _varying(tree) -> frozenset:
+    """Mesh axes over which arrays of `tree` differ."""
+    axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return frozenset().union(*axes)
+
+
 def differs(tree) -> bool:
-    """Whether any array of `tree` may be another on every device of the axis."""
-    return any(AXIS in jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    """Whether any array of `tree` may be another on every device of the axis `tensor`."""
+    return AXIS in _varying(tree)
 
 
-def add_parts(tree):
-    """Counts of all heads from counts of each device's heads."""
-    if not differs(tree):
-        return tree
-    return jax.tree.map(lambda x: lax.psum(x, AXIS), *share(tree))
+def combine(aux: dict) -> dict:
+    """A layer's observations of all rows and heads from those of each device, on every device.
 
-
-def largest_part(tree):
-    """Amaxes of all heads from amaxes of each device's heads; NaN stays."""
+    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32.
+    """
+    axes = _varying(aux)
+    rows = tuple(name for name in _ROWS if name in axes)
 
     def largest(x: jax.Array) -> jax.Array:
-        if not differs(x):
-            return x
-        bits = lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), AXIS)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
+        bits = lax.pmax(bits, AXIS) if differs(x) else bits
+        if rows:
+            bits = lax.all_gather(bits, rows, tiled=True, to="invarying")
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    return jax.tree.map(largest, tree)
+    whole = dict(aux)
+    if axes:
+        finite = aux["finite"]
+        whole["finite"] = lax.pmin(finite.astype(jnp.int32), tuple(_varying(finite))) > 0
+    if "kv_health" in aux and _varying(aux["kv_health"]):
+        (counts,), over = share(aux["kv_health"]), tuple(_varying(aux["kv_health"]))
+        whole["kv_health"] = jax.tree.map(lambda x: lax.psum(x, over), counts)
+    if "kv_amax" in aux:
+        whole["kv_amax"] = jax.tree.map(largest, aux["kv_amax"])
+    return whole
+
+
+def gather_stored(weight):
+    """A layer's weight with all its input features, from parts over `fsdp`.
+
+    The gradient of a master is summed over that axis and comes back as the part. Its value is
+    gathered only for backward passes that read it.
+    """
+
+    def gather(x: jax.Array, to: str) -> jax.Array:
+        if _STORAGE not in _varying(x):
+            return x
+        return lax.all_gather(x, _STORAGE, axis=0, tiled=True, to=to)
+
+    def value(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize > 1:
+            return gather(x, "invarying")
+        bits = gather(lax.bitcast_convert_type(x, jnp.uint8), "invarying")
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    if not isinstance(weight, BoundWeight) or weight.master is None:
+        return weight
+    return dataclasses.replace(
+        weight, value=jax.tree.map(value, weight.value), master=gather(weight.master, "varying")
+    )
 
 
 def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
@@ -252,16 +315,15 @@ def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
       head: (D, V), an array or a BoundWeight.
 
     Returns:
-      (M, V), whole on every device.
+      (M, V), all columns on every device of the axis.
     """
     parts = size()
     if parts == 1:
         return product(hidden, head)
     vocabulary = head.shape[1]
-    spec = head_spec(vocabulary, parts)
+    spec, rows = head_spec(vocabulary, parts), PartitionSpec(_rows(hidden.shape[0]))
     return jax.shard_map(
         lambda hidden, head: hold(product(hidden, head), vocabulary),
-        in_specs=(_WHOLE, jax.tree.map(lambda _: spec, head)),
-        out_specs=_WHOLE,
-        axis_names={AXIS},
+        in_specs=(rows, jax.tree.map(lambda _: spec, head)),
+        out_specs=rows,
     )(hidden.astype(jnp.float32), head)

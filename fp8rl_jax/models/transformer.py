@@ -29,6 +29,7 @@ from fp8rl_jax.quant import (
     quantize_kv,
 )
 from fp8rl_jax.quant.formats import amax
+from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -86,11 +87,10 @@ class DecoderLayer(nn.Module):
         if self.collect_health and recipe.kv_quantized:
             names = "qkv" if recipe.fp8_attention else "kv"
             counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
-            aux["kv_health"] = tensor_parallel.add_parts(jax.tree.map(lambda *n: sum(n), *counts))
+            aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
-            found = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-            aux["kv_amax"] = tensor_parallel.largest_part(found)
-        return x, (cache, aux)
+            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
+        return x, (cache, tensor_parallel.combine(aux) if self.tensor > 1 else aux)
 
 
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
@@ -174,7 +174,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 def _embed(table: jax.Array | BoundWeight, tokens: jax.Array) -> jax.Array:
     if isinstance(table, BoundWeight):
-        return _lookup(table.value, table.master, tokens)
+        return _lookup(*share(table.value, table.master, tokens))
     return table[tokens]
 
 
