@@ -6,8 +6,8 @@ for dense models).
 
 Over `data` and `fsdp` computation is by rows: each layer gathers its weights before use
 (`models.layers.replicate`) and every device multiplies its own rows of the batch. Over `tensor` it
-is by columns: every device multiplies whole rows by its own columns of each matrix, written out
-under shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
+is by columns: every device multiplies its rows by its own columns of each matrix, written out under
+shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
 log-probabilities are those of a single device (tested). Storage follows: a parameter's input
 features lie over `fsdp`, its output features over `tensor`. The sampler holds its weights whole
 over `data` and `fsdp`, and in parts over `tensor` where they are computed in parts.

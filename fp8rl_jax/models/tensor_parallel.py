@@ -186,9 +186,9 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     """
 
     def split(params, tokens, cache, kv_scales, *others):
-        storage = jax.sharding.get_abstract_mesh().shape.get(_STORAGE, 1)
-        weights = weight_specs(params, config, recipe, parts, storage)
         axes = _rows(tokens.shape[0])
+        storage = jax.sharding.get_abstract_mesh().shape.get(_STORAGE, 1) if axes else 1
+        weights = weight_specs(params, config, recipe, parts, storage)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
         stored = PartitionSpec(None, axes, None, heads)  # (L, B, S, Hkv, ...)
         return jax.shard_map(
@@ -256,26 +256,27 @@ def combine(aux: dict) -> dict:
 
     See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32.
     """
-    axes = _varying(aux)
-    rows = tuple(name for name in _ROWS if name in axes)
+
+    def every(finite: jax.Array) -> jax.Array:
+        axes = tuple(_varying(finite))
+        return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
+
+    def add(counts: dict) -> dict:
+        axes = tuple(_varying(counts))
+        return jax.tree.map(lambda x: lax.psum(x, axes), *share(counts)) if axes else counts
 
     def largest(x: jax.Array) -> jax.Array:
+        rows = tuple(name for name in _ROWS if name in _varying(x))
         bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
         bits = lax.pmax(bits, AXIS) if differs(x) else bits
-        if rows:
-            bits = lax.all_gather(bits, rows, tiled=True, to="invarying")
+        bits = lax.all_gather(bits, rows, tiled=True, to="invarying") if rows else bits
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    whole = dict(aux)
-    if axes:
-        finite = aux["finite"]
-        whole["finite"] = lax.pmin(finite.astype(jnp.int32), tuple(_varying(finite))) > 0
-    if "kv_health" in aux and _varying(aux["kv_health"]):
-        (counts,), over = share(aux["kv_health"]), tuple(_varying(aux["kv_health"]))
-        whole["kv_health"] = jax.tree.map(lambda x: lax.psum(x, over), counts)
-    if "kv_amax" in aux:
-        whole["kv_amax"] = jax.tree.map(largest, aux["kv_amax"])
-    return whole
+    def amaxes(found: dict) -> dict:
+        return jax.tree.map(largest, found)
+
+    ways: dict[str, Callable] = {"finite": every, "kv_health": add, "kv_amax": amaxes}
+    return {name: ways[name](x) for name, x in aux.items()}
 
 
 def gather_stored(weight):
