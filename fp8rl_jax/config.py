@@ -71,7 +71,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "mesh": {
         "data": (-1, "devices that split the batch; -1 for all that the others leave"),
         "fsdp": (1, "devices that split the batch and store parameters in parts"),
-        "tensor": (1, "devices that store wide dimensions in parts; 1 under zero drift"),
+        "tensor": (1, "devices that split every layer by output features, and attention by heads"),
         "expert": (1, "devices that split the batch and store experts in parts; 1 for a dense "
                    "model"),
     },

@@ -20,7 +20,15 @@ from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, init_params, init_scaling, rope_tables
+from fp8rl_jax.models import (
+    ModelConfig,
+    init_params,
+    init_scaling,
+    quantize_params,
+    rope_tables,
+    weight_specs,
+    with_kv_scales,
+)
 from fp8rl_jax.models.taps import batch_axis
 from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
@@ -65,6 +73,21 @@ class Runtime:
     def param_shardings(self):
         return sharding.param_shardings(self.mesh, self.param_shapes)
 
+    @functools.cached_property
+    def weight_shardings(self):
+        """Of what the sampler holds: in parts over `tensor`, whole over the other axes."""
+
+        def weights(params):
+            scaling = init_scaling(params, self.learner_recipe)
+            weights = quantize_params(params, self.rollout_recipe, scaling)
+            return with_kv_scales(weights, self.missing_kv_scales())
+
+        shapes = jax.eval_shape(weights, self.param_shapes)
+        return sharding.named(
+            self.mesh,
+            weight_specs(shapes, self.model, self.rollout_recipe, self.mesh.shape["tensor"]),
+        )
+
     def state_shardings(self, state_shapes):
         """Shardings of a TrainState: optimiser moments lie as their parameters do."""
         return sharding.param_shardings(self.mesh, state_shapes)
@@ -86,12 +109,13 @@ class Runtime:
 
     @functools.cached_property
     def refit(self):
-        """The compiled refit; call `refit_state`. Weights lie whole on every device."""
+        """The compiled refit; call `refit_state`."""
         whole = self._whole()
         return make_refit(
             self.rollout_recipe, health=self.config.precision.health,
             shardings={
-                "in_shardings": (self.param_shardings, whole, whole), "out_shardings": whole,
+                "in_shardings": (self.param_shardings, whole, whole),
+                "out_shardings": (self.weight_shardings, whole, whole),
             },
         )  # fmt: skip
 
@@ -144,7 +168,7 @@ class Runtime:
             top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
         )  # fmt: skip
         rows, whole = self._rows(), self._whole()
-        arguments = (whole, rows, rows, whole, rows, rows, rows, whole)
+        arguments = (self.weight_shardings, rows, rows, whole, rows, rows, rows, whole)
         results = Rollout(
             *(rows,) * 4, taps={n: sharding.batch_sharding(self.mesh, batch_axis(n)) for n in taps}
         )

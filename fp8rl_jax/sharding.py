@@ -1,14 +1,16 @@
 """Sharding is a table: logical axis -> mesh axis. One device is the same program on a 1-mesh.
 
 Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
-(storage of the wide dimensions), `expert` (batch, and storage of experts; must be 1 for dense
-models).
+(output features of every matrix, and attention heads), `expert` (batch, and storage of experts;
+must be 1 for dense models).
 
-Storage is sharded, computation is by rows: each layer gathers its weights before use
-(`models.layers.replicate`) and every device multiplies its own rows of the batch by whole
-matrices. So a row's bits are those of a single device (`data`, `fsdp` and `expert`, tested). With
-`tensor` above 1 the partitioner still splits some sums (float32 drift 1e-6 measured), so zero drift
-refuses it; tensor parallelism that is exact is not done here.
+Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its weights before use
+(`models.layers.replicate`) and every device multiplies its own rows of the batch. Over `tensor` it
+is by columns: every device multiplies its rows by its own columns of each matrix, written out under
+shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
+log-probabilities are those of a single device (tested). Storage follows: a parameter's input
+features lie over `fsdp`, its output features over `tensor`. The sampler holds its weights whole
+over `data` and `fsdp`, and in parts over `tensor` where they are computed in parts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from fp8rl_jax.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter -> mesh axis.
+# Logical axis of a parameter -> mesh axis. 'embed' and 'wide' are the input and output features of
+# a layer.
 RULES = {
     "embed": "fsdp",
     "wide": "tensor",
@@ -38,10 +41,10 @@ _KERNELS = {
     "q_proj": ("layers", "embed", "wide"),
     "k_proj": ("layers", "embed", "wide"),
     "v_proj": ("layers", "embed", "wide"),
-    "o_proj": ("layers", "wide", "embed"),
+    "o_proj": ("layers", "embed", "wide"),
     "gate_proj": ("layers", "embed", "wide"),
     "up_proj": ("layers", "embed", "wide"),
-    "down_proj": ("layers", "wide", "embed"),
+    "down_proj": ("layers", "embed", "wide"),
     "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
     "router": ("layers", "embed"),
@@ -65,7 +68,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
         shape = dict(zip(MESH_AXES, sizes, strict=True))
         raise UserError(
             f"mesh {shape} has {int(np.prod(sizes))} places for {len(devices)} devices; "
-            "set mesh.data and mesh.fsdp so that they multiply to the number of devices"
+            "set mesh.data, mesh.fsdp and mesh.tensor so that they multiply to that number"
         )
     return jax.make_mesh(
         tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
@@ -84,6 +87,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
     """Rows of a batch, which run along `axis`, over `data`, `fsdp` and `expert`."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+
+
+def named(mesh: Mesh, specs):
+    """NamedSharding of every PartitionSpec of a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def param_shardings(mesh: Mesh, params) -> object:

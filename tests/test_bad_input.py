@@ -357,7 +357,7 @@ _FIELDS = {
     "mesh.data=2": ["mesh.data", "2 places", "1 devices"],
     "mesh.data=0": ["mesh", "at least 1"],
     "mesh.fsdp=-1": ["mesh", "at most one"],
-    "mesh.tensor=2": ["mesh.tensor", "mesh.fsdp"],
+    "mesh.tensor=2": ["mesh.tensor", "2 places", "1 devices"],
     "mesh.fsdp=2": ["mesh.fsdp", "2 places"],
     # task, reward, tokenizer
     "env.task=basic_arithmetics": ["env.task", "'basic_arithmetics'", "'basic_arithmetic'"],

@@ -22,6 +22,7 @@ from fp8rl_jax.models.params import (
     with_kv_scales,
 )
 from fp8rl_jax.models.taps import LAYER_TAPS, MODEL_TAPS, Swap
+from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
 
 __all__ = [
@@ -49,5 +50,6 @@ __all__ = [
     "trainable_params",
     "update_scaling",
     "weight_health",
+    "weight_specs",
     "with_kv_scales",
 ]

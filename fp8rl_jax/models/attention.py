@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax import kernels
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import StoredKV
 from fp8rl_jax.models.layers import RMSNorm, apply_rope, linear
@@ -116,21 +117,30 @@ class Attention(nn.Module):
 
     config: ModelConfig
     recipe: Recipe
+    tensor: int = 1
 
     @nn.compact
     def __call__(self, x, cache: StoredKV | None, scales: Scales | None, positions, cos, sin):
         """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
-        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation).
+        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation),
+        of this device's heads where several devices share them (`tensor_parallel`).
         """
         config, recipe = self.config, self.recipe
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )  # fmt: skip
         batch, length, _ = x.shape
-        q = linear(recipe, heads * dim, "q_proj")(x).reshape(batch, length, heads, dim)
-        k = linear(recipe, kv_heads * dim, "k_proj")(x).reshape(batch, length, kv_heads, dim)
-        v = linear(recipe, kv_heads * dim, "v_proj")(x).reshape(batch, length, kv_heads, dim)
+        sharers = self.tensor if tensor_parallel.splits_heads(config, self.tensor) else 1
+        features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        x = tensor_parallel.shared_input(x, recipe, features, self.tensor)
+
+        def project(name: str) -> jax.Array:
+            y = linear(recipe, features[name], name, tensor=self.tensor)(x)
+            y = tensor_parallel.hold(y, features[name] // sharers)
+            return y.reshape(batch, length, -1, dim)
+
+        q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
         q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
         k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
@@ -145,5 +155,5 @@ class Attention(nn.Module):
             cache = cache.write(_store(k, v, recipe, scales), positions)
             out = _attend(_query(q, recipe, scales), cache, positions, scales)
         out = tap(self, "attention", compute_value(out, recipe))
-        out = out.reshape(batch, length, heads * dim)
+        out = out.reshape(batch, length, -1)
         return out, cache, {"q": q, "k": k, "v": v}

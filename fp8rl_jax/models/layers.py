@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import guard
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
@@ -32,13 +33,15 @@ from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
 
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
+_WHOLE = PartitionSpec()
 
 
-def replicate(tree):
+def replicate(tree, spec: PartitionSpec = _WHOLE):
     """Gathers sharded weights before use, where a mesh is set (FSDP); else returns `tree`.
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
-    another order; with the weight gathered first the matmul is the one of a single device.
+    another order; with the weight gathered first the matmul is the one of a single device. `spec`
+    is what stays in parts on purpose (columns of the output head over `tensor`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
@@ -46,8 +49,7 @@ def replicate(tree):
     def gather(leaf):
         if isinstance(leaf, BoundWeight):  # the forward pass does not read the master
             return dataclasses.replace(leaf, value=gather(leaf.value))
-        whole = PartitionSpec()
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, whole), leaf)
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), leaf)
 
     return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, BoundWeight))
 
@@ -81,12 +83,44 @@ class Linear(nn.Dense):
         return quantize_operand(rows, operand, state)[0].dequantize().reshape(x.shape)
 
 
-def linear(recipe: Recipe, features: int, name: str, init_scale: float = 1.0) -> Linear:
-    """A `Linear` under the recipe of the layer `name`; kernel (in, features).
+class SplitLinear(nn.Module):
+    """`linear` on one of several devices, each with some columns of the kernel, or all.
 
-    Initial standard deviation: init_scale / sqrt(in).
+    The input may be whole or this device's part. The result is this device's columns where the
+    kernel is cut, else whole.
+    """
+
+    recipe: Recipe
+    tensor: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = tensor_parallel.gather_stored(self.get_variable("params", "kernel"))
+        depth, cut = kernel.shape[0], tensor_parallel.differs(kernel)
+        if cut and tensor_parallel.gathers_quantised(self.recipe, x.shape[-1]):
+            gather = tensor_parallel.AXIS if x.shape[-1] < depth else None
+        else:
+            x, gather = tensor_parallel.hold(x, depth), None
+        if cut and gather is None:
+            kernel = tensor_parallel.count_once(kernel, self.tensor)
+        dot_general = make_dot_general(self.recipe, gather=gather)
+        return dot_general(
+            x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
+            preferred_element_type=self.recipe.compute_dtype,
+        )  # fmt: skip
+
+
+def linear(
+    recipe: Recipe, features: int, name: str, init_scale: float = 1.0, tensor: int = 1
+) -> nn.Module:
+    """A bias-free `nn.Dense` under the recipe of the layer `name`; kernel (in, features).
+
+    Initial standard deviation: init_scale / sqrt(in). With `tensor` above 1 it is a `SplitLinear`
+    over the same parameters.
     """
     recipe = recipe.for_module(name)
+    if tensor > 1:
+        return SplitLinear(recipe, tensor, name=name)
     return Linear(
         features,
         use_bias=False,

@@ -7,11 +7,14 @@ it for the token it chose, the learner recomputes it for the same token; both th
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import guard
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import EXP_LANES, replicate
 from fp8rl_jax.quant import Recipe, Weight, matmul
@@ -22,12 +25,13 @@ _CHUNK = 1024  # tokens whose logits exist at once
 def output_head(params, config: ModelConfig) -> Weight:
     """The (D, V) output head of a parameter tree: its own, or the transposed embedding."""
     head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
-    return replicate(head)
+    return replicate(head, tensor_parallel.head_spec(head.shape[1], tensor_parallel.size()))
 
 
 def head_logits(hidden: jax.Array, head: Weight, recipe: Recipe) -> jax.Array:
     """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
-    return matmul(recipe.unquantized(), hidden, head)
+    product = functools.partial(matmul, recipe.unquantized())
+    return tensor_parallel.split_head(product, hidden, head)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
@@ -31,6 +32,7 @@ from fp8rl_jax.quant import (
     quantize_kv,
 )
 from fp8rl_jax.quant.formats import amax
+from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -64,16 +66,18 @@ class DecoderLayer(nn.Module):
     recipe: Recipe
     collect_health: bool
     collect_amax: bool
+    tensor: int = 1
 
     @nn.compact
     def __call__(self, x, cache, scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
-        a, cache, qkv = Attention(config, recipe, name="self_attn")(
+        a, cache, qkv = Attention(config, recipe, self.tensor, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(recipe, config.hidden_size, "o_proj", residual_scale)(a)
+        o = linear(recipe, config.hidden_size, "o_proj", residual_scale, self.tensor)(a)
+        o = tensor_parallel.hold(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
         h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
@@ -84,10 +88,16 @@ class DecoderLayer(nn.Module):
             down, tokens = mixture(config, recipe, h2, valid, router, experts)
             aux["expert_tokens"] = tokens
         else:
-            gate = linear(recipe, config.intermediate_size, "gate_proj")(h2)
-            up = linear(recipe, config.intermediate_size, "up_proj")(h2)
-            gated = tap(self, "gated", gated_silu(recipe, gate, up))
-            down = linear(recipe, config.hidden_size, "down_proj", residual_scale)(gated)
+            features = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+            h2 = tensor_parallel.shared_input(h2, recipe, features, self.tensor)
+            gate = linear(recipe, config.intermediate_size, "gate_proj", tensor=self.tensor)(h2)
+            up = linear(recipe, config.intermediate_size, "up_proj", tensor=self.tensor)(h2)
+            gated = gated_silu(recipe, gate, tensor_parallel.hold(up, gate.shape[-1]))
+            gated = tap(self, "gated", gated)
+            down = linear(recipe, config.hidden_size, "down_proj", residual_scale, self.tensor)(
+                gated
+            )
+            down = tensor_parallel.hold(down, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
@@ -97,7 +107,7 @@ class DecoderLayer(nn.Module):
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        return x, (cache, aux)
+        return x, (cache, tensor_parallel.combine(aux) if self.tensor > 1 else aux)
 
 
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
@@ -115,7 +125,8 @@ class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
     Layers under one recipe are one scan; with the first or last layers in bf16 there are up to
-    three (`Recipe.layer_segments`).
+    three (`Recipe.layer_segments`). With `tensor` above 1 it runs within
+    `tensor_parallel.split_columns`, on parameters that exist already.
     """
 
     config: ModelConfig
@@ -123,6 +134,7 @@ class Transformer(nn.Module):
     remat: str = "none"
     collect_health: bool = False
     collect_amax: bool = False
+    tensor: int = 1
 
     @nn.compact
     def __call__(self, tokens, cache, kv_scales, positions, cos, sin, valid):
@@ -143,14 +155,14 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
                 length=span.stop - span.start,
-            )(config, run_recipe, self.collect_health, self.collect_amax, name=name)
+            )(config, run_recipe, self.collect_health, self.collect_amax, self.tensor, name=name)
             stored = cache.runs[index] if cache is not None else None
             scales = jax.tree.map(lambda s, span=span: s[span], kv_scales)
             x, (stored, aux) = layers(x, stored, scales, positions, cos, sin, valid)
             caches.append(stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
-        if not config.tie_word_embeddings:
+        if not config.tie_word_embeddings and self.is_initializing():
             head_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
             self.param("lm_head", head_init, shape[::-1])
         cache = KVCache(tuple(caches)) if cache is not None else None
@@ -179,7 +191,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 def _embed(table: jax.Array | BoundWeight, tokens: jax.Array) -> jax.Array:
     if isinstance(table, BoundWeight):
-        return _lookup(table.value, table.master, tokens)
+        return _lookup(*share(table.value, table.master, tokens))
     return table[tokens]
 
 
@@ -247,15 +259,27 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
-    module = Transformer(config, recipe, remat, collect_health, collect_amax)
+    parts = tensor_parallel.size()
+    if parts > 1 and (taps or swaps):
+        raise ValueError(
+            "intermediate values lie in parts where mesh.tensor is above 1; set it to 1"
+        )
+    module = Transformer(config, recipe, remat, collect_health, collect_amax, parts)
     runs = recipe.layer_segments(config.num_hidden_layers)
-    variables = {"params": params} | ({SWAPS: by_module(swaps, runs)} if swaps else {})
-    arguments = (tokens, cache, scales, positions, cos, sin, valid)
-    out: tuple = module.apply(variables, *arguments, mutable=[TAPS] if taps else [])
-    (hidden, cache, aux), collected = out
-    if taps:
+    swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
+
+    def apply(params, *arguments) -> tuple:
+        variables = {"params": params} | swapped
+        if not taps:
+            return module.apply(variables, *arguments)
+        (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
         values = by_name(collected[TAPS], [name for name, _, _ in runs])
-        aux["taps"] = {name: values[name] for name in taps if name in values}
+        found = {name: values[name] for name in taps if name in values}
+        return hidden, cache, aux | {"taps": found}
+
+    if parts > 1:
+        apply = tensor_parallel.split_columns(apply, config, recipe, parts)
+    hidden, cache, aux = apply(params, tokens, cache, scales, positions, cos, sin, valid)
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)

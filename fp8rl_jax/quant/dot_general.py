@@ -181,19 +181,34 @@ def _kind(w: Weight) -> str:
     return "bound bytes" if isinstance(w.value, QArray) else "bound"
 
 
-def matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
+def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) float32.
 
     Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master). Under
     shard_map the gradient of an operand that all devices share is summed over them, and what a
     probe observed is combined (amaxes by maximum).
+
+    With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
+    It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
+    part; dx is summed over the axis, in float32, and comes back as the part.
     """
-    return _matmul(recipe, *share(x, w))
+    return _matmul(recipe, gather, *share(x, w))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(recipe: Recipe, x: jax.Array, w: Weight) -> jax.Array:
-    return _forward(recipe, x, _bind(w))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(recipe: Recipe, gather: str | None, x: jax.Array, w: Weight) -> jax.Array:
+    return _forward(recipe, x, _bind(w), gather)[0]
+
+
+def _gathered(x: QArray | jax.Array, axis: str | None):
+    """All columns of a matrix from each device's part of them; `x` without an axis."""
+    if axis is None:
+        return x
+    if isinstance(x, QArray):
+        bits = _gathered(lax.bitcast_convert_type(x.qvalue, jnp.uint8), axis)
+        scale = x.scale if x.block_shape[-1] == -1 else _gathered(x.scale, axis)
+        return QArray(lax.bitcast_convert_type(bits, x.qvalue.dtype), scale, x.block_shape)
+    return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,16 +220,22 @@ class _Operands:
     w: tuple[QArray, jax.Array | None] | None = None
 
 
-def _forward(recipe: Recipe, x: jax.Array, w: BoundWeight) -> tuple[jax.Array, _Operands]:
+def _forward(
+    recipe: Recipe, x: jax.Array, w: BoundWeight, gather: str | None
+) -> tuple[jax.Array, _Operands]:
     x_value = compute_value(x, recipe)
     if recipe.activation is None:
-        return block_matmul(x_value, compute_value(_plain(w.value), recipe)), _Operands(x_value)
+        weight = compute_value(_plain(w.value), recipe)
+        return block_matmul(_gathered(x_value, gather), weight), _Operands(x_value)
     state = None if w.scaling is None else w.scaling.activation
     rows = quantize_operand(x_value, recipe.activation, state)
+    columns: tuple[QArray, jax.Array | None]
     if isinstance(w.value, QArray):
-        return _product(recipe, rows[0], w.value), _Operands(x_value, rows, (w.value, None))
-    weight = quantize_weight(w.value, recipe, w.scaling)
-    return _product(recipe, rows[0], weight[0]), _Operands(x_value, rows, weight)
+        columns = w.value, None
+    else:
+        columns = quantize_weight(w.value, recipe, w.scaling)
+    y = _product(recipe, _gathered(rows[0], gather), columns[0])
+    return y, _Operands(x_value, rows, columns)
 
 
 def _plain(w: QArray | jax.Array) -> jax.Array:
@@ -253,11 +274,11 @@ class _Residual:
     weight_dtype: jnp.dtype | None
 
 
-def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight):
+def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None):
     """`matmul` and what its backward pass needs."""
     x, bound = _first_order(x), _bind(w)
     bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
-    y, operands = _forward(recipe, x, bound)
+    y, operands = _forward(recipe, x, bound, gather)
     parameter = bound.value if bound.master is None else bound.master
     dtype = None if isinstance(parameter, QArray) else parameter.dtype
     residual = functools.partial(
@@ -301,14 +322,14 @@ def _observe_forward(recipe: Recipe, operands: _Operands, w: BoundWeight):
     return seen
 
 
-def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array):
+def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: str | None = None):
     """Cotangents of x and w, the latter with the site's observations."""
     dy = compute_value(_first_order(dy), recipe)
     seen = dict(residual.seen)
     if recipe.gradient is None or recipe.weight is None:
         assert not isinstance(residual.x, QArray)
         dx = block_matmul(dy, compute_value(_plain(residual.weight), recipe).T)
-        dw = _contract_rows(residual.x, dy)
+        dw = _contract_rows(_gathered(residual.x, gather), dy)
     else:
         rows, amax = quantize_operand(dy, recipe.gradient, residual.gradient)
         if residual.probe is not None:
@@ -320,10 +341,12 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array):
         turned = recipe.gradient.turned
         columns = rows if turned == recipe.gradient else quantize_operand(dy, turned, None)[0]
         assert isinstance(residual.x, QArray)
-        left, right = residual.x.dequantize(), columns.dequantize()
+        left, right = _gathered(residual.x, gather).dequantize(), columns.dequantize()
         if recipe.fake:
             left, right = formats.round_bf16(left), formats.round_bf16(right)
         dw = _contract_rows(left, right)
+    if gather is not None:
+        dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
     dx = dx.astype(residual.x_dtype)
     if residual.weight_dtype is not None:
         dw = dw.astype(residual.weight_dtype)
@@ -339,7 +362,10 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array):
     return dx, cotangent
 
 
-_matmul.defvjp(matmul_forward, matmul_backward)
+_matmul.defvjp(
+    lambda recipe, gather, x, w: matmul_forward(recipe, x, w, gather),
+    lambda recipe, gather, residual, dy: matmul_backward(recipe, residual, dy, gather),
+)
 
 
 def _flatten_batch(w: Weight, batch: int) -> Weight:
@@ -348,7 +374,10 @@ def _flatten_batch(w: Weight, batch: int) -> Weight:
 
 
 def make_dot_general(
-    recipe: Recipe | str, state: SiteScaling | None = None, probe: SiteProbe | None = None
+    recipe: Recipe | str,
+    state: SiteScaling | None = None,
+    probe: SiteProbe | None = None,
+    gather: str | None = None,
 ):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
@@ -365,6 +394,8 @@ def make_dot_general(
       recipe: a Recipe or its name.
       state: for recipes with stateful policies: of `init_site`, for this one call site.
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
+      gather: mesh axis of a surrounding shard_map, over which the left operand's contracted axis
+        lies in parts (`matmul`); no batch dimensions then.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -385,7 +416,7 @@ def make_dot_general(
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
         if not isinstance(rhs, QArray | BoundWeight):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
-            matrix = matrix.reshape(*batch, depth, -1)
+            matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
         elif (
             rhs.ndim == len(batch) + 2
@@ -402,7 +433,7 @@ def make_dot_general(
             product = jax.vmap(functools.partial(matmul, recipe))
             y = product(x.reshape(-1, rows, depth), _flatten_batch(w, len(batch)))
         else:
-            y = matmul(recipe, x.reshape(rows, depth), w)
+            y = matmul(recipe, x.reshape(rows, depth), w, gather)
         dtype = preferred_element_type or lhs.dtype
         y = formats.round_bf16(y) if dtype == jnp.bfloat16 else y.astype(dtype)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]

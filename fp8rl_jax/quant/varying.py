@@ -28,14 +28,23 @@ def share(*trees):
     combined: counts by sum, amaxes by maximum.
     """
     axes = frozenset().union(*(_axes(jnp.asarray(leaf)) for leaf in jax.tree.leaves(trees)))
-    if not axes:
-        return trees
+    return spread(axes, *trees) if axes else trees
+
+
+def spread(axes: frozenset, *trees):
+    """The arguments, with every array marked as varying over `axes` (and what it varies over).
+
+    bf16 is marked as float32, which changes no value, so that its gradients are summed in float32.
+    """
 
     def missing(leaf: jax.Array) -> tuple:
         return tuple(sorted(axes - _axes(leaf)))
 
     def mark(leaf: jax.Array) -> jax.Array:
-        return lax.pcast(leaf, missing(leaf), to="varying") if missing(leaf) else leaf
+        if not missing(leaf):
+            return leaf
+        wide = leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+        return lax.pcast(wide, missing(leaf), to="varying").astype(leaf.dtype)
 
     def visit(node):
         if not isinstance(node, OperandProbe):

@@ -1,0 +1,332 @@
+"""Exact tensor parallelism: every matrix is cut along its output features, and nothing else is.
+
+An output column of a product does not depend on the other columns, so a device that holds some
+columns of a weight computes their bits as a single device would. What must not happen is that a
+contraction is cut and its parts are added over devices (the row-parallel layer of Megatron-LM,
+Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs are gathered whole
+before each product; under an FP8 recipe after their quantisation, one byte an element
+(`quant.matmul` with `gather=`).
+
+Where the mesh axis `tensor` is above 1, `split_columns` runs the decoder under `jax.shard_map` over
+all axes. Within, it is written out who holds what:
+
+* every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
+  trained lie in parts over `fsdp` too and are gathered layer by layer.
+* q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
+  the axis; the KV cache lies by heads too. Else every device attends with all heads.
+* gate, up, the gated product between them: columns.
+* o and down: columns; their results are gathered, and the residual stream, norms and embedding are
+  whole on every device.
+* the output head: columns of the vocabulary; the logits are gathered, and the sum over the
+  vocabulary runs whole on every device.
+
+Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
+backwards to the activation it is made from and forwards again into the product of the forward pass,
+whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp. With
+shard_map over `tensor` alone and `data` left to the partitioner the bits are right, but XLA then
+gathers all rows of the batch wherever it gathers columns.
+
+A layer is computed whole, on every device, where a part would cut a block of the recipe
+(`column_unit`) or a vector of 16; so any size of the axis is exact, and some do not pay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.quant import BoundWeight, QArray, Recipe
+from fp8rl_jax.quant.recipe import Operand
+from fp8rl_jax.quant.varying import share, spread
+from fp8rl_jax.sharding import BATCH_AXES
+
+AXIS = "tensor"
+_STORAGE = "fsdp"
+_LANES = 16  # exp over fewer columns takes other code on a CPU
+_WHOLE = PartitionSpec()
+# Places of the linear layers of a decoder layer in its parameters.
+_LINEAR = {
+    *(("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj")),
+    *((name, "kernel") for name in ("o_proj", "gate_proj", "up_proj", "down_proj")),
+}
+
+
+def size() -> int:
+    """Devices on the axis `tensor` of the mesh that is set; 1 without one or inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(AXIS, 1)
+
+
+def _rows(count: int) -> tuple[str, ...] | None:
+    """Mesh axes over which so many rows lie; None for whole on every device."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(name for name in BATCH_AXES if name in shape)
+    return axes if count % math.prod(shape[name] for name in axes) == 0 else None
+
+
+# What may be cut.
+
+
+def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
+    """Least common multiple of an operand's blocks along one axis; None if it must be whole."""
+    if operand.policy.stateful and operand.block != (-1, -1):
+        return None  # its state has one entry a block
+    if -1 in blocks and operand.policy.reads_amax:
+        return None  # one scale from all of it
+    return math.lcm(*(block for block in blocks if block != -1))
+
+
+def column_unit(recipe: Recipe) -> int | None:
+    """Output features that must stay together in a layer of `recipe`; None for all of them.
+
+    128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
+    quantised. Blocks of all three GEMMs count, so gradients are quantised as on one device.
+    """
+    units = [_LANES]
+    for name in ("weight", "gradient"):
+        operand = recipe.operands.get(name)
+        if operand is not None:
+            unit = _unit(operand, operand.block)
+            if unit is None:
+                return None
+            units.append(unit)
+    return math.lcm(*units)
+
+
+def gathers_quantised(recipe: Recipe, features: int) -> bool:
+    """Whether so many input features of a layer can be quantised without the others."""
+    if recipe.activation is None:
+        return True
+    unit = _unit(recipe.activation, recipe.activation.block)
+    return unit is not None and features % unit == 0
+
+
+def _is_cut(recipe: Recipe, features: int, parts: int) -> bool:
+    unit = column_unit(recipe)
+    return parts > 1 and unit is not None and features % (parts * unit) == 0
+
+
+def splits_heads(config: ModelConfig, parts: int) -> bool:
+    """Whether attention is computed by heads."""
+    counts = (config.num_attention_heads, config.num_key_value_heads)
+    return parts > 1 and all(count % parts == 0 for count in counts)
+
+
+def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
+    """How the (D, V) output head is cut; it is never quantised."""
+    cut = parts > 1 and vocabulary % (parts * _LANES) == 0
+    return PartitionSpec(None, AXIS) if cut else _WHOLE
+
+
+# Who holds what.
+
+
+def _is_weight(x) -> bool:
+    return isinstance(x, QArray | BoundWeight)
+
+
+def _weight_spec(weight, cut: bool, storage: int):
+    """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
+
+    def spec(x, columns: bool, rows: int):
+        inputs = _STORAGE if rows > 1 and x.shape[1] % rows == 0 else None
+        if not inputs and not columns:
+            return _WHOLE
+        return PartitionSpec(None, inputs, AXIS if columns else None)
+
+    if isinstance(weight, BoundWeight):
+        rows = storage if weight.master is not None else 1
+        master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
+        whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
+        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole)
+    if isinstance(weight, QArray):
+        one = weight.block_shape[-1] == -1  # one scale for all columns
+        scale = spec(weight.scale, cut and not one, storage)
+        return QArray(spec(weight.qvalue, cut, storage), scale, weight.block_shape)
+    return spec(weight, cut, storage)
+
+
+def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storage: int = 1):
+    """PartitionSpec of every array that `forward` and `head_logits` read.
+
+    Args:
+      params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
+        linear layers and no head of their own lie whole.
+      config, recipe, parts: shapes, numerics, devices on the axis `tensor`.
+      storage: devices on the axis `fsdp`, over which weights with a master lie in parts of their
+        input features. Others are read at every decoded token and lie whole over it.
+    """
+    runs = {name: run for name, _, run in recipe.layer_segments(config.num_hidden_layers)}
+
+    def spec(path, weight):
+        names = [str(getattr(entry, "key", "")) for entry in path]
+        if names == ["lm_head"]:
+            return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
+        if names[0] in runs and tuple(names[1:]) in _LINEAR:
+            site = runs[names[0]].for_module(names[-2])
+            trained = isinstance(weight, BoundWeight) and weight.master is not None
+            cut = _is_cut(site, weight.shape[-1], parts)
+            return _weight_spec(weight, cut, storage if trained else 1)
+        return jax.tree.map(lambda _: _WHOLE, weight)
+
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=_is_weight)
+
+
+def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: int) -> Callable:
+    """`apply` of a Transformer with tensor=parts, on the devices of the axis.
+
+    Its arguments and results are those of the whole arrays; see `models.transformer`.
+    """
+
+    def split(params, tokens, cache, kv_scales, *others):
+        axes = _rows(tokens.shape[0])
+        storage = jax.sharding.get_abstract_mesh().shape.get(_STORAGE, 1) if axes else 1
+        weights = weight_specs(params, config, recipe, parts, storage)
+        rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
+        stored = PartitionSpec(None, axes, None, heads)  # (L, B, S, Hkv, ...)
+        return jax.shard_map(
+            apply,
+            in_specs=(weights, rows, stored, _WHOLE, rows, rows, rows, rows),
+            out_specs=(rows, stored, _WHOLE),
+        )(params, tokens, cache, kv_scales, *others)
+
+    return split
+
+
+# Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
+
+
+def hold(x: jax.Array, features: int) -> jax.Array:
+    """`x` with so many columns: as it is, all from each device's part, or this device's part."""
+    if x.shape[-1] == features:
+        return x
+    if x.shape[-1] < features:
+        return lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True, to="invarying")
+    x, index = share(x, lax.axis_index(AXIS))
+    return lax.dynamic_slice_in_dim(x, index * features, features, x.ndim - 1)
+
+
+def shared_input(x: jax.Array, recipe: Recipe, layers: dict[str, int], parts: int) -> jax.Array:
+    """The input of several layers, so that its gradient is added once over layers and devices.
+
+    Args:
+      x: whole on every device, in the compute dtype.
+      recipe: of the run; layers: {name: output features}; parts: devices on the axis.
+
+    Returns:
+      The same values as float32 (`SplitLinear` rounds them again), where all the layers are cut:
+      each device has a part of the gradient's sum, and bf16 would round every one of them.
+    """
+    if parts == 1 or not all(_is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
+        return x
+    return spread(frozenset({AXIS}), x.astype(jnp.float32))[0]
+
+
+def count_once(weight, parts: int):
+    """A weight whose input is whole on all devices: what they count of it adds up to one count."""
+    if not isinstance(weight, BoundWeight) or weight.probe is None:
+        return weight
+    probe = weight.probe.activation
+    if probe is None or probe.counts is None:
+        return weight
+    once = dataclasses.replace(probe, counts=probe.counts / parts)
+    return dataclasses.replace(weight, probe=dataclasses.replace(weight.probe, activation=once))
+
+
+def _varying(tree) -> frozenset:
+    """Mesh axes over which arrays of `tree` differ."""
+    axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return frozenset().union(*axes)
+
+
+def differs(tree) -> bool:
+    """Whether any array of `tree` may be another on every device of the axis `tensor`."""
+    return AXIS in _varying(tree)
+
+
+def combine(aux: dict) -> dict:
+    """A layer's observations of all rows and heads from those of each device, on every device.
+
+    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32.
+    """
+
+    def every(finite: jax.Array) -> jax.Array:
+        axes = tuple(_varying(finite))
+        return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
+
+    def add(counts):
+        axes = tuple(_varying(counts))
+        return jax.tree.map(lambda x: lax.psum(x, axes), *share(counts)) if axes else counts
+
+    def largest(x: jax.Array) -> jax.Array:
+        rows = tuple(name for name in BATCH_AXES if name in _varying(x))
+        bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
+        bits = lax.pmax(bits, AXIS) if differs(x) else bits
+        bits = lax.all_gather(bits, rows, tiled=True, to="invarying") if rows else bits
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def amaxes(found: dict) -> dict:
+        return jax.tree.map(largest, found)
+
+    ways: dict[str, Callable] = {
+        "finite": every, "kv_health": add, "kv_amax": amaxes, "expert_tokens": add,
+    }  # fmt: skip
+    return {name: ways[name](x) for name, x in aux.items()}
+
+
+def gather_stored(weight):
+    """A layer's weight with all its input features, from parts over `fsdp`.
+
+    The gradient of a master is summed over that axis and comes back as the part. Its value is
+    gathered only for backward passes that read it.
+    """
+
+    def gather(x: jax.Array, to: str) -> jax.Array:
+        if _STORAGE not in _varying(x):
+            return x
+        return lax.all_gather(x, _STORAGE, axis=0, tiled=True, to=to)
+
+    def value(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize > 1:
+            return gather(x, "invarying")
+        bits = gather(lax.bitcast_convert_type(x, jnp.uint8), "invarying")
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    if not isinstance(weight, BoundWeight) or weight.master is None:
+        return weight
+    return dataclasses.replace(
+        weight, value=jax.tree.map(value, weight.value), master=gather(weight.master, "varying")
+    )
+
+
+def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
+    """``product(hidden, head)``, each device computing its columns of the vocabulary.
+
+    Also where the head stays whole: the boundary of the shard_map keeps the storage of the head's
+    gradient from spreading to the logits.
+
+    Args:
+      product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
+      hidden: (M, D); goes in as float32, for the sum of its gradient over devices.
+      head: (D, V), an array or a BoundWeight.
+
+    Returns:
+      (M, V), all columns on every device of the axis.
+    """
+    parts = size()
+    if parts == 1:
+        return product(hidden, head)
+    vocabulary = head.shape[1]
+    spec, rows = head_spec(vocabulary, parts), PartitionSpec(_rows(hidden.shape[0]))
+    return jax.shard_map(
+        lambda hidden, head: hold(product(hidden, head), vocabulary),
+        in_specs=(rows, jax.tree.map(lambda _: spec, head)),
+        out_specs=rows,
+    )(hidden.astype(jnp.float32), head)

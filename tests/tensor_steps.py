@@ -1,0 +1,150 @@
+"""Run by test_sharding.py in a process of its own: one RL step on several meshes, as JSON.
+
+Every mesh samples, scores and trains from the same parameters; the first one is the yardstick. Each
+train step is given the rollout of the mesh before it, so rollout and learner meet across meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+from fp8rl_jax import models, sharding
+from fp8rl_jax.config import load_config
+from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.quant.site import COUNTS
+from fp8rl_jax.runtime import Runtime, make_runtime, to_device
+
+ROWS = 16
+# Wide enough that blocks of 128 can be cut in two.
+MODEL = {
+    "model.hidden_size": 256,
+    "model.intermediate_size": 512,
+    "model.head_dim": 64,
+    "model.num_key_value_heads": 4,
+    "rollout.max_new_tokens": 24,
+}
+
+
+def _mesh(sizes: list[int]):
+    """A mesh of [data, fsdp, tensor] devices, the first of this process."""
+    shape = (*sizes, 1)
+    devices = jax.devices()[: int(np.prod(shape))]
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, sharding.MESH_AXES, axis_types=types, devices=devices)
+
+
+def _differing(one: np.ndarray, other: np.ndarray) -> int:
+    return int((one.view(np.int32) != other.view(np.int32)).sum())
+
+
+def _flat(tree) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *map(np.ravel, jax.tree.leaves(tree))])
+
+
+def _collectives(rt: Runtime, state, batch) -> list[str]:
+    """What a forward pass sends between devices: 'all-gather u8' and the like, without repeats."""
+    arguments = (state.params, state.scaling_state, state.kv_scales, to_device(batch, rt), rt.rope)
+    program = rt.score.lower(*arguments).compile().as_text()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf" = \(?(\w+)\[[^=]*? ({kinds})(?:-start)?\(", program)
+    return sorted({f"{kind} {dtype}" for dtype, kind in found})
+
+
+def _gradient_error(one: dict, other: dict) -> float:
+    """Largest relative difference of any parameter's gradient, in the Euclidean norm."""
+    norm = np.linalg.norm
+    errors = jax.tree.map(lambda a, b: norm(a - b) / norm(a), one, other)
+    return float(max(jax.tree.leaves(errors)))
+
+
+def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, rollout=None):
+    """One step on a mesh: {name: host arrays}. Learns from its own rollout, or from `rollout`."""
+    start = time.time()
+    with jax.set_mesh(rt.mesh):
+        optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
+        state = rt.new_state(params, optimizer)
+        questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
+        state = rt.calibrate_state(state, *rt.pad_prompts(questions))
+        weights, checksum, _ = rt.refit_state(state)
+        cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
+        own, prompts, lengths = rt.generate(
+            rt.sampler, weights, questions, rt.keys["rollout"], temperature
+        )
+        batch = rt.rollout_batch(rollout or own, prompts, lengths, temperature, advantages)
+        scored = rt.score_state(state, batch)
+        collectives = _collectives(rt, state, batch)
+        step = rt.train_step(optimizer, LossConfig(), micro_batches)
+        scales = jax.device_get(state.kv_scales)
+        state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
+    assert bool(metrics["checksum"] == jax.device_get(checksum))
+    return {
+        "cut": int(cut), "rollout": own, "scored": scored, "logp": logp, "scales": scales,
+        "gradient": state.opt_state[0].trace, "health": metrics.get("health", {}),
+        "collectives": collectives, "seconds": time.time() - start,
+    }  # fmt: skip
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    more = MODEL | case.get("config", {})
+    more |= {f"precision.{side}": case["recipe"] for side in ("rollout", "learner")}
+    more |= {"rollout.prompts_per_step": ROWS // 2, "rollout.group_size": 2}
+    config = load_config(
+        str(pathlib.Path(__file__).parent / "tiny_config.py"),
+        [f"--config.{name}={value}" for name, value in more.items()],
+    )
+    base = make_runtime(config)
+    model = dataclasses.replace(base.model, vocab_size=case.get("vocabulary", 320))
+    params = jax.device_get(models.init_params(model, base.keys["init"]))
+    rng = np.random.default_rng(0)
+    advantages = rng.standard_normal(ROWS).astype(np.float32)
+    temperature = np.ones(ROWS, np.float32)
+    results, one, rollout = [], None, None
+    for sizes in case["meshes"]:
+        rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))
+        now = _step(rt, params, temperature, advantages, case.get("micro_batches", 1), rollout)
+        one = one or now
+        mask = now["rollout"].mask
+        results.append(
+            {
+                "mesh": sizes,
+                "cut": now["cut"],
+                "tokens": int(mask.sum()),
+                "tokens_differing": int((now["rollout"].tokens != one["rollout"].tokens).sum()),
+                "rollout_differing": _differing(now["rollout"].logprobs, one["rollout"].logprobs),
+                "drift": _differing(now["logp"][mask], (rollout or now["rollout"]).logprobs[mask]),
+                "train_differing": _differing(now["logp"], one["logp"]),
+                "score_differing": _differing(now["scored"], one["scored"]),
+                "kv_scales_differing": _differing(_flat(now["scales"]), _flat(one["scales"])),
+                "gradient_error": _gradient_error(one["gradient"], now["gradient"]),
+                "health": _totals(now["health"]),
+                "collectives": now["collectives"],
+                "seconds": now["seconds"],
+            }
+        )
+        rollout = now["rollout"]
+    print(json.dumps(results))
+
+
+def _totals(health: dict) -> dict[str, list[float]]:
+    """{operand class: {count: sum over sites and layers}}."""
+    return {
+        name: {
+            count: float(sum(counts[count].sum() for counts in sites.values())) for count in COUNTS
+        }
+        for name, sites in health.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
