@@ -23,7 +23,7 @@ from fp8rl_jax import models
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.models import attention, layers, transformer
+from fp8rl_jax.models import attention, layers, moe, transformer
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import Recipe, compute_value, dot_general
 from fp8rl_jax.rollout import sampler
@@ -129,6 +129,10 @@ def _renormalised(scaled, targets):
     return models.logprobs_of_logits(mask_top_p(scaled, 0.8), targets)
 
 
+def _bf16_router(x, kernel):
+    return (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
 def first_layer_in_bf16() -> Recipe:
     """The default recipe with its first layer in bf16."""
     return Recipe("first_layer_in_bf16", first_layers=1)
@@ -180,6 +184,11 @@ FAULTS = {
     "rotary tables as constants": Fault(
         _F32, learner=_patch(learner_module, "forward", constant_tables),
         culprit="self_attn/q_rope", layer=0, words=("tables", "arguments"), may_vanish=True,
+    ),
+    "router in bf16": Fault(
+        ("model.num_experts=8", "model.moe_intermediate_size=64"),
+        learner=_patch(moe, "router_logits", _bf16_router),
+        culprit="router_logits", layer=0, words=("the router", "float32"),
     ),
     "one layer in bf16": Fault(
         ("precision.learner=drift_faults:first_layer_in_bf16",), culprit="layers", layer=0,

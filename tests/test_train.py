@@ -180,8 +180,8 @@ def test_nan_stops_with_the_last_good_state(tmp_path, monkeypatch):
     """A NaN in the parameters ends the run with step and layer; the saved state is finite."""
     made = Runtime.train_step
 
-    def poisoned(self, optimizer, loss, *more):
-        step = made(self, optimizer, loss, *more)
+    def poisoned(self, optimizer, loss, *more, **options):
+        step = made(self, optimizer, loss, *more, **options)
         calls = {"count": 0}
 
         def run(state, batch, rope):

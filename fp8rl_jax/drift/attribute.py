@@ -24,7 +24,7 @@ from fp8rl_jax.drift import compare
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.drift.programs import Host, Programs, Taps
-from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS
+from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS, tap_names
 from fp8rl_jax.quant import BoundWeight, QArray
 
 # A quantised value that was swapped in is quantised again: its scale may move by one last bit.
@@ -113,7 +113,7 @@ def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Obs
     """Taps everything; in parts where tapping all at once changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
     seen = Observed([], None, {}, [], 0)
-    pending: list[Sequence[str]] = [ORDER]
+    pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
     while pending:
         names = pending.pop(0)
         tapped, _, _ = programs.rollout(names)

@@ -94,7 +94,27 @@ _OPERATIONS: dict[str, Operation] = {
     ),
     "down_proj/input": Operation(("gated",), *_QUANTISED),
     "down_proj/output": Operation(("down_proj/input",), *_PRODUCT),
-    "residual_mlp": Operation(("down_proj/output",), *_RESIDUAL),
+    "router_logits": Operation(
+        ("post_attention_layernorm/output",),
+        "the router",
+        "keep its weight and its product in float32, through block_matmul, on both sides",
+    ),
+    "router_experts": Operation(
+        ("router_logits",),
+        "the choice of experts",
+        "choose by the same logits, equal ones by number",
+    ),
+    "router_weights": Operation(
+        ("router_logits", "router_experts"),
+        "the experts' weights",
+        "take the softmax over all experts in float32, and renormalise on both sides or on none",
+    ),
+    "experts_output": Operation(
+        ("post_attention_layernorm/output", "router_experts", "router_weights"),
+        "the experts",
+        "multiply in tiles of one expert, and add a token's results in the order of its experts",
+    ),
+    "residual_mlp": Operation(("down_proj/output", "experts_output"), *_RESIDUAL),
     "norm/output": Operation((), *_NORM),
 }
 OPERATIONS = {name: _OPERATIONS[name] for name in (MODEL_TAPS[0], *LAYER_TAPS, *MODEL_TAPS[1:])}

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax.drift.operations import ORDER
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, forward, quantize_params, trainable_params
+from fp8rl_jax.models.taps import tap_names
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import make_refit
@@ -40,11 +40,12 @@ def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
     """As many of the questions as an analysis can keep all tapped values of, within 4 GiB."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
     slots = config.max_prompt_tokens + config.max_new_tokens
+    names = tap_names(runtime.model)
 
     def tapped(params):
         tokens = jnp.zeros((1, slots), jnp.int32)
         recipe = get_recipe("f32")
-        return forward(params, tokens, runtime.model, recipe, taps=ORDER, output="hidden").aux
+        return forward(params, tokens, runtime.model, recipe, taps=names, output="hidden").aux
 
     values = jax.tree.leaves(jax.eval_shape(tapped, runtime.param_shapes)["taps"])
     row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)

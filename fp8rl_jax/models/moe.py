@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -252,18 +253,97 @@ def _combine_backward(recipe, residual, cotangent):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
+def _by_own_rows(run: Callable, by_row: tuple, whole: tuple, sums: int) -> tuple:
+    """``run(*by_row, *whole)``, every device of a mesh with its own rows of the batch.
+
+    A batch that the devices cannot share equally is computed by all of them.
+
+    Args:
+      run: returns a tuple of arrays (B, ...), the last `sums` of them sums over the rows instead.
+      by_row: arrays (B, ...). whole: what every device holds.
+      sums: see run.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
+        return run(*by_row, *whole)
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    if by_row[0].shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        axes = ()
+
+    def own_rows(*operands):
+        results = run(*operands)
+        rows, summed = results[: len(results) - sums], results[len(results) - sums :]
+        return rows, lax.psum(summed, axes) if axes else summed
+
+    rows, all_rows = PartitionSpec(axes), PartitionSpec()
+    specs = (*(rows,) * len(by_row), *(all_rows,) * len(whole))
+    mapped = jax.shard_map(own_rows, in_specs=specs, out_specs=(rows, all_rows))
+    found, summed = mapped(*by_row, *whole)
+    return (*found, *summed)
+
+
+def token_logits(x: jax.Array, router: jax.Array) -> jax.Array:
+    """`router_logits` of (B, T, D): (B, T, E) float32."""
+
+    def run(x, router):
+        logits = router_logits(x.reshape(-1, x.shape[-1]), router)
+        return (logits.reshape(*x.shape[:-1], -1),)
+
+    return _by_own_rows(run, (x,), (router,), 0)[0]
+
+
+def token_routes(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`route` of logits (B, T, E): (weights float32, experts int32), each (B, T, top_k)."""
+
+    def run(logits):
+        flat = logits.reshape(-1, logits.shape[-1])
+        routes = route(flat, config.num_experts_per_tok, config.norm_topk_prob)
+        return tuple(x.reshape(*logits.shape[:-1], -1) for x in routes)
+
+    return _by_own_rows(run, (logits,), (), 0)
+
+
+def mixture(
+    config: ModelConfig,
+    recipe: Recipe,
+    x: jax.Array,
+    valid: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    experts: dict[str, Weight],
+) -> tuple[jax.Array, jax.Array]:
+    """The chosen experts' results, weighted and added.
+
+    On a mesh every device sorts and multiplies its own rows of the batch, with whole weights.
+
+    Args:
+      config: shapes.
+      recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
+      x: (B, T, D) in the compute dtype.
+      valid: (B, T) bool, tokens that are counted.
+      weights, chosen: (B, T, top_k) float32 and int32, of `token_routes`.
+      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
+
+    Returns:
+      y (B, T, D) in the compute dtype; (E,) int32, tokens that each expert got.
+    """
+    run = functools.partial(_mixture_rows, config, recipe)
+    y, tokens = _by_own_rows(run, (x, valid, weights, chosen), (experts,), 1)
+    return y, tokens
+
+
 def _mixture_rows(
     config: ModelConfig,
     recipe: Recipe,
     x: jax.Array,
     valid: jax.Array,
-    router: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
     experts: dict[str, Weight],
 ) -> tuple[jax.Array, jax.Array]:
     """`mixture` of the rows that one device holds."""
-    flat = x.reshape(-1, x.shape[-1])
-    top_k, count = config.num_experts_per_tok, config.num_experts
-    weights, chosen = route(router_logits(flat, router), top_k, config.norm_topk_prob)
+    flat, count = x.reshape(-1, x.shape[-1]), config.num_experts
+    weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
     tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
 
     def product(x: jax.Array, name: str) -> jax.Array:
@@ -275,44 +355,3 @@ def _mixture_rows(
     counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
     tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
     return y.reshape(x.shape), tokens
-
-
-def mixture(
-    config: ModelConfig,
-    recipe: Recipe,
-    x: jax.Array,
-    valid: jax.Array,
-    router: jax.Array,
-    experts: dict[str, Weight],
-) -> tuple[jax.Array, jax.Array]:
-    """The experts' part of a decoder layer.
-
-    On a mesh every device sorts and multiplies its own rows of the batch, with whole weights; a
-    batch that the devices cannot share equally is computed by all of them.
-
-    Args:
-      config: shapes.
-      recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
-      x: (B, T, D) in the compute dtype.
-      valid: (B, T) bool, tokens that are counted.
-      router: (D, E) float32.
-      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
-
-    Returns:
-      y (B, T, D) in the compute dtype; (E,) int32, tokens that each expert got.
-    """
-    run = functools.partial(_mixture_rows, config, recipe)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
-        return run(x, valid, router, experts)
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-    if x.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
-        axes = ()
-
-    def own_rows(*operands):
-        y, tokens = run(*operands)
-        return y, lax.psum(tokens, axes) if axes else tokens
-
-    rows, whole = PartitionSpec(axes), PartitionSpec()
-    mapped = jax.shard_map(own_rows, in_specs=(rows, rows, whole, whole), out_specs=(rows, whole))
-    return mapped(x, valid, router, experts)

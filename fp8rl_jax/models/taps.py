@@ -6,8 +6,8 @@ stacked over layers, and with ``swaps=...`` chosen values are replaced by given 
 of the pass reads them.
 
 A name is the module's path inside its layer and the value: ``self_attn/q_proj/output``. The values
-outside the layers are ``embed`` and ``norm/output``. `LAYER_TAPS` has all names of a layer in the
-order in which they are computed.
+outside the layers are ``embed`` and ``norm/output``. `LAYER_TAPS` has all names of a layer, dense
+or with experts, in the order in which they are computed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+
+from fp8rl_jax.models.config import ModelConfig
 
 TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
@@ -98,15 +100,26 @@ _ATTENTION = tuple(
         "q_rope", "k_rope", "q_read", "k_read", "v_read", "attention",
     )
 )  # fmt: skip
+_DENSE = (
+    "gate_proj/input", "gate_proj/output", "up_proj/input", "up_proj/output", "gated",
+    "down_proj/input", "down_proj/output",
+)  # fmt: skip
+_EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")
 LAYER_TAPS = (
     "input_layernorm/output", *_ATTENTION, "o_proj/input", "o_proj/output", "residual_attention",
-    "post_attention_layernorm/output", "gate_proj/input", "gate_proj/output", "up_proj/input",
-    "up_proj/output", "gated", "down_proj/input", "down_proj/output", "residual_mlp",
+    "post_attention_layernorm/output", *_DENSE, *_EXPERTS, "residual_mlp",
 )  # fmt: skip
 MODEL_TAPS = ("embed", "norm/output")
 # Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
 # float32 at the response's slots.
 LOGITS = "logits"
+
+
+def tap_names(config: ModelConfig) -> tuple[str, ...]:
+    """All names that a model has, 'logits' too, in the order of computation."""
+    others = _DENSE if config.num_experts else _EXPERTS
+    layer = (name for name in LAYER_TAPS if name not in others)
+    return (MODEL_TAPS[0], *layer, *MODEL_TAPS[1:], LOGITS)
 
 
 def batch_axis(name: str) -> int:

@@ -20,7 +20,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache
 from fp8rl_jax.models.layers import RMSNorm, gated_silu, linear, replicate, rope_tables
 from fp8rl_jax.models.logprobs import head_logits, output_head
-from fp8rl_jax.models.moe import Experts, Kernel, mixture
+from fp8rl_jax.models.moe import Experts, Kernel, mixture, token_logits, token_routes
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -85,7 +85,12 @@ class DecoderLayer(nn.Module):
         if config.num_experts:
             router = Kernel((config.hidden_size, config.num_experts), name="router")()
             experts = Experts(config, residual_scale, name="experts")()
-            down, tokens = mixture(config, recipe, h2, valid, router, experts)
+            logits = tap(self, "router_logits", token_logits(h2, router))
+            weights, chosen = token_routes(config, logits)
+            chosen = tap(self, "router_experts", chosen)
+            weights = tap(self, "router_weights", weights)
+            down, tokens = mixture(config, recipe, h2, valid, weights, chosen, experts)
+            down = tap(self, "experts_output", down)
             aux["expert_tokens"] = tokens
         else:
             features = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)

@@ -36,6 +36,9 @@ def test_planted_fault_is_named(name):
         assert not set(before) & set(guilty) or fault.everywhere
 
 
+_OF_EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")
+
+
 def _programs(*overrides: str) -> Programs:
     return drift_faults.programs(drift_faults.Fault(overrides))
 
@@ -48,8 +51,16 @@ def test_nothing_differs():
     assert result["headline"]["logprob_equal_frac"] == 1.0
     assert result["logits"] == {"differ": 0.0, "max": 0.0}
     assert result["first"] is None and result["unobservable"] == []
-    assert {row["op"] for row in result["operations"]} == set(ORDER) - {LOGITS}
+    names = {row["op"] for row in result["operations"]}
+    assert names == {*ORDER} - {LOGITS, *_OF_EXPERTS}
     assert not any(row["differ"] for row in result["operations"])
+
+
+def test_nothing_differs_with_experts():
+    """The router's logits, choice and weights and the experts' sum are compared too."""
+    result = analyse(_programs("model.num_experts=8", "model.moe_intermediate_size=64"))
+    assert result["verdict"]["culprit"] == "none" and result["first"] is None
+    assert {row["op"] for row in result["operations"]} >= {*_OF_EXPERTS, "residual_mlp"}
 
 
 def test_a_difference_without_effect_is_said():
@@ -69,7 +80,7 @@ class _Disturbed:
 
     def __init__(self, disturbing: set[str], different: str):
         self.disturbing, self.different, self.calls = disturbing, different, 0
-        model = types.SimpleNamespace(num_hidden_layers=2)
+        model = types.SimpleNamespace(num_hidden_layers=2, num_experts=0)
         self.runtime = types.SimpleNamespace(model=model)
         self.logp = np.linspace(-3, -1, 6, dtype=np.float32).reshape(2, 3)
 
@@ -109,7 +120,7 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     assert set(seen.unobservable) == set(disturbing)
     assert (seen.pieces > 1) == bool(disturbing) == bool(said)
     compared = [row["op"] for row in seen.rows]
-    assert set(compared) == set(ORDER) - set(disturbing) - {LOGITS}
+    assert set(compared) == set(ORDER) - set(disturbing) - {LOGITS, *_OF_EXPERTS}
     assert (seen.logits is None) == (LOGITS in disturbing)
     places = [
         (row["layer"], ORDER.index(row["op"])) for row in seen.rows if row["layer"] is not None

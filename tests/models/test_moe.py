@@ -52,7 +52,8 @@ def _function(recipe, model=_MODEL):
     def run(x, router, experts):
         named = dict(zip(moe_oracle.NAMES, experts, strict=True))
         rows, valid = x.astype(dtype)[None], jnp.ones((1, len(x)), bool)
-        y, tokens = moe.mixture(model, recipe, rows, valid, router, named)
+        routes = moe.token_routes(model, moe.token_logits(rows, router))
+        y, tokens = moe.mixture(model, recipe, rows, valid, *routes, named)
         return y[0].astype(jnp.float32), tokens
 
     return run

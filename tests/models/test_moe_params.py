@@ -238,9 +238,9 @@ def test_storage_on_a_mesh():
     mesh = AbstractMesh((1, 2, 1, 4), MESH_AXES)
     specs = jax.tree.map(lambda s: tuple(s.spec), param_shardings(mesh, _params()))["layers"]
     assert specs["experts"]["gate_proj"]["kernel"] == (None, "expert", "fsdp", "tensor")
-    assert specs["experts"]["down_proj"]["kernel"] == (None, "expert", "tensor", "fsdp")
+    assert specs["experts"]["down_proj"]["kernel"] == (None, "expert", "fsdp", "tensor")
     assert specs["router"]["kernel"] == (None, "fsdp")
-    assert specs["o_proj"]["kernel"] == (None, "tensor", "fsdp")
+    assert specs["o_proj"]["kernel"] == (None, "fsdp", "tensor")
     odd = AbstractMesh((1, 1, 1, 3), MESH_AXES)
     whole = param_shardings(odd, _params())["layers"]["experts"]["up_proj"]["kernel"]
     assert tuple(whole.spec)[1] is None, "three devices do not divide four experts"
