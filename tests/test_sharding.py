@@ -208,6 +208,15 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
         pytest.param(
             {
                 "recipe": "fp8",
+                "config": {"model.num_experts": 8, "model.moe_intermediate_size": 64},
+                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+            },
+            9,
+            id="experts, which stay whole over tensor",
+        ),
+        pytest.param(
+            {
+                "recipe": "fp8",
                 "vocabulary": 259,
                 "config": {
                     "model.hidden_size": 128,

@@ -6,6 +6,11 @@ float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differenc
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import drift_space
 import jax
@@ -188,6 +193,34 @@ def test_space(number):
     assert result.rollout_logp.size and np.isfinite(result.rollout_logp).all()
     assert result.checksum_ok
     assert result.differing() == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_threads_and_processes(recipe):
+    """With 1, 2, 16 and 64 threads, each in a process of its own: one hash for all, both sides."""
+    found = []
+    for threads in (1, 2, 16, 64):
+        script = str(pathlib.Path(__file__).with_name("drift_process.py"))
+        done = subprocess.run(
+            [sys.executable, script, recipe], env={**os.environ, "NPROC": str(threads)},
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert all(result["differing"] == [0, 0] for result in found)
+    assert len({result[side] for result in found for side in ("rollout", "learner")}) == 1
+    assert found[-1]["threads"] > found[0]["threads"] + 30, "NPROC must really set the threads"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_wide_and_long_trained(recipe):
+    """A width of 2048, and weights after twenty updates."""
+    _assert_exact(
+        Case(recipe, hidden=2048, heads=8, kv_heads=2, head_dim=128, prompts=(3, 9), new_tokens=20)
+    )
+    _assert_exact(Case(recipe, updates=20, new_tokens=30))
 
 
 def test_the_space_is_covered():

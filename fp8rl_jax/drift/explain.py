@@ -43,6 +43,13 @@ def explain(evidence: Evidence) -> dict[str, str | int | None]:
         verdict = cause(evidence)
         if verdict is not None:
             return verdict
+    if not evidence.result["tapped_programs"]:
+        return _verdict(
+            "unknown",
+            "Log-probabilities differ, though recipes, weights and scaling agree; intermediate "
+            "values lie in parts where mesh.tensor is above 1.",
+            "run it with --config.mesh.tensor=1 to see the operation",
+        )
     hidden = ", ".join(evidence.result["unobservable"])
     return _verdict(
         "unknown",
@@ -66,11 +73,12 @@ def _no_drift(evidence: Evidence) -> dict:
         differing = f"values of {first['op']}"
     if logits is not None and logits["differ"]:
         differing = "logits of tokens that were not drawn"
+    seen = evidence.result["tapped_programs"] and not evidence.result["unobservable"]
     if differing is None:
         return _verdict(
             "none",
-            "Every log-probability of the rollout has the bits of the learner's, and so has every "
-            "intermediate value.",
+            "Every log-probability of the rollout has the bits of the learner's"
+            + (", and so has every intermediate value." if seen else "."),
             "nothing to do",
         )
     return _verdict(
