@@ -160,6 +160,8 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
                 length=span.stop - span.start,
+                # That check traces without the types that tell who holds what under shard_map.
+                check_constancy_invariants=self.tensor == 1,
             )(config, run_recipe, self.collect_health, self.collect_amax, self.tensor, name=name)
             stored = cache.runs[index] if cache is not None else None
             scales = jax.tree.map(lambda s, span=span: s[span], kv_scales)
