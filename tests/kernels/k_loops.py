@@ -1,0 +1,83 @@
+"""Run by test_k_loops.py in a process of its own: hashes of the matmul in several forms, as JSON.
+
+Forms: the kernel with its loop over K unrolled, and as a `fori_loop`; a scan and groups of four
+blocks, written here. The number of threads follows the environment variable NPROC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fp8rl_jax.kernels import reference
+from jax import lax
+
+from fp8rl_jax.exact_jit import exact_jit
+
+ROWS = (8, 16, 33, 128, 512)
+SHAPES = ((1024, 128), (2048, 256), (1024, 1408))
+
+
+def unrolled(x, w):
+    """The kernel, every block written out."""
+    reference._UNROLL_K = 1000
+    return reference.block_matmul(x, w)
+
+
+def looped(x, w):
+    """The kernel with a `fori_loop` over blocks."""
+    reference._UNROLL_K = 1
+    return reference.block_matmul(x, w)
+
+
+def _blocks(x, w):
+    return x.reshape(len(x), -1, 128).swapaxes(0, 1), w.reshape(-1, 128, w.shape[1])
+
+
+def _dot(x, w):
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def scanned(x, w):
+    """A scan over blocks."""
+    add = lambda total, block: (total + _dot(*block), None)
+    return lax.scan(add, jnp.zeros((len(x), w.shape[1])), _blocks(x, w))[0]
+
+
+def grouped(x, w):
+    """A scan over groups of four blocks, each group one batched dot, added one by one."""
+
+    def add(total, group):
+        partial = jnp.einsum("gmk,gkn->gmn", *group, preferred_element_type=jnp.float32)
+        for part in partial:
+            total = total + part
+        return total, None
+
+    groups = (a.reshape(-1, 4, *a.shape[1:]) for a in _blocks(x, w))
+    return lax.scan(add, jnp.zeros((len(x), w.shape[1])), tuple(groups))[0]
+
+
+def main() -> None:
+    """Prints {form: hash over all shapes}, whether rows agree at every count, and the threads."""
+    jax.block_until_ready(jnp.ones(3))
+    found: dict[str, object] = {"threads": len(os.listdir("/proc/self/task"))}
+    for form in (unrolled, looped, scanned, grouped):
+        digest, independent = hashlib.sha256(), True
+        for depth, columns in SHAPES:
+            rng = np.random.default_rng(depth + columns)
+            x = rng.standard_normal((max(ROWS), depth)).astype(np.float32)
+            w = rng.standard_normal((depth, columns)).astype(np.float32)
+            results = {n: np.asarray(exact_jit(form)(x[:n], w)) for n in ROWS}
+            whole = results[max(ROWS)]
+            independent &= all(r.tobytes() == whole[:n].tobytes() for n, r in results.items())
+            digest.update(whole.tobytes())
+        found[form.__name__] = [digest.hexdigest(), bool(independent)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
