@@ -16,11 +16,9 @@ from fp8rl_jax.runtime import make_runtime, to_device
 
 def main() -> None:
     mesh, recipe, micro_batches = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    more = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     overrides = [f"--config.mesh.{k}={v}" for k, v in mesh.items()]
     overrides += [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
     overrides += ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2"]
-    overrides += [f"--config.{k}={v}" for k, v in more.items()]
     config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
     rt = make_runtime(config)
     with jax.set_mesh(rt.mesh):
