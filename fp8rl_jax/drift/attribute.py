@@ -84,7 +84,6 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     evidence = Evidence(
         rollout_recipe=runtime.rollout_recipe,
         learner_recipe=runtime.learner_recipe,
-        layers=runtime.model.num_hidden_layers,
         drifts=drifts,
         result=result,
         alternatives=_alternatives(programs, rollout, logp, seen) if drifts else {},
@@ -222,16 +221,13 @@ def compare_weights(rollout: dict, learner: dict) -> dict:
         return {"comparable": False, "leaves": len(other), "differing": []}
     differing = []
     for name, leaf in one.items():
-        pair = [leaf, other[name]]
-        if type(leaf) is type(other[name]) and isinstance(leaf, QArray):
-            pair = [np.asarray(x.qvalue).view(np.uint8) for x in pair] + [
-                np.asarray(x.scale) for x in pair
-            ]
-            differ = not (np.array_equal(*pair[:2]) and np.array_equal(*pair[2:]))
+        pair = (leaf, other[name])
+        if all(isinstance(x, QArray) for x in pair):
+            arrays = [[np.asarray(x.qvalue).view(np.uint8), np.asarray(x.scale)] for x in pair]
         else:
             values = (x.dequantize() if isinstance(x, QArray) else x for x in pair)
-            differ = bool(compare.bits_differ(*(np.asarray(x, np.float32) for x in values)).any())
-        if differ:
+            arrays = [[np.asarray(x, np.float32)] for x in values]
+        if any(compare.bits_differ(a, b).any() for a, b in zip(*arrays, strict=True)):
             differing.append(name)
     return {"comparable": True, "leaves": len(other), "differing": differing}
 

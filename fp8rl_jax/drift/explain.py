@@ -14,7 +14,6 @@ class Evidence:
 
     Attributes:
       rollout_recipe, learner_recipe: of the two sides.
-      layers: L.
       drifts: whether any log-probability's bits differ.
       result: of `analyse`, without the verdict.
       alternatives: which definition of the log-probability each side follows, if known.
@@ -22,7 +21,6 @@ class Evidence:
 
     rollout_recipe: Recipe
     learner_recipe: Recipe
-    layers: int
     drifts: bool
     result: dict
     alternatives: dict[str, str]
