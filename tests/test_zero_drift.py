@@ -12,7 +12,6 @@ import pathlib
 import subprocess
 import sys
 
-import drift_space
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,21 +179,6 @@ def test_wider(recipe, hidden, heads, kv_heads, head_dim):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(i, marks=[] if i in drift_space.ordinary() else pytest.mark.slow)
-        for i in range(len(drift_space.choices()))
-    ],
-)
-def test_space(number):
-    """Pairs of everything: recipe, KV, experts, heads, widths, sampling, lengths, updates, ..."""
-    result = run(drift_space.case_of(drift_space.choices()[number]))
-    assert result.rollout_logp.size and np.isfinite(result.rollout_logp).all()
-    assert result.checksum_ok
-    assert result.differing() == (0, 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_threads_and_processes(recipe):
@@ -221,16 +205,6 @@ def test_wide_and_long_trained(recipe):
         Case(recipe, hidden=2048, heads=8, kv_heads=2, head_dim=128, prompts=(3, 9), new_tokens=20)
     )
     _assert_exact(Case(recipe, updates=20, new_tokens=30))
-
-
-def test_the_space_is_covered():
-    """Every possible pair of values is in some case; few cases; the canary is among them."""
-    covered = set().union(*(drift_space._pairs(choice) for choice in drift_space.choices()))
-    assert covered >= drift_space.all_pairs()
-    assert len(drift_space.choices()) <= 60
-    quick = [drift_space.choices()[i] for i in drift_space.ordinary()]
-    assert len(quick) == 8
-    assert [choice["recipe"] for choice in quick].count("f32") >= 2
 
 
 def test_early_end():
