@@ -50,6 +50,7 @@ class Case:
     expert_width: int = 64
     norm_topk_prob: bool = True
     unroll: bool = False  # the learner's scan over layers, unrolled
+    tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     seed: int = 0
 
     def model(self) -> models.ModelConfig:
@@ -134,6 +135,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     step = learner.make_train_step(
         model, recipe, optimizer, learner.LossConfig(),
         micro_batches=case.micro_batches, remat=case.remat,
+        taps=("logits",) if case.tap_logits else (),
     )  # fmt: skip
     refit = rollout.make_refit(rollout_recipe or recipe)
     sample = rollout.make_sampler(
@@ -172,8 +174,11 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         seen = (batch.tokens, batch.prompt_lengths + batch.mask.sum(1).astype(np.int32))
         with _unrolled(case):
             state, logp, metrics = step(state, batch, rope)
-    with _unrolled(case):
-        logits = _learner_logits(case, before, batch, rope)
+    if case.tap_logits:
+        logits = np.asarray(metrics["taps"]["logits"])
+    else:
+        with _unrolled(case):
+            logits = _learner_logits(case, before, batch, rope)
     place = np.array([np.flatnonzero(order == row)[0] for row in range(rows)])
     mask = out.mask
     return Result(

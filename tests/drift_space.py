@@ -146,7 +146,7 @@ def ordinary() -> tuple[int, ...]:
     return tuple(i for r, found in by_recipe.items() for i in found[: 2 if r == "f32" else 1])
 
 
-def case_of(choice: Choice) -> Case:
+def case_of(choice: Choice, tap_logits: bool = False) -> Case:
     """The harness's case of a choice."""
     v = {factor: FACTORS[factor][label] for factor, label in choice.items()}
     recipe = get_recipe(v["recipe"])  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def case_of(choice: Choice) -> Case:
         head_dim=v["head dim"], tied=v["head"], temperature=temperature, top_k=top_k, top_p=top_p,
         remat=v["remat"], micro_batches=v["micro-batches"], eos_share=v["end"],
         outliers=v["weights"], updates=v["updates"], unroll=v["layers"],
-        experts=experts, experts_per_token=chosen,
+        experts=experts, experts_per_token=chosen, tap_logits=tap_logits,
     )  # fmt: skip
 
 
