@@ -16,6 +16,8 @@ def get_config() -> ml_collections.ConfigDict:
                 "head_dim": 32,
             },
             "mesh": {"data": -1},
+            # A few seconds a run, and there are many; tests/drift switches it on.
+            "precision": {"self_check": False},
             "env": {
                 "task": "basic_arithmetic",
                 "task_options": {

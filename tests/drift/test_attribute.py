@@ -13,8 +13,19 @@ from fp8rl_jax.drift import Programs, affordable, analyse, attribute
 from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS
 
+_QUICK = (
+    "bf16 learner", "no KV round trip", "stale weights", "top-p renormalised",
+    "1 / sqrt in one norm", "router in bf16",
+)  # fmt: skip
 
-@pytest.mark.parametrize("name", drift_faults.FAULTS)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow)
+        for name in drift_faults.FAULTS
+    ],
+)
 def test_planted_fault_is_named(name):
     """Each of them is named, with the layer and a sentence that helps; or it has no effect here."""
     fault = drift_faults.FAULTS[name]
