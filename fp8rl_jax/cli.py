@@ -142,7 +142,7 @@ def _bench(arguments: Sequence[str]) -> int:
     if positional:
         raise UserError(
             f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
-            "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and their options"
+            "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and options after that"
         )
     config = _config("bench", values, overrides)
     from fp8rl_jax.bench import bench, format_table
