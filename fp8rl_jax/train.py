@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import signal
 import time
@@ -22,6 +21,7 @@ from fp8rl_jax import checks
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, self_check
+from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
@@ -33,6 +33,7 @@ from fp8rl_jax.precision import zero_drift_required
 from fp8rl_jax.progress import Display
 from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
+from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
 from fp8rl_jax.rollout import require_fresh
 from fp8rl_jax.run_directory import check_directory, open_run
@@ -339,8 +340,8 @@ class _Run:
 
         It looks at the state after the step: the one before it was donated to the update.
         """
-        rt, target = self.runtime, self.directory / "drift.json"
-        if target.exists():
+        rt = self.runtime
+        if (self.directory / DRIFT_FILE).exists():
             return
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
         programs = Programs(rt, state, weights, affordable(rt, questions), key)
@@ -349,7 +350,7 @@ class _Run:
         except Exception as error:  # a run must not die of its monitor
             self.display.note(f"the drift could not be analysed: {error!r}")
             return
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(result, self.directory)
         verdict = result["verdict"]
         self.display.note(f"drift: {verdict['sentence']} What to do: {verdict['advice']}.")
 

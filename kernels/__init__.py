@@ -5,6 +5,7 @@ top-level name ``kernels`` belongs to another project that many users have insta
 """
 
 from fp8rl_jax.kernels.reference import (
+    EXP_LANES,
     K_BLOCK,
     KV_CHUNK,
     as_bytes,
@@ -16,6 +17,7 @@ from fp8rl_jax.kernels.reference import (
 )
 
 __all__ = [
+    "EXP_LANES",
     "KV_CHUNK",
     "K_BLOCK",
     "as_bytes",

@@ -24,6 +24,7 @@ from jax import lax
 
 K_BLOCK = 128
 KV_CHUNK = 64
+EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
 _UNROLL_K = 8  # blocks of K; above it a loop: compile time and memory, the same bits
 _UNROLL_KV = 4  # chunks of keys, likewise

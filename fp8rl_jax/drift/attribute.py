@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.drift.programs import Host, Programs, Taps
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS, tap_names
 from fp8rl_jax.quant import BoundWeight, QArray
+from fp8rl_jax.rl import mismatch_metrics
 
 # A quantised value that was swapped in is quantised again: its scale may move by one last bit.
 _REQUANTISED = 1e-6
@@ -35,11 +37,12 @@ _REQUANTISED = 1e-6
 class Observed:
     """What the tapped programs showed: comparisons, and the rollout's own values of the layers."""
 
-    rows: list[dict]
-    logits: dict | None
-    rollout: Taps
-    unobservable: list[str]
-    pieces: int
+    rows: list[dict] = dataclasses.field(default_factory=list)
+    logits: dict | None = None
+    rollout_logits: np.ndarray | None = None
+    rollout: Taps = dataclasses.field(default_factory=dict)
+    unobservable: list[str] = dataclasses.field(default_factory=list)
+    pieces: int = 0
 
 
 def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None) -> dict:
@@ -57,7 +60,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
     result: dict[str, Any] = {
-        "headline": compare.headline(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
+        "headline": mismatch_metrics(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
         "by_slot": compare.by_slot(d, mask),
         "by_length": compare.by_length(d, mask, batch.prompt_lengths),
         "by_row": compare.by_row(d, mask),
@@ -65,7 +68,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     }
     if runtime.mesh.shape["tensor"] > 1:
         note("mesh.tensor is above 1, where intermediate values lie in parts: comparing the rest")
-        seen = Observed([], None, {}, list(tap_names(runtime.model)), 0)
+        seen = Observed(unobservable=list(tap_names(runtime.model)))
     else:
         note("comparing intermediate values")
         seen = observe(programs, rollout, batch, logp, note)
@@ -115,7 +118,7 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
 def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
     """Taps everything; in parts where tapping all at once changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
-    seen = Observed([], None, {}, [], 0)
+    seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
     while pending:
         names = pending.pop(0)
@@ -152,6 +155,7 @@ def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nda
     valid = compare.valid_positions(batch.prompt_lengths, mask, slots)
     for name in rollout:
         if name == LOGITS:
+            seen.rollout_logits = rollout[name]
             seen.logits = compare.compare_logits(rollout[name], learner[name], mask)
             continue
         seen.rows += compare.compare_taps(name, rollout[name], learner[name], valid)
@@ -179,6 +183,10 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observe
     def everywhere(*operations: str) -> dict[str, np.ndarray]:
         return {name: every for name in operations if name in seen.rollout}
 
+    @functools.cache  # operations share inputs
+    def left_with(*operations: str) -> float:
+        return left(everywhere(*operations))
+
     recipe = programs.runtime.learner_recipe
     noise = _REQUANTISED if recipe.quantized or recipe.kv_quantized else 0.0
     own = jax.device_get(swapped(everywhere(*names))[1])
@@ -190,18 +198,17 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observe
         if name in CUTS or max(sizes) <= noise:
             continue
         inputs = OPERATIONS[name].inputs
-        with_inputs = left(everywhere(*inputs))
         found.append(
             {
                 "op": name,
                 "local": max(sizes),
                 "layers": [layer for layer, size in enumerate(sizes) if size > noise],
-                "adds": with_inputs - left(everywhere(*inputs, name)),
+                "adds": left_with(*inputs) - left_with(*inputs, name),
             }
         )
     free = [name for name in names if name not in CUTS]
     return {
-        "drift_without_swaps": left({}),
+        "drift_without_swaps": left_with(),
         "by_operation": sorted(found, key=lambda row: -row["adds"]),
         "by_layer": [
             {"layer": i, "left": left(dict.fromkeys(free, np.arange(layers) == i))}
@@ -251,9 +258,9 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
       {'rollout' | 'learner': one of 'full vocabulary', 'without temperature', 'renormalised', or
       'another'}; {} where the logits were not seen or differ.
     """
-    if seen.logits is None or seen.logits["differ"]:
+    logits = seen.rollout_logits
+    if logits is None or seen.logits is None or seen.logits["differ"]:
         return {}
-    logits = programs.rollout((LOGITS,))[0].taps[LOGITS]
     mask, config = np.asarray(rollout.mask), programs.runtime.config.rollout
     rows, targets = logits[mask].astype(np.float64), rollout.tokens[mask]
     definitions = {

@@ -11,7 +11,6 @@ import itertools
 import numpy as np
 
 from fp8rl_jax.models.taps import MODEL_TAPS
-from fp8rl_jax.rl import mismatch_metrics
 
 _WORST = 12
 
@@ -22,13 +21,6 @@ def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         return one != other
     one, other = (np.ascontiguousarray(x, np.float32).view(np.int32) for x in (one, other))
     return one != other
-
-
-def headline(
-    learner: np.ndarray, rollout: np.ndarray, mask: np.ndarray, tis_cap: float
-) -> dict[str, float]:
-    """`mismatch_metrics` of log-probabilities (B, R)."""
-    return mismatch_metrics(learner, rollout, mask, tis_cap)
 
 
 def by_slot(d: np.ndarray, mask: np.ndarray) -> list[dict]:

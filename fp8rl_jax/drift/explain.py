@@ -26,9 +26,6 @@ class Evidence:
     alternatives: dict[str, str]
 
 
-_SAME_RECIPE = "set precision.rollout and precision.learner to the same recipe"
-
-
 def explain(evidence: Evidence) -> dict[str, str | int | None]:
     """The verdict: culprit, layer, sentence, advice.
 
@@ -148,8 +145,8 @@ def _recipes(evidence: Evidence) -> dict | None:
         f"Rollout and learner run different recipes ({one.name}, {other.name}): "
         + "; ".join(parts)
         + ".",
-        _SAME_RECIPE + "; until then the drift is real, and importance weights (algo.correction) "
-        "only bound it",
+        "set precision.rollout and precision.learner to the same recipe; until then the drift is "
+        "real, and importance weights (algo.correction) only bound it",
     )
 
 

@@ -11,8 +11,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8rl_jax.report import write_drift_page, write_report
+from fp8rl_jax.report.drift import NAME
 
 _SHOWN = 8
+
+
+def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
+    """Writes directory/drift.json, whole or not at all, and returns its path."""
+    temporary = directory / f".drift.json.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, directory / NAME)
+    return directory / NAME
 
 
 def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
@@ -21,10 +30,7 @@ def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
     Raises:
       OSError: the directory cannot be written.
     """
-    temporary = directory / f".drift.json.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, directory / "drift.json")
-    paths = [directory / "drift.json", write_drift_page(directory)]
+    paths = [write_json(result, directory), write_drift_page(directory)]
     if (directory / "config.json").is_file():
         paths.append(write_report(directory))
     return paths

@@ -32,7 +32,6 @@ from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, mak
 from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
 
-EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _WHOLE = PartitionSpec()
 
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import guard
+from fp8rl_jax.kernels import EXP_LANES, guard
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import EXP_LANES, replicate
+from fp8rl_jax.models.layers import replicate
 from fp8rl_jax.quant import Recipe, Weight, matmul
 
 _CHUNK = 1024  # tokens whose logits exist at once

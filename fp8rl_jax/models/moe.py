@@ -40,9 +40,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import block_matmul, guard
+from fp8rl_jax.kernels import EXP_LANES, block_matmul, guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import EXP_LANES, gated_silu, replicate
+from fp8rl_jax.models.layers import gated_silu, replicate
 from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
 from fp8rl_jax.quant.varying import share
 from fp8rl_jax.sharding import BATCH_AXES
@@ -327,31 +327,22 @@ def mixture(
     Returns:
       y (B, T, D) in the compute dtype; (E,) int32, tokens that each expert got.
     """
-    run = functools.partial(_mixture_rows, config, recipe)
+    count = config.num_experts
+
+    def run(x, valid, weights, chosen, experts):
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
+        tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
+
+        def product(x: jax.Array, name: str) -> jax.Array:
+            return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
+
+        rows = dispatch(flat, tiles)
+        gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
+        y = combine(recipe, product(gated_silu(recipe, gate, up), "down_proj"), weights, tiles)
+        counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
+        tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
+        return y.reshape(x.shape), tokens
+
     y, tokens = _by_own_rows(run, (x, valid, weights, chosen), (experts,), 1)
     return y, tokens
-
-
-def _mixture_rows(
-    config: ModelConfig,
-    recipe: Recipe,
-    x: jax.Array,
-    valid: jax.Array,
-    weights: jax.Array,
-    chosen: jax.Array,
-    experts: dict[str, Weight],
-) -> tuple[jax.Array, jax.Array]:
-    """`mixture` of the rows that one device holds."""
-    flat, count = x.reshape(-1, x.shape[-1]), config.num_experts
-    weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
-    tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
-
-    def product(x: jax.Array, name: str) -> jax.Array:
-        return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
-
-    rows = dispatch(flat, tiles)
-    gate, up = (compute_value(product(rows, name), recipe) for name in ("gate_proj", "up_proj"))
-    y = combine(recipe, product(gated_silu(recipe, gate, up), "down_proj"), weights, tiles)
-    counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
-    tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
-    return y.reshape(x.shape), tokens

@@ -41,6 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, QArray, Recipe
 from fp8rl_jax.quant.recipe import Operand
@@ -49,7 +50,6 @@ from fp8rl_jax.sharding import BATCH_AXES
 
 AXIS = "tensor"
 _STORAGE = "fsdp"
-_LANES = 16  # exp over fewer columns takes other code on a CPU
 _WHOLE = PartitionSpec()
 # Places of the linear layers of a decoder layer in its parameters.
 _LINEAR = {
@@ -89,7 +89,7 @@ def column_unit(recipe: Recipe) -> int | None:
     128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
     quantised. Blocks of all three GEMMs count, so gradients are quantised as on one device.
     """
-    units = [_LANES]
+    units = [EXP_LANES]
     for name in ("weight", "gradient"):
         operand = recipe.operands.get(name)
         if operand is not None:
@@ -121,7 +121,7 @@ def splits_heads(config: ModelConfig, parts: int) -> bool:
 
 def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
     """How the (D, V) output head is cut; it is never quantised."""
-    cut = parts > 1 and vocabulary % (parts * _LANES) == 0
+    cut = parts > 1 and vocabulary % (parts * EXP_LANES) == 0
     return PartitionSpec(None, AXIS) if cut else _WHOLE
 
 
@@ -294,10 +294,7 @@ def gather_stored(weight):
         return lax.all_gather(x, _STORAGE, axis=0, tiled=True, to=to)
 
     def value(x: jax.Array) -> jax.Array:
-        if x.dtype.itemsize > 1:
-            return gather(x, "invarying")
-        bits = gather(lax.bitcast_convert_type(x, jnp.uint8), "invarying")
-        return lax.bitcast_convert_type(bits, x.dtype)
+        return from_bytes(gather(as_bytes(x), "invarying"), x.dtype)
 
     if not isinstance(weight, BoundWeight) or weight.master is None:
         return weight

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import K_BLOCK, block_matmul
+from fp8rl_jax.kernels import K_BLOCK, as_bytes, block_matmul, from_bytes
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import FLOAT32, Recipe
@@ -205,9 +205,9 @@ def _gathered(x: QArray | jax.Array, axis: str | None):
     if axis is None:
         return x
     if isinstance(x, QArray):
-        bits = _gathered(lax.bitcast_convert_type(x.qvalue, jnp.uint8), axis)
+        bits = _gathered(as_bytes(x.qvalue), axis)
         scale = x.scale if x.block_shape[-1] == -1 else _gathered(x.scale, axis)
-        return QArray(lax.bitcast_convert_type(bits, x.qvalue.dtype), scale, x.block_shape)
+        return QArray(from_bytes(bits, x.qvalue.dtype), scale, x.block_shape)
     return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
