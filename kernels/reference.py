@@ -148,6 +148,8 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
 
@@ -157,17 +159,19 @@ def attention(
 
     Args:
       q: (B, T, H, Dh) E4M3, bf16 or float32, after QK-norm and RoPE.
-      k, v: (B, S, Hkv, Dh) E4M3, bf16 or float32; H is a multiple of Hkv.
+      k, v: (B, S, Hkv, Dh) and (B, S, Hkv, Dv), E4M3, bf16 or float32; H is a multiple of Hkv.
       positions: (B, T) int32, position of each query.
       scale: softmax scale, usually 1/sqrt(Dh).
       q_scale: (B, T, H) float32 dequantisation scales, () for one of them all, or None for an
         unquantised q.
       k_scale, v_scale: likewise (B, S, Hkv), () or None.
+      q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
+        queries and keys, never quantised (multi-head latent attention); None for none.
 
     Returns:
-      (B, T, H, Dh) float32.
+      (B, T, H, Dv) float32.
     """
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
     groups = heads // kv_heads
     rows = queries * groups
@@ -183,32 +187,53 @@ def attention(
         q_scale = by_kv_head(q_scale[..., None])
     mask_rows = jnp.repeat(positions, groups, axis=1)
     mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_ROWS - rows, 0))))
-    k, v = (_pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
+    stored = k.dtype
+    k, v = (_pad_to(as_bytes(x), 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
     k_scale, v_scale = (
         _pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) if x is not None and x.ndim else x
         for x in (k_scale, v_scale)
     )
+    if q_rope is not None and k_rope is not None:
+        q_rope = by_kv_head(q_rope)
+        k_rope = _pad_to(k_rope, 1, KV_CHUNK).transpose(0, 2, 1, 3)
     chunks = k.shape[2] // KV_CHUNK
 
-    def take(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2).astype(jnp.float32)
+    def take(x: jax.Array, chunk: int | jax.Array, dtype=jnp.float32) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2)
+        return from_bytes(part, dtype).astype(jnp.float32)
 
     def scale_of(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
         """Scales of a chunk of slots, to broadcast over (B, Hkv, rows, KV_CHUNK)."""
         return take(x, chunk)[:, :, None, :] if x.ndim else x
 
+    def similar(left: jax.Array, right: jax.Array) -> jax.Array:
+        """Scalar products of queries and a chunk of keys, features in blocks of 128."""
+        total = None
+        for start in range(0, left.shape[3], K_BLOCK):
+            parts = (
+                lax.slice_in_dim(x, start, min(start + K_BLOCK, x.shape[3]), axis=3)
+                for x in (left, right)
+            )
+            product = lax.dot_general(
+                *parts, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+            )
+            total = product if total is None else total + product
+        return total
+
     def scores(chunk: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        score = lax.dot_general(
-            q, take(k, chunk), (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
         multiplier = jnp.float32(scale)
         if k_scale is not None:
             multiplier = scale_of(k_scale, chunk) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
+        score = guard(similar(q, take(k, chunk, stored)) * multiplier)
+        if k_rope is not None:
+            score = score + guard(
+                similar(q_rope, take(k_rope, chunk, k_rope.dtype)) * jnp.float32(scale)
+            )
         slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
         mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
-        return jnp.where(mask, guard(score * multiplier), jnp.float32(-1e30)), mask
+        return jnp.where(mask, score, jnp.float32(-1e30)), mask
 
     def summands(chunk: int | jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         score, mask = scores(chunk)
@@ -217,7 +242,7 @@ def attention(
         if v_scale is not None:
             weight = weight * scale_of(v_scale, chunk)
         value = lax.dot_general(
-            weight, take(v, chunk), (((3,), (2,)), ((0, 1), (0, 1))),
+            weight, take(v, chunk, stored), (((3,), (2,)), ((0, 1), (0, 1))),
             preferred_element_type=jnp.float32,
         )  # fmt: skip
         return weight_sum, value
@@ -239,8 +264,8 @@ def attention(
 
         total, out = lax.fori_loop(1, chunks, add, summands(0, top))
     out = (out / total[..., None])[:, :, :rows]
-    out = out.reshape(batch, kv_heads, queries, groups, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, queries, heads, head_dim)
+    out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, -1)
 
 
 def attention_vjp(
@@ -259,24 +284,25 @@ def attention_vjp(
     ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
 
     Args:
-      q: (B, T, H, Dh); k, v: (B, S, Hkv, Dh), dequantised; positions: (B, T) int32.
-      cotangent: (B, T, H, Dh), of the output of `attention`.
+      q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
+      positions: (B, T) int32.
+      cotangent: (B, T, H, Dv), of the output of `attention`.
       scale: softmax scale.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
     """
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
     groups = heads // kv_heads
 
     def split(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, head_dim)
-        return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * groups, head_dim)
+        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * groups, -1)
 
     def join(x: jax.Array) -> jax.Array:
-        x = x.reshape(batch, kv_heads, queries, groups, head_dim).transpose(0, 2, 1, 3, 4)
-        return x.reshape(batch, queries, heads, head_dim)
+        x = x.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
+        return x.reshape(batch, queries, heads, -1)
 
     qs, dout = split(q), split(cotangent)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))

@@ -55,8 +55,9 @@ _ATTENTION = {
     "v_proj/output": (("v_proj/input",), *_PRODUCT),
     "q_norm/output": (("q_proj/output",), *_NORM),
     "k_norm/output": (("k_proj/output",), *_NORM),
-    "q_rope": (("q_norm/output",), *_ROPE),
-    "k_rope": (("k_norm/output",), *_ROPE),
+    # Without QK-norm the projections are rotated as they are.
+    "q_rope": (("q_norm/output", "q_proj/output", "q_b_proj/output"), *_ROPE),
+    "k_rope": (("k_norm/output", "k_proj/output", "kv_a_proj_with_mqa/output"), *_ROPE),
     "q_read": (("q_rope",), *_READ),
     "k_read": (("k_rope",), *_READ),
     "v_read": (("v_proj/output",), *_READ),
@@ -66,34 +67,56 @@ _ATTENTION = {
         "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
     ),
 }
+
+
+def _gated_mlp(prefix: str) -> dict[str, Operation]:
+    """A gated MLP's operations, under a prefix of their names."""
+    found = {
+        "gate_proj/output": Operation((f"{prefix}gate_proj/input",), *_PRODUCT),
+        "up_proj/output": Operation((f"{prefix}up_proj/input",), *_PRODUCT),
+        "gated": Operation(
+            (f"{prefix}gate_proj/output", f"{prefix}up_proj/output"),
+            "the gated activation",
+            "compute silu in float32 and round once, on both sides",
+        ),
+        "down_proj/input": Operation((f"{prefix}gated",), *_QUANTISED),
+        "down_proj/output": Operation((f"{prefix}down_proj/input",), *_PRODUCT),
+    }
+    for name in ("gate_proj/input", "up_proj/input"):
+        found[name] = Operation(("post_attention_layernorm/output",), *_QUANTISED)
+    return {prefix + name: operation for name, operation in found.items()}
+
+
+_LATENT_ATTENTION = {
+    "q_a_proj/output": (("q_a_proj/input",), *_PRODUCT),
+    "q_a_layernorm/output": (("q_a_proj/output",), *_NORM),
+    "q_b_proj/input": (("q_a_layernorm/output",), *_QUANTISED),
+    "q_b_proj/output": (("q_b_proj/input",), *_PRODUCT),
+    "kv_a_proj_with_mqa/output": (("kv_a_proj_with_mqa/input",), *_PRODUCT),
+    "kv_a_layernorm/output": (("kv_a_proj_with_mqa/output",), *_NORM),
+    "q_absorbed": (("q_proj/output", "q_b_proj/output"), *_PRODUCT),
+    "latent_read": (("kv_a_layernorm/output",), *_READ),
+    "values": (("attention",), *_PRODUCT),
+}
 _OPERATIONS: dict[str, Operation] = {
     "embed": Operation(
         (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
     ),
     "input_layernorm/output": Operation((), *_NORM),
     **{
-        f"self_attn/{p}_proj/input": Operation(("input_layernorm/output",), *_QUANTISED)
-        for p in "qkv"
+        f"self_attn/{name}/input": Operation(("input_layernorm/output",), *_QUANTISED)
+        for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
     },
     **{
         f"self_attn/{name}": Operation(tuple(f"self_attn/{i}" for i in inputs), what, advice)
-        for name, (inputs, what, advice) in _ATTENTION.items()
+        for name, (inputs, what, advice) in (*_ATTENTION.items(), *_LATENT_ATTENTION.items())
     },
-    "o_proj/input": Operation(("self_attn/attention",), *_QUANTISED),
+    "o_proj/input": Operation(("self_attn/attention", "self_attn/values"), *_QUANTISED),
     "o_proj/output": Operation(("o_proj/input",), *_PRODUCT),
     "residual_attention": Operation(("o_proj/output",), *_RESIDUAL),
     "post_attention_layernorm/output": Operation((), *_NORM),
-    "gate_proj/input": Operation(("post_attention_layernorm/output",), *_QUANTISED),
-    "gate_proj/output": Operation(("gate_proj/input",), *_PRODUCT),
-    "up_proj/input": Operation(("post_attention_layernorm/output",), *_QUANTISED),
-    "up_proj/output": Operation(("up_proj/input",), *_PRODUCT),
-    "gated": Operation(
-        ("gate_proj/output", "up_proj/output"),
-        "the gated activation",
-        "compute silu in float32 and round once, on both sides",
-    ),
-    "down_proj/input": Operation(("gated",), *_QUANTISED),
-    "down_proj/output": Operation(("down_proj/input",), *_PRODUCT),
+    **_gated_mlp(""),
+    **_gated_mlp("shared_experts/"),
     "router_logits": Operation(
         ("post_attention_layernorm/output",),
         "the router",
@@ -107,14 +130,16 @@ _OPERATIONS: dict[str, Operation] = {
     "router_weights": Operation(
         ("router_logits", "router_experts"),
         "the experts' weights",
-        "take the softmax over all experts in float32, and renormalise on both sides or on none",
+        "take softmax or sigmoid in float32, and renormalise and scale on both sides or on none",
     ),
     "experts_output": Operation(
         ("post_attention_layernorm/output", "router_experts", "router_weights"),
         "the experts",
         "multiply in tiles of one expert, and add a token's results in the order of its experts",
     ),
-    "residual_mlp": Operation(("down_proj/output", "experts_output"), *_RESIDUAL),
+    "residual_mlp": Operation(
+        ("down_proj/output", "experts_output", "shared_experts/down_proj/output"), *_RESIDUAL
+    ),
     "norm/output": Operation((), *_NORM),
 }
 OPERATIONS = {name: _OPERATIONS[name] for name in (MODEL_TAPS[0], *LAYER_TAPS, *MODEL_TAPS[1:])}

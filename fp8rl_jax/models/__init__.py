@@ -2,7 +2,6 @@
 
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import KVCache, init_cache
-from fp8rl_jax.models.layers import rope_tables
 from fp8rl_jax.models.logprobs import (
     head_logits,
     logprobs_of_logits,
@@ -19,8 +18,10 @@ from fp8rl_jax.models.params import (
     trainable_params,
     update_scaling,
     weight_health,
+    widen_linears,
     with_kv_scales,
 )
+from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import LAYER_TAPS, MODEL_TAPS, Swap
 from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
@@ -51,5 +52,6 @@ __all__ = [
     "update_scaling",
     "weight_health",
     "weight_specs",
+    "widen_linears",
     "with_kv_scales",
 ]

@@ -1,12 +1,11 @@
-"""Grouped-query attention with QK-norm and RoPE; K and V always pass through the KV quantiser.
+"""Grouped-query attention with RoPE and, in some models, QK-norm.
 
-Under FP8 attention q passes through it too.
+K and V always pass through the KV quantiser. Under FP8 attention q passes through it too.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import flax.linen as nn
 import jax
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 from fp8rl_jax import kernels
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.kv_cache import StoredKV
-from fp8rl_jax.models.layers import RMSNorm, apply_rope, linear
+from fp8rl_jax.models.kv_cache import StoredKV, write
+from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, quantize_kv
 from fp8rl_jax.quant.varying import share
@@ -41,11 +41,11 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
     return quantize_kv(q, recipe, (scales or {}).get("q"))
 
 
-def _attend(query, kv: StoredKV, positions, scales: Scales | None) -> jax.Array:
+def _attend(query, kv: StoredKV, positions, scales: Scales | None, scale: float) -> jax.Array:
     q, q_scale = query
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
-        q, kv.k, kv.v, positions, scale=1 / math.sqrt(q.shape[-1]),
+        q, kv.k, kv.v, positions, scale=scale,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
@@ -68,9 +68,10 @@ def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> 
     return _dequantise(*quantize_kv(x, recipe, (scales or {}).get(name)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def self_attention(
     recipe: Recipe,
+    scale: float,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -83,6 +84,8 @@ def self_attention(
     is straight through the rounding, taken at the rounded values.
 
     Args:
+      recipe: of the layer.
+      scale: of the scores (`softmax_scale`).
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       positions: (B, T) int32.
       scales: this layer's calibrated scales, or None.
@@ -90,21 +93,21 @@ def self_attention(
     Returns:
       (B, T, H, Dh) float32.
     """
-    return _self_attention_forward(recipe, q, k, v, positions, scales)[0]
+    return _self_attention_forward(recipe, scale, q, k, v, positions, scales)[0]
 
 
-def _self_attention_forward(recipe, q, k, v, positions, scales):
+def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(query, kv, positions, scales)
+    out = _attend(query, kv, positions, scales, scale)
     return out, (query, kv, positions, scales, jnp.zeros((0,), q.dtype))
 
 
-def _self_attention_backward(recipe, residual, cotangent):
+def _self_attention_backward(recipe, scale, residual, cotangent):
     (q, q_scale), kv, positions, scales, like = residual
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         _dequantise(q, q_scale), _dequantise(kv.k, k_scale), _dequantise(kv.v, v_scale),
-        positions, cotangent, scale=1 / math.sqrt(q.shape[-1]),
+        positions, cotangent, scale=scale,
     )  # fmt: skip
     return (*(g.astype(like.dtype) for g in grads), None, None)
 
@@ -113,7 +116,7 @@ self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
 class Attention(nn.Module):
-    """Projections, QK-norm, RoPE, and attention over the cache or over the sequence itself."""
+    """Projections, QK-norm if any, RoPE, and attention over the cache or the sequence itself."""
 
     config: ModelConfig
     recipe: Recipe
@@ -131,6 +134,7 @@ class Attention(nn.Module):
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )  # fmt: skip
         batch, length, _ = x.shape
+        scale = softmax_scale(config)
         sharers = self.tensor if tensor_parallel.splits_heads(config, self.tensor) else 1
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = tensor_parallel.shared_input(x, recipe, features, self.tensor)
@@ -141,8 +145,11 @@ class Attention(nn.Module):
             return y.reshape(batch, length, -1, dim)
 
         q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
-        q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
-        k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
+        if config.qk_norm:
+            q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
+            k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
+        if config.rope_interleave:
+            q, k = apart(q), apart(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
@@ -150,10 +157,10 @@ class Attention(nn.Module):
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, *share(q, k, v, positions, scales))
+            out = self_attention(recipe, scale, *share(q, k, v, positions, scales))
         else:
-            cache = cache.write(_store(k, v, recipe, scales), positions)
-            out = _attend(_query(q, recipe, scales), cache, positions, scales)
+            cache = write(cache, _store(k, v, recipe, scales), positions)
+            out = _attend(_query(q, recipe, scales), cache, positions, scales, scale)
         out = tap(self, "attention", compute_value(out, recipe))
         out = out.reshape(batch, length, -1)
         return out, cache, {"q": q, "k": k, "v": v}

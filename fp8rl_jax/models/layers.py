@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, gated activation and the linear layer, with fixed rounding points.
+"""Norm, gated activation and the linear layer, with fixed rounding points.
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). The
 forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models import tensor_parallel
-from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
 from fp8rl_jax.quant.site import quantize_operand
@@ -123,12 +122,33 @@ def linear(
     return Linear(
         features,
         use_bias=False,
-        kernel_init=nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal"),
+        kernel_init=kernel_init(init_scale),
         dot_general=make_dot_general(recipe),
         promote_dtype=gather_kernel,
         recipe=recipe,
         name=name,
     )
+
+
+def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:
+    """Normal values of standard deviation init_scale / sqrt(in), for (..., in, out).
+
+    So many axes in front are stacks, of experts or heads.
+    """
+    axes = tuple(range(stacks))
+    return nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal", batch_axis=axes)
+
+
+class Kernel(nn.Module):
+    """A parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh before use."""
+
+    shape: tuple[int, ...]
+    init_scale: float = 1.0
+
+    @nn.compact
+    def __call__(self) -> Any:
+        init = kernel_init(self.init_scale, len(self.shape) - 2)
+        return replicate(self.param("kernel", init, self.shape))
 
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
@@ -175,44 +195,6 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
         return tap(self, "output", rms_norm(self.recipe, self.eps, *share(x, weight)))
-
-
-def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of the rotary angles, float32 (length, head_dim / 2), made once by numpy.
-
-    Tables are arguments of every program: computed inside, XLA may fold them with another
-    implementation of cos than the one it runs.
-    """
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-np.arange(half) / half)
-    angle = np.arange(length)[:, None] * frequency
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired (Su et al., 2104.09864).
-
-    Kept for the backward pass: the tables. The gradient is the rotation back.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    rotated = jnp.concatenate(
-        [guard(first * cos) - guard(second * sin), guard(second * cos) + guard(first * sin)], -1
-    )
-    return compute_value(rotated, recipe)
-
-
-def _apply_rope_forward(recipe, x, cos, sin):
-    return apply_rope(recipe, x, cos, sin), (cos, sin, jnp.zeros((0,), x.dtype))
-
-
-def _apply_rope_backward(recipe, residual, cotangent):
-    cos, sin, like = residual
-    return apply_rope(recipe, cotangent, cos, -sin).astype(like.dtype), None, None
-
-
-apply_rope.defvjp(_apply_rope_forward, _apply_rope_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

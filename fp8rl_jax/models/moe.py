@@ -3,9 +3,7 @@
 Qwen3-MoE's layer (Qwen3 technical report, arXiv:2505.09388; sparse gating after Shazeer et al.,
 arXiv:1701.06538)::
 
-    p = softmax(x W_router)                      float32, over all experts
-    S = the k experts of largest p               ties: the lower number
-    w_i = p_i, or p_i / sum_{j in S} p_j         norm_topk_prob
+    S, w = the k experts of a token and their weights    models/router.py
     y = sum_{i in S} w_i * down_i(silu(gate_i(x)) * up_i(x))
 
 Every token reaches each of its k experts: there is no capacity, so no token's result depends on
@@ -15,57 +13,29 @@ do not see each other, so the forward bits depend neither on the number of rows 
 what else is in it; the size is a matter of speed (`tile_rows`) and of wgrad, which quantises along
 the rows of a tile.
 
-The router's weight is float32 in every form of the parameters, its product the canonical one, its
-softmax padded to a multiple of 16 experts. The k results of a token are added in the order of
-their probabilities, in float32, and rounded once to the compute dtype.
+The k results of a token are added in the order of its slots, in float32, and rounded once to the
+compute dtype. Kept for the backward pass beside what the matmuls keep: the experts' results in the
+compute dtype, k rows a token.
 
-Gradients: straight through the choice (softmax, gather and renormalisation are differentiated, the
-selection is a constant), as in Hugging Face transformers. Kept for the backward pass beside what
-the matmuls keep: the experts' results in the compute dtype, k rows a token.
-
-Not done: a load-balancing loss, shared experts, groups of experts, dense layers between sparse
-ones, and moving tokens to the devices of their experts (the weights come to the tokens).
+Not done: moving tokens to the devices of their experts (the weights come to the tokens).
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import EXP_LANES, block_matmul, guard
+from fp8rl_jax.kernels import guard
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_silu, replicate
+from fp8rl_jax.models.layers import Kernel, gated_silu
+from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
-from fp8rl_jax.quant.varying import share
-from fp8rl_jax.sharding import BATCH_AXES
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
-
-
-class Kernel(nn.Module):
-    """A parameter `kernel` (..., in, out) float32, gathered over the mesh before use.
-
-    Initial standard deviation: init_scale / sqrt(in); axes in front are stacks (experts).
-    """
-
-    shape: tuple[int, ...]
-    init_scale: float = 1.0
-
-    @nn.compact
-    def __call__(self) -> Any:
-        stack = tuple(range(len(self.shape) - 2))
-        init = nn.initializers.variance_scaling(
-            self.init_scale**2, "fan_in", "normal", batch_axis=stack
-        )
-        return replicate(self.param("kernel", init, self.shape))
 
 
 class Experts(nn.Module):
@@ -84,59 +54,6 @@ class Experts(nn.Module):
             "up_proj": Kernel(wide, name="up_proj")(),
             "down_proj": Kernel(narrow, self.residual_scale, name="down_proj")(),
         }
-
-
-@jax.custom_vjp
-def _router_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return block_matmul(x, kernel)
-
-
-def _router_product_forward(x, kernel):
-    return _router_product(x, kernel), (x, kernel)
-
-
-def _router_product_backward(residual, dy):
-    x, kernel = residual
-    dx = block_matmul(dy, kernel.T).astype(x.dtype)
-    return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
-
-
-_router_product.defvjp(_router_product_forward, _router_product_backward)
-
-
-def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """(M, D) in the compute dtype times (D, E) float32 -> (M, E) float32, in canonical order.
-
-    Kept for the backward pass: x as it came.
-    """
-    return _router_product(*share(x, kernel))
-
-
-def route(logits: jax.Array, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
-    """Experts of every token and their weights.
-
-    Args:
-      logits: (M, E) float32.
-      top_k: experts of a token.
-      renormalize: divide the chosen probabilities by their sum (`norm_topk_prob`).
-
-    Returns:
-      (weights (M, top_k) float32, experts (M, top_k) int32), the most probable first, equal ones
-      by number.
-    """
-    missing = -logits.shape[1] % EXP_LANES
-    padded = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    top = lax.stop_gradient(padded.max(-1, keepdims=True))
-    raised = jnp.exp(padded - top)
-    probability = guard(raised * (1.0 / raised.sum(-1, keepdims=True)))
-    experts = lax.top_k(lax.stop_gradient(logits), top_k)[1]
-    weights = jnp.take_along_axis(probability, experts, axis=1)
-    if renormalize:
-        total = weights[:, :1]
-        for slot in range(1, top_k):
-            total = total + weights[:, slot : slot + 1]
-        weights = guard(weights * (1.0 / total))
-    return weights, experts
 
 
 def tile_rows(assignments: int, experts: int) -> int:
@@ -253,56 +170,6 @@ def _combine_backward(recipe, residual, cotangent):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _by_own_rows(run: Callable, by_row: tuple, whole: tuple, sums: int) -> tuple:
-    """``run(*by_row, *whole)``, every device of a mesh with its own rows of the batch.
-
-    A batch that the devices cannot share equally is computed by all of them.
-
-    Args:
-      run: returns a tuple of arrays (B, ...), the last `sums` of them sums over the rows instead.
-      by_row: arrays (B, ...). whole: what every device holds.
-      sums: see run.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
-        return run(*by_row, *whole)
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-    if by_row[0].shape[0] % math.prod(mesh.shape[axis] for axis in axes):
-        axes = ()
-
-    def own_rows(*operands):
-        results = run(*operands)
-        rows, summed = results[: len(results) - sums], results[len(results) - sums :]
-        return rows, lax.psum(summed, axes) if axes else summed
-
-    rows, all_rows = PartitionSpec(axes), PartitionSpec()
-    specs = (*(rows,) * len(by_row), *(all_rows,) * len(whole))
-    mapped = jax.shard_map(own_rows, in_specs=specs, out_specs=(rows, all_rows))
-    found, summed = mapped(*by_row, *whole)
-    return (*found, *summed)
-
-
-def token_logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """`router_logits` of (B, T, D): (B, T, E) float32."""
-
-    def run(x, router):
-        logits = router_logits(x.reshape(-1, x.shape[-1]), router)
-        return (logits.reshape(*x.shape[:-1], -1),)
-
-    return _by_own_rows(run, (x,), (router,), 0)[0]
-
-
-def token_routes(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`route` of logits (B, T, E): (weights float32, experts int32), each (B, T, top_k)."""
-
-    def run(logits):
-        flat = logits.reshape(-1, logits.shape[-1])
-        routes = route(flat, config.num_experts_per_tok, config.norm_topk_prob)
-        return tuple(x.reshape(*logits.shape[:-1], -1) for x in routes)
-
-    return _by_own_rows(run, (logits,), (), 0)
-
-
 def mixture(
     config: ModelConfig,
     recipe: Recipe,
@@ -344,5 +211,5 @@ def mixture(
         tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
         return y.reshape(x.shape), tokens
 
-    y, tokens = _by_own_rows(run, (x, valid, weights, chosen), (experts,), 1)
+    y, tokens = by_own_rows(run, (x, valid, weights, chosen), (experts,), 1)
     return y, tokens

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import rope_tables
+from fp8rl_jax.models.rope import rope_tables
+from fp8rl_jax.models.stacks import DENSE_STACK, STACK, Run, is_whole, layer_runs
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -37,6 +38,7 @@ from fp8rl_jax.quant import (
     init_site,
     quantize_weight,
     update_site,
+    widen,
 )
 from fp8rl_jax.quant.formats import round_bf16
 from fp8rl_jax.quant.scaling import never_saturates
@@ -73,29 +75,29 @@ def _site(path) -> str:
     return ".".join(_names(path)[:-1])
 
 
-def _segments(params, recipe: Recipe) -> list[tuple[str, slice, Recipe]]:
-    """`Recipe.layer_segments` for as many layers as the parameters have."""
-    return recipe.layer_segments(jax.tree.leaves(params["layers"])[0].shape[0])
+def _runs(params, recipe: Recipe) -> list[Run]:
+    """The runs of layers that the parameters have under a recipe."""
+    names = (name for name in (DENSE_STACK, STACK) if name in params)
+    return layer_runs({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
 
 
 def split_layers(params, recipe: Recipe):
-    """Parameters with their layers cut into runs under one recipe (`Recipe.layer_segments`).
+    """Parameters with their stacks of layers cut into runs under one recipe (models/stacks.py).
 
-    The tree as it is when every layer has the same recipe.
+    The tree as it is when every layer of a stack has the same recipe.
     """
-    segments = _segments(params, recipe)
-    if len(segments) == 1 and segments[0][0] == "layers":
+    runs = _runs(params, recipe)
+    if is_whole(runs):
         return params
-    others = {name: value for name, value in params.items() if name != "layers"}
+    others = {name: value for name, value in params.items() if name not in (DENSE_STACK, STACK)}
     return others | {
-        name: jax.tree.map(lambda x, span=span: x[span], params["layers"])
-        for name, span, _ in segments
+        run.name: jax.tree.map(lambda x, run=run: x[run.span], params[run.stack]) for run in runs
     }
 
 
 def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
     """{'layers.self_attn.q_proj': (recipe of that site, weight)} of every quantised layer."""
-    recipes = {name: run for name, _, run in _segments(params, recipe)}
+    recipes = {run.name: run.recipe for run in _runs(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
         names = _names(path)
@@ -191,6 +193,24 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 def with_kv_scales(weights, kv_scales: KVScales | None):
     """Weights with the calibrated scales beside them, as the sampler takes them."""
     return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
+
+
+def widen_linears(weights):
+    """Rollout weights with the linear layers' values in float32: the same bits, faster on a CPU.
+
+    See quant/widened.py. Tables stay: an embedding's rows are looked up, and the output head is
+    taken out once (`widen` of `output_head`).
+    """
+
+    def convert(path, leaf):
+        if _role(path) != "linear":
+            return leaf
+        if isinstance(leaf, BoundWeight):
+            assert isinstance(leaf.value, QArray)
+            return dataclasses.replace(leaf, value=widen(leaf.value))
+        return widen(leaf)
+
+    return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=_is_weight)
 
 
 def _is_weight(x) -> bool:

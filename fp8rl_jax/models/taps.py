@@ -13,7 +13,6 @@ or with experts, in the order in which they are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.stacks import Run
 
 TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
@@ -65,30 +65,43 @@ def _last(_, new):
     return new
 
 
-def by_name(collected: dict, runs: Iterable[str]) -> dict[str, jax.Array]:
-    """{name: value} of a Flax collection, the runs of layers joined along their first axis."""
+def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
+    """{name: value} of a Flax collection, the runs of layers joined along their first axis.
+
+    Layers that lack a value (dense ones among layers with experts) have zeros in its place.
+    """
     flat = {"/".join(path): value for path, value in traverse_util.flatten_dict(collected).items()}
     runs = list(runs)
-    found: dict[str, list[jax.Array]] = {}
+    found: dict[str, dict[str, jax.Array]] = {}
     for run in runs:
         for path, value in flat.items():
-            if path.startswith(run + "/"):
-                found.setdefault(path.removeprefix(run + "/"), []).append(value)
-    values = {name: jnp.concatenate(parts) for name, parts in found.items()}
-    outside = {p: v for p, v in flat.items() if not any(p.startswith(run + "/") for run in runs)}
-    return values | outside
+            if path.startswith(run.name + "/"):
+                found.setdefault(path.removeprefix(run.name + "/"), {})[run.name] = value
+
+    def join(parts: dict[str, jax.Array]) -> jax.Array:
+        like = next(iter(parts.values()))
+
+        def part(run: Run) -> jax.Array:
+            layers = run.span.stop - run.span.start
+            return parts.get(run.name, jnp.zeros((layers, *like.shape[1:]), like.dtype))
+
+        return jnp.concatenate([part(run) for run in runs])
+
+    names = tuple(run.name + "/" for run in runs)
+    outside = {path: value for path, value in flat.items() if not path.startswith(names)}
+    return {name: join(parts) for name, parts in found.items()} | outside
 
 
-def by_module(swaps: dict[str, Swap], runs: Iterable[tuple[str, slice, Any]]) -> dict:
+def by_module(swaps: dict[str, Swap], runs: Iterable[Run]) -> dict:
     """The Flax collection that holds `swaps`: the inverse of `by_name`."""
     flat = {}
     for name, swap in swaps.items():
         if name in MODEL_TAPS:
             flat[tuple(name.split("/"))] = swap
             continue
-        for run, span, _ in runs:
-            part = jax.tree.map(lambda x, span=span: x[span], swap)
-            flat[(run, *name.split("/"))] = part
+        for run in runs:
+            part = jax.tree.map(lambda x, run=run: x[run.layers], swap)
+            flat[(run.name, *name.split("/"))] = part
     return traverse_util.unflatten_dict(flat)
 
 
@@ -100,14 +113,33 @@ _ATTENTION = tuple(
         "q_rope", "k_rope", "q_read", "k_read", "v_read", "attention",
     )
 )  # fmt: skip
+_QK_NORM = ("self_attn/q_norm/output", "self_attn/k_norm/output")
+# Of latent attention, which has some of the above too.
+_QUERY_LATENT = tuple(
+    f"self_attn/{name}"
+    for name in (
+        "q_a_proj/input", "q_a_proj/output", "q_a_layernorm/output", "q_b_proj/input",
+        "q_b_proj/output",
+    )
+)  # fmt: skip
+_LATENT = tuple(
+    f"self_attn/{name}"
+    for name in (
+        "kv_a_proj_with_mqa/input", "kv_a_proj_with_mqa/output", "kv_a_layernorm/output",
+        "q_absorbed", "latent_read",
+    )
+)  # fmt: skip
+_VALUES = ("self_attn/values",)
 _DENSE = (
     "gate_proj/input", "gate_proj/output", "up_proj/input", "up_proj/output", "gated",
     "down_proj/input", "down_proj/output",
 )  # fmt: skip
 _EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")
+_SHARED = tuple(f"shared_experts/{name}" for name in _DENSE)
 LAYER_TAPS = (
-    "input_layernorm/output", *_ATTENTION, "o_proj/input", "o_proj/output", "residual_attention",
-    "post_attention_layernorm/output", *_DENSE, *_EXPERTS, "residual_mlp",
+    "input_layernorm/output", *_QUERY_LATENT, *_ATTENTION[:-1], *_LATENT, *_ATTENTION[-1:],
+    *_VALUES, "o_proj/input", "o_proj/output", "residual_attention",
+    "post_attention_layernorm/output", *_DENSE, *_EXPERTS, *_SHARED, "residual_mlp",
 )  # fmt: skip
 MODEL_TAPS = ("embed", "norm/output")
 # Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
@@ -117,8 +149,21 @@ LOGITS = "logits"
 
 def tap_names(config: ModelConfig) -> tuple[str, ...]:
     """All names that a model has, 'logits' too, in the order of computation."""
-    others = _DENSE if config.num_experts else _EXPERTS
-    layer = (name for name in LAYER_TAPS if name not in others)
+    absent: set[str] = set()
+    if config.latent:
+        own = {"q_rope", "k_rope", "attention"}
+        own |= set() if config.q_lora_rank else {"q_proj/input", "q_proj/output"}
+        absent |= set(_ATTENTION) - {f"self_attn/{name}" for name in own}
+        absent |= set() if config.q_lora_rank else set(_QUERY_LATENT)
+    else:
+        absent |= {*_QUERY_LATENT, *_LATENT, *_VALUES}
+        absent |= set() if config.qk_norm else set(_QK_NORM)
+    if not config.num_experts:
+        absent |= {*_EXPERTS, *_SHARED}
+    else:
+        absent |= set() if config.dense_layers else set(_DENSE)
+        absent |= set() if config.n_shared_experts else set(_SHARED)
+    layer = (name for name in LAYER_TAPS if name not in absent)
     return (MODEL_TAPS[0], *layer, *MODEL_TAPS[1:], LOGITS)
 
 

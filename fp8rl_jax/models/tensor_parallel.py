@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.quant import BoundWeight, QArray, Recipe
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
@@ -163,7 +164,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
       storage: devices on the axis `fsdp`, over which weights with a master lie in parts of their
         input features. Others are read at every decoded token and lie whole over it.
     """
-    runs = {name: run for name, _, run in recipe.layer_segments(config.num_hidden_layers)}
+    runs = {run.name: run.recipe for run in layer_runs(layer_stacks(config), recipe)}
 
     def spec(path, weight):
         names = [str(getattr(entry, "key", "")) for entry in path]

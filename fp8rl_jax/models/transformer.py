@@ -6,7 +6,6 @@ and rotary tables are arguments; the new cache is part of the result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import flax.linen as nn
@@ -15,27 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.models import tensor_parallel
-from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.decoder_layer import DecoderLayer
 from fp8rl_jax.models.kv_cache import KVCache
-from fp8rl_jax.models.layers import RMSNorm, gated_silu, linear, replicate, rope_tables
+from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
-from fp8rl_jax.models.moe import Experts, Kernel, mixture, token_logits, token_routes
+from fp8rl_jax.models.rope import rope_tables
+from fp8rl_jax.models.stacks import STACK, layer_runs, layer_stacks
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
-from fp8rl_jax.quant import (
-    BoundWeight,
-    KVScales,
-    Recipe,
-    compute_value,
-    get_recipe,
-    kv_health,
-    quantize_kv,
-)
-from fp8rl_jax.quant.formats import amax
+from fp8rl_jax.quant import BoundWeight, KVScales, Recipe, compute_value, get_recipe
 from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj",
+)  # fmt: skip
 
 
 @flax.struct.dataclass
@@ -49,8 +43,9 @@ class ForwardOutput:
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
         collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
         {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
-        outside the layers}; with experts 'expert_tokens': (L, E) int32, tokens within `lengths`
-        that each expert got}.
+        outside the layers}; with experts, of the S layers that have them, 'expert_tokens': (S, E)
+        int32, tokens within `lengths` that each expert got, and with collect_load
+        'expert_probability': (S, E) float32, `router.mean_probability` of those tokens}.
     """
 
     logits: jax.Array | None
@@ -59,79 +54,11 @@ class ForwardOutput:
     aux: dict
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP or experts, residual stream rounded to the compute dtype."""
-
-    config: ModelConfig
-    recipe: Recipe
-    collect_health: bool
-    collect_amax: bool
-    tensor: int = 1
-
-    @nn.compact
-    def __call__(self, x, cache, scales, positions, cos, sin, valid):
-        config, recipe = self.config, self.recipe
-        residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
-        h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
-        a, cache, qkv = Attention(config, recipe, self.tensor, name="self_attn")(
-            h, cache, scales, positions, cos, sin
-        )
-        o = linear(recipe, config.hidden_size, "o_proj", residual_scale, self.tensor)(a)
-        o = tensor_parallel.hold(o, config.hidden_size)
-        x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
-        x = tap(self, "residual_attention", x)
-        h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
-        aux: dict = {}
-        if config.num_experts:
-            router = Kernel((config.hidden_size, config.num_experts), name="router")()
-            experts = Experts(config, residual_scale, name="experts")()
-            logits = tap(self, "router_logits", token_logits(h2, router))
-            weights, chosen = token_routes(config, logits)
-            chosen = tap(self, "router_experts", chosen)
-            weights = tap(self, "router_weights", weights)
-            down, tokens = mixture(config, recipe, h2, valid, weights, chosen, experts)
-            down = tap(self, "experts_output", down)
-            aux["expert_tokens"] = tokens
-        else:
-            features = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
-            h2 = tensor_parallel.shared_input(h2, recipe, features, self.tensor)
-            gate = linear(recipe, config.intermediate_size, "gate_proj", tensor=self.tensor)(h2)
-            up = linear(recipe, config.intermediate_size, "up_proj", tensor=self.tensor)(h2)
-            gated = gated_silu(recipe, gate, tensor_parallel.hold(up, gate.shape[-1]))
-            gated = tap(self, "gated", gated)
-            down = linear(recipe, config.hidden_size, "down_proj", residual_scale, self.tensor)(
-                gated
-            )
-            down = tensor_parallel.hold(down, config.hidden_size)
-        x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
-        x = tap(self, "residual_mlp", x)
-        aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
-        if self.collect_health and recipe.kv_quantized:
-            names = "qkv" if recipe.fp8_attention else "kv"
-            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
-            aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
-        if self.collect_amax:
-            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        return x, (cache, tensor_parallel.combine(aux) if self.tensor > 1 else aux)
-
-
-def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
-    stored, scale = quantize_kv(x, recipe, scale)
-    assert scale is not None
-    return kv_health(x, stored, scale, recipe)
-
-
-def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
-    return amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))
-
-
 class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
-    Layers under one recipe are one scan; with the first or last layers in bf16 there are up to
-    three (`Recipe.layer_segments`). With `tensor` above 1 it runs within
-    `tensor_parallel.split_columns`, on parameters that exist already.
+    Layers of one kind under one recipe are one scan (models/stacks.py). With `tensor` above 1 it
+    runs within `tensor_parallel.split_columns`, on parameters that exist already.
     """
 
     config: ModelConfig
@@ -139,6 +66,7 @@ class Transformer(nn.Module):
     remat: str = "none"
     collect_health: bool = False
     collect_amax: bool = False
+    collect_load: bool = False
     tensor: int = 1
 
     @nn.compact
@@ -152,28 +80,37 @@ class Transformer(nn.Module):
         if self.remat == "full":
             layer = nn.remat(layer, prevent_cse=False)
         caches, auxes = [], []
-        for index, run in enumerate(recipe.layer_segments(config.num_hidden_layers)):
-            name, span, run_recipe = run
+        for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
             layers = nn.scan(
                 layer,
                 variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
-                length=span.stop - span.start,
+                length=run.span.stop - run.span.start,
                 # That check traces without the types that tell who holds what under shard_map.
                 check_constancy_invariants=self.tensor == 1,
-            )(config, run_recipe, self.collect_health, self.collect_amax, self.tensor, name=name)
+            )(
+                config, run.recipe, config.num_experts > 0 and run.stack == STACK,
+                self.collect_health, self.collect_amax, self.collect_load, self.tensor,
+                name=run.name,
+            )  # fmt: skip
             stored = cache.runs[index] if cache is not None else None
-            scales = jax.tree.map(lambda s, span=span: s[span], kv_scales)
+            scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
             x, (stored, aux) = layers(x, stored, scales, positions, cos, sin, valid)
             caches.append(stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
         if not config.tie_word_embeddings and self.is_initializing():
-            head_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-            self.param("lm_head", head_init, shape[::-1])
+            self.param("lm_head", kernel_init(), shape[::-1])
         cache = KVCache(tuple(caches)) if cache is not None else None
-        return x, cache, jax.tree.map(lambda *xs: jnp.concatenate(xs), *auxes)
+        return x, cache, _join(auxes)
+
+
+def _join(auxes: list[dict]) -> dict:
+    """The observations of runs of layers, joined; only some runs may have made one."""
+    names = {name: None for aux in auxes for name in aux}
+    found = {name: [aux[name] for aux in auxes if name in aux] for name in names}
+    return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}
 
 
 @jax.custom_vjp
@@ -217,6 +154,7 @@ def forward(
     output: str = "logits",
     collect_health: bool = False,
     collect_amax: bool = False,
+    collect_load: bool = False,
     taps: Collection[str] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> ForwardOutput:
@@ -230,8 +168,7 @@ def forward(
       config: shapes.
       recipe: numerics of this side, a Recipe or its name.
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position.
-      lengths: (B,) int32, real tokens of each row; only `collect_amax` and the count of tokens
-        per expert read them.
+      lengths: (B,) int32, real tokens of each row; only what is collected reads them.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: of `calibrated_scales`, for recipes with kv='calibrated'.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
@@ -241,6 +178,7 @@ def forward(
       collect_health: also count what the quantisation of K and V (and of q under FP8 attention)
         lost, per layer.
       collect_amax: also return the amax of q, k and v, per layer and sequence.
+      collect_load: also return the probabilities that the routers gave their experts.
       taps: names of intermediate values to return; see models/taps.py.
       swaps: values that take the place of intermediate ones, by name.
 
@@ -271,8 +209,8 @@ def forward(
         raise ValueError(
             "intermediate values lie in parts where mesh.tensor is above 1; set it to 1"
         )
-    module = Transformer(config, recipe, remat, collect_health, collect_amax, parts)
-    runs = recipe.layer_segments(config.num_hidden_layers)
+    module = Transformer(config, recipe, remat, collect_health, collect_amax, collect_load, parts)
+    runs = layer_runs(layer_stacks(config), recipe)
     swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
 
     def apply(params, *arguments) -> tuple:
@@ -280,7 +218,7 @@ def forward(
         if not taps:
             return module.apply(variables, *arguments)
         (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
-        values = by_name(collected[TAPS], [name for name, _, _ in runs])
+        values = by_name(collected[TAPS], runs)
         found = {name: values[name] for name in taps if name in values}
         return hidden, cache, aux | {"taps": found}
 

@@ -41,6 +41,7 @@ from fp8rl_jax.quant.site import (
     merge_probes,
     update_site,
 )
+from fp8rl_jax.quant.widened import widen
 
 __all__ = [
     "BoundWeight",
@@ -80,4 +81,5 @@ __all__ = [
     "scaled_matmul",
     "static",
     "update_site",
+    "widen",
 ]

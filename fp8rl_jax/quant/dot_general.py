@@ -49,6 +49,7 @@ from fp8rl_jax.quant.site import (
     quantize_operand,
 )
 from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.widened import Widened
 
 
 @functools.partial(
@@ -88,7 +89,7 @@ class BoundWeight:
         return BoundWeight(self.value.T, None if self.master is None else self.master.T)
 
 
-Weight = jax.Array | QArray | BoundWeight
+Weight = jax.Array | QArray | Widened | BoundWeight
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
@@ -170,6 +171,7 @@ def _product(recipe: Recipe, x: QArray, w: QArray) -> jax.Array:
 
 
 def _bind(w: Weight) -> BoundWeight:
+    assert not isinstance(w, Widened)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 
@@ -192,6 +194,9 @@ def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -
     It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
     part; dx is summed over the axis, in float32, and comes back as the part.
     """
+    if isinstance(w, Widened):
+        assert recipe.activation is None
+        return block_matmul(_gathered(compute_value(x, recipe), gather), w.value)
     return _matmul(recipe, gather, *share(x, w))
 
 
@@ -414,7 +419,7 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         rows = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | BoundWeight):
+        if not isinstance(rhs, QArray | Widened | BoundWeight):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix

@@ -27,9 +27,11 @@ from fp8rl_jax.models import (
     logprobs_of_logits,
     output_head,
     scaled_logits,
+    tensor_parallel,
+    widen_linears,
 )
 from fp8rl_jax.models.taps import LOGITS
-from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.quant import Recipe, get_recipe, widen
 from fp8rl_jax.rollout.recording import begin, write
 from fp8rl_jax.rollout.sampling import choose, sample_keys
 
@@ -88,6 +90,11 @@ class _LoopState:
     rollout: Rollout
 
 
+def _converts_each_step() -> bool:
+    """Whether the platform's products read weights in another type than they are stored in."""
+    return jax.default_backend() == "cpu" and tensor_parallel.size() == 1
+
+
 def make_sampler(
     model: ModelConfig,
     recipe: Recipe | str,
@@ -115,6 +122,7 @@ def make_sampler(
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
         kv_scales = weights.get("kv_scales")
+        weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         prompt_slots = prompts.shape[1]
         slots = sampler.cache_slots or prompt_slots + slots_new
         if slots < prompt_slots + slots_new:
@@ -123,6 +131,9 @@ def make_sampler(
                 f"{slots_new}; give at least {prompt_slots + slots_new}"
             )
         head = output_head(weights, model)
+        if _converts_each_step():
+            weights = widen_linears(weights)
+            head = widen(head) if isinstance(head, jax.Array) else head
         start = jnp.repeat(lengths, sampler.group_size)
         batch = start.shape[0]
 

@@ -9,7 +9,8 @@ import pytest
 
 from fp8rl_jax import models
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models.layers import apply_rope, gated_silu, rms_norm
+from fp8rl_jax.models.layers import gated_silu, rms_norm
+from fp8rl_jax.models.rope import apply_rope
 from fp8rl_jax.quant import get_recipe
 
 _F32 = get_recipe("f32")

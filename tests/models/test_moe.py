@@ -14,6 +14,7 @@ from oracles import decoder_oracle, moe_oracle
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_params, moe, rope_tables
+from fp8rl_jax.models import router as routing
 from fp8rl_jax.quant import get_recipe
 
 _MODEL = ModelConfig(
@@ -52,8 +53,10 @@ def _function(recipe, model=_MODEL):
     def run(x, router, experts):
         named = dict(zip(moe_oracle.NAMES, experts, strict=True))
         rows, valid = x.astype(dtype)[None], jnp.ones((1, len(x)), bool)
-        routes = moe.token_routes(model, moe.token_logits(rows, router))
-        y, tokens = moe.mixture(model, recipe, rows, valid, *routes, named)
+        logits = routing.token_logits(rows, router)
+        chosen = routing.choose_experts(model, logits, None)
+        weights = routing.expert_weights(model, logits, chosen)
+        y, tokens = moe.mixture(model, recipe, rows, valid, weights, chosen, named)
         return y[0].astype(jnp.float32), tokens
 
     return run
@@ -218,6 +221,18 @@ def test_rows_do_not_see_each_other(recipe):
 # Choice.
 
 
+def _routes(logits, top_k, renormalize):
+    model = dataclasses.replace(
+        _MODEL, num_experts=logits.shape[1], num_experts_per_tok=top_k, norm_topk_prob=renormalize
+    )
+
+    def run(logits):
+        chosen = routing.choose(model, logits, None)
+        return routing.weigh(model, logits, chosen), chosen
+
+    return exact_jit(run)(logits)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16, 200])
 @pytest.mark.parametrize("experts,top_k", [(3, 2), (8, 2), (64, 8), (128, 8)])
 def test_ties_go_to_the_lower_number(rows, experts, top_k):
@@ -225,7 +240,7 @@ def test_ties_go_to_the_lower_number(rows, experts, top_k):
     rng = np.random.default_rng(rows)
     logits = rng.integers(0, 3, (rows, experts)).astype(np.float32)
     logits[0] = 0
-    weights, chosen = exact_jit(lambda x: moe.route(x, top_k, True))(logits)
+    weights, chosen = _routes(logits, top_k, True)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     np.testing.assert_array_equal(chosen, order)
     np.testing.assert_allclose(np.asarray(weights).sum(1), 1, rtol=1e-6)
@@ -236,7 +251,7 @@ def test_weights_are_probabilities(experts):
     """Of all experts; extreme logits give neither NaN nor a probability above 1."""
     logits = np.random.default_rng(0).standard_normal((7, experts)).astype(np.float32)
     logits[1] *= 1e4
-    weights, chosen = exact_jit(lambda x: moe.route(x, experts, False))(logits)
+    weights, chosen = _routes(logits, experts, False)
     exact = np.exp(np.float64(logits) - logits.max(1, keepdims=True))
     exact /= exact.sum(1, keepdims=True)
     np.testing.assert_allclose(weights, np.take_along_axis(exact, np.asarray(chosen), 1), rtol=1e-5)

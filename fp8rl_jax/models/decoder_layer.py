@@ -1,0 +1,74 @@
+"""One decoder layer: attention, then a gated MLP or experts, each with a norm before it."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.models.attention import Attention
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
+from fp8rl_jax.models.latent_attention import LatentAttention
+from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.taps import tap
+from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
+from fp8rl_jax.quant.formats import amax
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP or experts, residual stream rounded to the compute dtype."""
+
+    config: ModelConfig
+    recipe: Recipe
+    sparse: bool
+    collect_health: bool
+    collect_amax: bool
+    collect_load: bool
+    tensor: int = 1
+
+    @nn.compact
+    def __call__(self, x, cache, scales, positions, cos, sin, valid):
+        config, recipe, tensor = self.config, self.recipe, self.tensor
+        residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
+        h = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")(x)
+        attention = LatentAttention if config.latent else Attention
+        a, cache, qkv = attention(config, recipe, tensor, name="self_attn")(
+            h, cache, scales, positions, cos, sin
+        )
+        o = linear(recipe, config.hidden_size, "o_proj", residual_scale, tensor)(a)
+        o = tensor_parallel.hold(o, config.hidden_size)
+        x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
+        x = tap(self, "residual_attention", x)
+        h2 = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")(x)
+        aux: dict = {}
+        if self.sparse:
+            down, aux = sparse_mlp(
+                self, config, recipe, h2, valid, residual_scale, tensor, self.collect_load
+            )
+        else:
+            down = gated_mlp(self, recipe, h2, config.intermediate_size, residual_scale, tensor)
+        x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
+        x = tap(self, "residual_mlp", x)
+        aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
+        if self.collect_health and recipe.kv_quantized:
+            names = [name for name in qkv if name != "q" or recipe.fp8_attention]
+            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
+            aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
+        if self.collect_amax:
+            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
+        return x, (cache, tensor_parallel.combine(aux) if tensor > 1 else aux)
+
+
+def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
+    stored, scale = quantize_kv(x, recipe, scale)
+    assert scale is not None
+    return kv_health(x, stored, scale, recipe)
+
+
+def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
+    """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
+    return amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))

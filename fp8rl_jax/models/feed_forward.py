@@ -1,0 +1,106 @@
+"""The feed-forward half of a decoder layer: a gated MLP, or experts with or without shared ones."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.layers import gated_silu, linear
+from fp8rl_jax.models.moe import Experts, mixture
+from fp8rl_jax.models.router import (
+    Router,
+    choose_experts,
+    expert_weights,
+    mean_probability,
+    token_logits,
+)
+from fp8rl_jax.models.taps import tap
+from fp8rl_jax.quant import Recipe, compute_value
+
+
+def gated_mlp(
+    module: nn.Module,
+    recipe: Recipe,
+    x: jax.Array,
+    width: int,
+    init_scale: float,
+    tensor: int,
+) -> jax.Array:
+    """``down(silu(gate x) * up x)``; its three linear layers become children of `module`.
+
+    Args:
+      module: in whose compact `__call__` this stands.
+      recipe: of the layer.
+      x: (B, T, D) in the compute dtype.
+      width: of the hidden features.
+      init_scale: of down_proj.
+      tensor: devices that share every layer (`tensor_parallel`).
+
+    Returns:
+      (B, T, D) in the compute dtype.
+    """
+    hidden = x.shape[-1]
+    features = dict.fromkeys(("gate_proj", "up_proj"), width)
+    x = tensor_parallel.shared_input(x, recipe, features, tensor)
+    gate = linear(recipe, width, "gate_proj", tensor=tensor)(x)
+    up = linear(recipe, width, "up_proj", tensor=tensor)(x)
+    gated = gated_silu(recipe, gate, tensor_parallel.hold(up, gate.shape[-1]))
+    gated = tap(module, "gated", gated)
+    down = linear(recipe, hidden, "down_proj", init_scale, tensor)(gated)
+    return tensor_parallel.hold(down, hidden)
+
+
+class SharedExperts(nn.Module):
+    """Experts that every token uses, as one gated MLP (DeepSeekMoE, arXiv:2401.06066)."""
+
+    config: ModelConfig
+    recipe: Recipe
+    init_scale: float
+    tensor: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(B, T, D) -> (B, T, D), in the compute dtype."""
+        width = self.config.n_shared_experts * self.config.moe_intermediate_size
+        return gated_mlp(self, self.recipe, x, width, self.init_scale, self.tensor)
+
+
+def sparse_mlp(
+    module: nn.Module,
+    config: ModelConfig,
+    recipe: Recipe,
+    x: jax.Array,
+    valid: jax.Array,
+    init_scale: float,
+    tensor: int,
+    collect_load: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A router's experts, and the shared ones if the model has any.
+
+    Args:
+      module, recipe, x, init_scale, tensor: as for `gated_mlp`.
+      config: shapes.
+      valid: (B, T) bool, tokens that are counted.
+      collect_load: also return the probabilities that a balancing loss needs.
+
+    Returns:
+      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
+      with collect_load 'expert_probability': (E,) float32, `mean_probability`}.
+    """
+    router = Router(config, name="router")()
+    experts = Experts(config, init_scale, name="experts")()
+    logits = tap(module, "router_logits", token_logits(x, router.kernel))
+    chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
+    weights = tap(module, "router_weights", expert_weights(config, logits, chosen))
+    y, tokens = mixture(config, recipe, x, valid, weights, chosen, experts)
+    y = tap(module, "experts_output", y)
+    if config.n_shared_experts:
+        shared = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")(x)
+        y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
+    aux = {"expert_tokens": tokens}
+    if collect_load:
+        aux["expert_probability"] = mean_probability(config, logits, valid)
+    return y, aux

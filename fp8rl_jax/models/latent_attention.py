@@ -1,0 +1,170 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1), always in its absorbed form.
+
+A token's keys and values of all heads are linear in one latent c, and all heads share the rotated
+part of the key. Instead of making keys and values from the cache, their matrices are absorbed into
+the query and the result::
+
+    c, k_r  = norm(W_a x), rope(W_r x)             what the cache holds: R + Dr numbers a token
+    score   = (W_kb_h^T q_h) . c + q_rh . k_r      one "head" of keys for all heads of queries
+    out_h   = W_vb_h (sum_s p_s c_s)
+
+Decode needs this form for its speed; prefill and learner run the same one, so that all three have
+the same bits. The latent passes through the KV quantiser (FP8, one scale a token); the rotated part
+stays in the compute dtype, as it is small and carries the positions. The two absorbed products are
+per head: `grouped_matmul` with a head in the place of an expert.
+
+The latents' norms have an epsilon of 1e-6 whatever `rms_norm_eps` is, as in DeepSeek's models.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax import kernels
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.kv_cache import StoredLatent, write
+from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
+from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
+from fp8rl_jax.models.taps import tap
+from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul, quantize_kv
+from fp8rl_jax.quant.varying import share
+
+_LATENT_EPS = 1e-6
+
+
+def _store(latent: jax.Array, rope: jax.Array, recipe: Recipe) -> StoredLatent:
+    """Latents (B, T, R) and rotated keys (B, T, Dr) as the cache holds them."""
+    stored, scale = quantize_kv(latent, recipe)
+    return StoredLatent(stored, scale, rope)
+
+
+def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
+    """Latents (B, T, R) in the values that attention reads, float32."""
+    stored, scale = quantize_kv(latent, recipe)
+    value = stored.astype(jnp.float32)
+    return value if scale is None else value * scale[..., None]
+
+
+def _attend(q, q_rope, stored: StoredLatent, positions, scale: float) -> jax.Array:
+    latent = stored.latent[:, :, None]
+    latent_scale = None if stored.scale is None else stored.scale[:, :, None]
+    return kernels.attention(
+        q, latent, latent, positions, scale=scale, k_scale=latent_scale, v_scale=latent_scale,
+        q_rope=q_rope, k_rope=stored.rope[:, :, None],
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def latent_self_attention(
+    recipe: Recipe,
+    scale: float,
+    q: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """Attention of a whole sequence to itself, as the learner runs it.
+
+    The gradient is straight through the latents' rounding, taken at the rounded values.
+
+    Args:
+      recipe: of the layer.
+      scale: of the scores (`softmax_scale`).
+      q: (B, T, H, R), absorbed; q_rope: (B, T, H, Dr), both in the compute dtype.
+      latent: (B, T, R); rope: (B, T, Dr), likewise.
+      positions: (B, T) int32.
+
+    Returns:
+      (B, T, H, R) float32, sums of latents.
+    """
+    return _forward(recipe, scale, q, q_rope, latent, rope, positions)[0]
+
+
+def _forward(recipe, scale, q, q_rope, latent, rope, positions):
+    stored = _store(latent, rope, recipe)
+    out = _attend(q, q_rope, stored, positions, scale)
+    return out, (q, q_rope, stored, positions)
+
+
+def _backward(recipe, scale, residual, cotangent):
+    q, q_rope, stored, positions = residual
+    latent = stored.latent.astype(jnp.float32)
+    if stored.scale is not None:
+        latent = latent * stored.scale[..., None]
+    keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
+    queries = jnp.concatenate([q, q_rope], -1)
+    dqueries, dkeys, dvalues = kernels.attention_vjp(
+        queries, keys, latent[:, :, None], positions, cotangent, scale=scale
+    )
+    width = latent.shape[-1]
+    dlatent = dkeys[:, :, 0, :width] + dvalues[:, :, 0]
+    grads = (dqueries[..., :width], dqueries[..., width:], dlatent, dkeys[:, :, 0, width:])
+    return (*(g.astype(q.dtype) for g in grads), None)
+
+
+latent_self_attention.defvjp(_forward, _backward)
+
+
+def by_head(recipe: Recipe, x: jax.Array, weight: Weight) -> jax.Array:
+    """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype."""
+    batch, length, heads, width = x.shape
+    rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, width)
+    y = grouped_matmul(recipe, rows, weight, jnp.arange(heads, dtype=jnp.int32))
+    y = compute_value(y, recipe)
+    return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
+
+
+class LatentAttention(nn.Module):
+    """Latents of queries (if any) and of keys and values, RoPE, and attention over latents."""
+
+    config: ModelConfig
+    recipe: Recipe
+    tensor: int = 1
+
+    @nn.compact
+    def __call__(self, x, cache: StoredLatent | None, scales, positions, cos, sin):
+        """x (B, T, D), positions (B, T), cos/sin (B, T, Dr/2); scales must be None.
+
+        Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
+        """
+        assert scales is None and self.tensor == 1  # refused by checks.py
+        config, recipe = self.config, self.recipe
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+        queries = heads * (nope + rotated)
+        if config.q_lora_rank:
+            q = linear(recipe, config.q_lora_rank, "q_a_proj")(x)
+            q = RMSNorm(_LATENT_EPS, recipe, name="q_a_layernorm")(q)
+            q = linear(recipe, queries, "q_b_proj")(q)
+        else:
+            q = linear(recipe, queries, "q_proj")(x)
+        q = q.reshape(*x.shape[:2], heads, nope + rotated)
+        compressed = linear(recipe, rank + rotated, "kv_a_proj_with_mqa")(x)
+        latent = RMSNorm(_LATENT_EPS, recipe, name="kv_a_layernorm")(compressed[..., :rank])
+        q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
+        if config.rope_interleave:
+            q_rope, k_rope = apart(q_rope), apart(k_rope)
+        q_rope, k_rope = (apply_rope(recipe, *share(y, cos, sin)) for y in (q_rope, k_rope))
+        q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
+        k_b = Kernel((heads, nope, rank), name="k_b_proj")()
+        absorbed = by_head(recipe.for_module("k_b_proj"), q[..., :nope], k_b)
+        absorbed = tap(self, "q_absorbed", absorbed)
+        latent = tap(self, "latent_read", latent, functools.partial(_as_read, recipe))
+        scale = softmax_scale(config)
+        if cache is None:
+            out = latent_self_attention(
+                recipe, scale, *share(absorbed, q_rope, latent, k_rope, positions)
+            )
+        else:
+            cache = write(cache, _store(latent, k_rope, recipe), positions)
+            out = _attend(absorbed, q_rope, cache, positions, scale)
+        out = tap(self, "attention", compute_value(out, recipe))
+        v_b = Kernel((heads, rank, config.v_head_dim), name="v_b_proj")()
+        out = by_head(recipe.for_module("v_b_proj"), out, v_b)
+        out = tap(self, "values", out)
+        return out.reshape(*x.shape[:2], -1), cache, {"latent": latent[:, :, None]}

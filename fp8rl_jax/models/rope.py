@@ -1,0 +1,119 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864) and its extensions to long contexts."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.kernels import guard
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.quant import Recipe, compute_value
+
+
+def _frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per position of every pair, float64 (rope_dim / 2,)."""
+    half = config.rope_dim // 2
+    plain = config.rope_theta ** (-np.arange(half) / half)
+    return {"default": lambda c, f: f, "llama3": _llama3, "yarn": _yarn}[config.rope_type](
+        config, plain
+    )
+
+
+def _llama3(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
+    """Llama 3.1's bands (the `rope_scaling` of its config.json): slow frequencies are divided by
+    the factor, fast ones stay, those between are interpolated."""
+    turns = config.rope_original_max_position_embeddings * plain / (2 * np.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return plain * (kept + (1 - kept) / config.rope_factor)
+
+
+def _yarn(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
+    """YaRN's "NTK by parts" (arXiv:2309.00071, section 3.2), its ramp over pairs of features.
+
+    The ramp's ends are rounded to whole pairs, as in the models that were released with it.
+    """
+    half = len(plain)
+    context = config.rope_original_max_position_embeddings
+
+    def pair(turns: float) -> float:
+        """Which pair makes so many turns within the original context."""
+        return half * math.log(context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+
+    first = max(math.floor(pair(config.rope_beta_fast)), 0)
+    last = min(math.ceil(pair(config.rope_beta_slow)), 2 * half - 1)
+    divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
+    return plain * (1 - divided + divided / config.rope_factor)
+
+
+def _yarn_temperature(factor: float, mscale: float) -> float:
+    """``0.1 m ln(factor) + 1`` (arXiv:2309.00071, equation 22, with DeepSeek's m)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What attention's scores are multiplied by: 1/sqrt(Dh), and YaRN's temperature if set."""
+    head_dim = config.qk_nope_head_dim + config.rope_dim if config.latent else config.head_dim
+    scale = 1 / math.sqrt(head_dim)
+    if config.rope_type == "yarn" and config.rope_mscale_all_dim:
+        scale *= _yarn_temperature(config.rope_factor, config.rope_mscale_all_dim) ** 2
+    return scale
+
+
+def _amplitude(config: ModelConfig) -> float:
+    """Factor on the tables: YaRN's temperature as far as `softmax_scale` does not have it."""
+    if config.rope_type != "yarn":
+        return 1.0
+    factor = config.rope_factor
+    if config.rope_mscale and config.rope_mscale_all_dim:
+        return _yarn_temperature(factor, config.rope_mscale) / _yarn_temperature(
+            factor, config.rope_mscale_all_dim
+        )
+    return _yarn_temperature(factor, 1.0)
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of the rotary angles, float32 (length, rope_dim / 2), made once by numpy.
+
+    Tables are arguments of every program: computed inside, XLA may fold them with another
+    implementation of cos than the one it runs.
+    """
+    angle = np.arange(length)[:, None] * _frequencies(config)
+    amplitude = _amplitude(config)
+    return tuple((f(angle) * amplitude).astype(np.float32) for f in (np.cos, np.sin))
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """(..., n) with neighbouring pairs (0, 1), (2, 3), ... -> halves paired, (0, n/2), ..."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired.
+
+    Kept for the backward pass: the tables. The gradient is the rotation back.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    rotated = jnp.concatenate(
+        [guard(first * cos) - guard(second * sin), guard(second * cos) + guard(first * sin)], -1
+    )
+    return compute_value(rotated, recipe)
+
+
+def _apply_rope_forward(recipe, x, cos, sin):
+    return apply_rope(recipe, x, cos, sin), (cos, sin, jnp.zeros((0,), x.dtype))
+
+
+def _apply_rope_backward(recipe, residual, cotangent):
+    cos, sin, like = residual
+    return apply_rope(recipe, cotangent, cos, -sin).astype(like.dtype), None, None
+
+
+apply_rope.defvjp(_apply_rope_forward, _apply_rope_backward)

@@ -1,0 +1,180 @@
+"""The router of a layer with experts: which experts a token uses, and with what weights.
+
+Two families (Qwen3 technical report, arXiv:2505.09388; DeepSeek-V3, arXiv:2412.19437, 2.1.2)::
+
+                softmax                              sigmoid
+    p         = softmax(x W_router)                  sigmoid(x W_router)          float32
+    score     = p                                    p + b, of the best groups alone
+    S         = the k experts of largest score       ties: the lower number
+    w_i       = p_i, or p_i / sum_{j in S} p_j       norm_topk_prob; times routed_scaling_factor
+
+b is a correction that balances the experts' load without entering their weights; a group's score is
+the sum of its two largest, and only the `topk_group` best groups count. b receives no gradient.
+
+The router's weight is float32 in every form of the parameters, its product the canonical one, its
+exponentials padded to a multiple of 16 experts. Choice and weights are apart: a choice that was
+recorded by the sampler can be replayed in the learner ("routing replay", arXiv:2510.11370), and its
+weights still depend on the learner's own logits.
+
+Gradients: straight through the choice (the function, gather and renormalisation are differentiated,
+the selection is a constant), as in Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels import EXP_LANES, block_matmul, guard
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.layers import kernel_init, replicate
+from fp8rl_jax.models.rows import by_own_rows
+from fp8rl_jax.quant.varying import share
+
+_TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek's code
+
+
+@flax.struct.dataclass
+class RouterWeights:
+    """Parameters of a router.
+
+    Attributes:
+      kernel: (D, E) float32.
+      bias: (E,) float32, the correction that enters the choice alone; None with a softmax.
+    """
+
+    kernel: jax.Array
+    bias: jax.Array | None
+
+
+class Router(nn.Module):
+    """The parameters `kernel` and, of a sigmoid router, `e_score_correction_bias`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> RouterWeights:
+        config, bias = self.config, None
+        shape = (config.hidden_size, config.num_experts)
+        kernel = replicate(self.param("kernel", kernel_init(), shape))
+        if config.scoring_func == "sigmoid":
+            zeros = nn.initializers.zeros_init()
+            bias = replicate(self.param("e_score_correction_bias", zeros, (config.num_experts,)))
+        return RouterWeights(kernel, bias)
+
+
+@jax.custom_vjp
+def _router_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return block_matmul(x, kernel)
+
+
+def _router_product_forward(x, kernel):
+    return _router_product(x, kernel), (x, kernel)
+
+
+def _router_product_backward(residual, dy):
+    x, kernel = residual
+    dx = block_matmul(dy, kernel.T).astype(x.dtype)
+    return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
+
+
+_router_product.defvjp(_router_product_forward, _router_product_backward)
+
+
+def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """(M, D) in the compute dtype times (D, E) float32 -> (M, E) float32, in canonical order.
+
+    Kept for the backward pass: x as it came.
+    """
+    return _router_product(*share(x, kernel))
+
+
+def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
+    """(M, E) float32 logits -> what the weights are taken from, (M, E) float32."""
+    experts = logits.shape[1]
+    missing = -experts % EXP_LANES
+    padded = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    if config.scoring_func == "sigmoid":
+        return (1.0 / (1.0 + jnp.exp(-padded)))[:, :experts]
+    top = lax.stop_gradient(padded.max(-1, keepdims=True))
+    raised = jnp.exp(padded - top)
+    return guard(raised * (1.0 / raised.sum(-1, keepdims=True)))[:, :experts]
+
+
+def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Experts (M, top_k) int32 of logits (M, E) float32, the best first, equal ones by number."""
+    logits = lax.stop_gradient(logits)
+    if config.scoring_func == "softmax":  # has the order of the logits
+        return lax.top_k(logits, config.num_experts_per_tok)[1]
+    score = _probabilities(config, logits)
+    if bias is not None:
+        score = score + lax.stop_gradient(bias)
+    if config.n_group > 1:
+        groups = score.reshape(score.shape[0], config.n_group, -1)
+        best = lax.top_k(groups, min(2, groups.shape[-1]))[0]
+        kept = lax.top_k(best[..., 0] + best[..., -1], config.topk_group)[1]
+        inside = (kept[:, :, None] == jnp.arange(config.n_group)).any(1)
+        score = jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(score.shape)
+    return lax.top_k(score, config.num_experts_per_tok)[1]
+
+
+def weigh(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
+    """Weights (M, top_k) float32 of the chosen `experts` (M, top_k), from logits (M, E)."""
+    weights = jnp.take_along_axis(_probabilities(config, logits), experts, axis=1)
+    if config.norm_topk_prob:
+        total = weights[:, :1]
+        for slot in range(1, config.num_experts_per_tok):
+            total = total + weights[:, slot : slot + 1]
+        if config.scoring_func == "sigmoid":
+            total = total + _TINY
+        weights = guard(weights * (1.0 / total))
+    if config.routed_scaling_factor != 1.0:
+        weights = guard(weights * jnp.float32(config.routed_scaling_factor))
+    return weights
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """(B, T, n) -> (B * T, n)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def token_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`router_logits` of (B, T, D): (B, T, E) float32."""
+
+    def run(x, kernel):
+        return (router_logits(_rows(x), kernel).reshape(*x.shape[:-1], -1),)
+
+    return by_own_rows(run, (x,), (kernel,), 0)[0]
+
+
+def choose_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`choose` for logits (B, T, E): (B, T, top_k) int32."""
+
+    def run(logits, bias):
+        return (choose(config, _rows(logits), bias).reshape(*logits.shape[:-1], -1),)
+
+    return by_own_rows(run, (logits,), (bias,), 0)[0]
+
+
+def expert_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
+    """`weigh` for logits (B, T, E) and experts (B, T, top_k): (B, T, top_k) float32."""
+
+    def run(logits, experts):
+        return (weigh(config, _rows(logits), _rows(experts)).reshape(experts.shape),)
+
+    return by_own_rows(run, (logits, experts), (), 0)[0]
+
+
+def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -> jax.Array:
+    """Mean over the tokens of (B, T) `valid` of each expert's share of probability, (E,) float32.
+
+    Of sigmoids, the share is ``p_i / sum_j p_j`` (arXiv:2412.19437, equation 18).
+    """
+    shares = _probabilities(config, _rows(logits))
+    if config.scoring_func == "sigmoid":
+        shares = shares / (shares.sum(-1, keepdims=True) + _TINY)
+    counted = valid.reshape(-1, 1).astype(jnp.float32)
+    return (shares * counted).sum(0) / jnp.maximum(counted.sum(), 1.0)
