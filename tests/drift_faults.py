@@ -23,7 +23,7 @@ from fp8rl_jax import models
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.models import attention, layers, moe, transformer
+from fp8rl_jax.models import attention, decoder_layer, layers, router
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import Recipe, compute_value, dot_general
 from fp8rl_jax.rollout import sampler
@@ -174,7 +174,7 @@ FAULTS = {
         culprit="self_attn/attention", layer=0, words=("keys", "chunks"), may_vanish=True,
     ),
     "1 / sqrt in one norm": Fault(
-        _F32, learner=_patch(transformer, "RMSNorm", _OneOddNorm),
+        _F32, learner=_patch(decoder_layer, "RMSNorm", _OneOddNorm),
         culprit="post_attention_layernorm/output", layer=0, words=("rsqrt",), may_vanish=True,
     ),
     "not rounded to bf16": Fault(
@@ -187,7 +187,7 @@ FAULTS = {
     ),
     "router in bf16": Fault(
         ("model.num_experts=8", "model.moe_intermediate_size=64"),
-        learner=_patch(moe, "router_logits", _bf16_router),
+        learner=_patch(router, "router_logits", _bf16_router),
         culprit="router_logits", layer=0, words=("the router", "float32"),
     ),
     "one layer in bf16": Fault(

@@ -19,6 +19,23 @@ from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
 EOS, PAD = 258, 256
+_LATENT = dict(
+    kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24, qk_norm=False,
+    rope_interleave=True, scoring_func="sigmoid", n_group=4, topk_group=2,
+    routed_scaling_factor=2.5, n_shared_experts=1, first_k_dense_replace=1, num_experts=8,
+    rope_type="yarn", rope_factor=4.0, rope_original_max_position_embeddings=16, rope_mscale=1.0,
+    rope_mscale_all_dim=1.0,
+)  # fmt: skip
+# What tells other families from Qwen3's, as fields of a ModelConfig.
+FAMILIES: dict[str, dict] = {
+    "qwen3": {},
+    "llama": dict(
+        qk_norm=False, rope_type="llama3", rope_factor=8.0,
+        rope_original_max_position_embeddings=16,
+    ),
+    "deepseek": {**_LATENT, "q_lora_rank": 40},
+    "moonlight": {**_LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Case:
     """One combination. `prompts` are lengths; the response has `new_tokens` slots."""
 
     recipe: str | Recipe = "fp8"
+    family: str = "qwen3"
     prompts: tuple[int, ...] = (1, 7, 20, 40)
     group_size: int = 2
     new_tokens: int = 24
@@ -54,12 +72,14 @@ class Case:
     seed: int = 0
 
     def model(self) -> models.ModelConfig:
-        return models.ModelConfig(
-            259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
-            self.head_dim, tie_word_embeddings=self.tied,
-            embedding_init_std=0.05 if self.tied else 1.0,
+        fields = dict(
+            tie_word_embeddings=self.tied, embedding_init_std=0.05 if self.tied else 1.0,
             num_experts=self.experts, num_experts_per_tok=self.experts_per_token,
             moe_intermediate_size=self.expert_width, norm_topk_prob=self.norm_topk_prob,
+        )  # fmt: skip
+        return models.ModelConfig(
+            259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
+            self.head_dim, **{**fields, **FAMILIES[self.family]},
         )  # fmt: skip
 
 
@@ -84,8 +104,24 @@ class Result:
         return logp, logits
 
 
+def _with_random_vectors(params, seed: int):
+    """Norms' weights and routers' corrections drawn at random, where they start as 1 and 0."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if path[-1].key == "weight":
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+        if path[-1].key == "e_score_correction_bias":
+            return jnp.asarray(rng.uniform(0, 0.5, leaf.shape), jnp.float32)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(draw, params)
+
+
 def make_params(case: Case):
     params = models.init_params(case.model(), jax.random.key(case.seed))
+    if case.family != "qwen3":
+        params = _with_random_vectors(params, case.seed)
     if case.outliers:
         rng = np.random.default_rng(case.seed)
         channels = rng.choice(case.hidden, 4, replace=False)

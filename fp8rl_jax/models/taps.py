@@ -105,31 +105,27 @@ def by_module(swaps: dict[str, Swap], runs: Iterable[Run]) -> dict:
     return traverse_util.unflatten_dict(flat)
 
 
-_ATTENTION = tuple(
-    f"self_attn/{name}"
-    for name in (
-        "q_proj/input", "q_proj/output", "k_proj/input", "k_proj/output",
-        "v_proj/input", "v_proj/output", "q_norm/output", "k_norm/output",
-        "q_rope", "k_rope", "q_read", "k_read", "v_read", "attention",
-    )
+def _inside(*names: str) -> tuple[str, ...]:
+    return tuple(f"self_attn/{name}" for name in names)
+
+
+# Of attention, in the order of computation: what only latent attention has, what it lacks, and
+# what both have.
+_QUERY_LATENT = _inside(
+    "q_a_proj/input", "q_a_proj/output", "q_a_layernorm/output", "q_b_proj/input",
+    "q_b_proj/output",
 )  # fmt: skip
-_QK_NORM = ("self_attn/q_norm/output", "self_attn/k_norm/output")
-# Of latent attention, which has some of the above too.
-_QUERY_LATENT = tuple(
-    f"self_attn/{name}"
-    for name in (
-        "q_a_proj/input", "q_a_proj/output", "q_a_layernorm/output", "q_b_proj/input",
-        "q_b_proj/output",
-    )
-)  # fmt: skip
-_LATENT = tuple(
-    f"self_attn/{name}"
-    for name in (
-        "kv_a_proj_with_mqa/input", "kv_a_proj_with_mqa/output", "kv_a_layernorm/output",
-        "q_absorbed", "latent_read",
-    )
-)  # fmt: skip
-_VALUES = ("self_attn/values",)
+_QUERY = _inside("q_proj/input", "q_proj/output")
+_KEYS_VALUES = _inside("k_proj/input", "k_proj/output", "v_proj/input", "v_proj/output")
+_KV_LATENT = _inside(
+    "kv_a_proj_with_mqa/input", "kv_a_proj_with_mqa/output", "kv_a_layernorm/output"
+)
+_QK_NORM = _inside("q_norm/output", "k_norm/output")
+_ROTATED = _inside("q_rope", "k_rope")
+_LATENT_READ = _inside("q_absorbed", "latent_read")
+_READ = _inside("q_read", "k_read", "v_read")
+_ATTENTION = _inside("attention")
+_VALUES = _inside("values")
 _DENSE = (
     "gate_proj/input", "gate_proj/output", "up_proj/input", "up_proj/output", "gated",
     "down_proj/input", "down_proj/output",
@@ -137,9 +133,10 @@ _DENSE = (
 _EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")
 _SHARED = tuple(f"shared_experts/{name}" for name in _DENSE)
 LAYER_TAPS = (
-    "input_layernorm/output", *_QUERY_LATENT, *_ATTENTION[:-1], *_LATENT, *_ATTENTION[-1:],
-    *_VALUES, "o_proj/input", "o_proj/output", "residual_attention",
-    "post_attention_layernorm/output", *_DENSE, *_EXPERTS, *_SHARED, "residual_mlp",
+    "input_layernorm/output", *_QUERY_LATENT, *_QUERY, *_KEYS_VALUES, *_KV_LATENT, *_QK_NORM,
+    *_ROTATED, *_LATENT_READ, *_READ, *_ATTENTION, *_VALUES, "o_proj/input", "o_proj/output",
+    "residual_attention", "post_attention_layernorm/output", *_DENSE, *_EXPERTS, *_SHARED,
+    "residual_mlp",
 )  # fmt: skip
 MODEL_TAPS = ("embed", "norm/output")
 # Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
@@ -151,12 +148,10 @@ def tap_names(config: ModelConfig) -> tuple[str, ...]:
     """All names that a model has, 'logits' too, in the order of computation."""
     absent: set[str] = set()
     if config.latent:
-        own = {"q_rope", "k_rope", "attention"}
-        own |= set() if config.q_lora_rank else {"q_proj/input", "q_proj/output"}
-        absent |= set(_ATTENTION) - {f"self_attn/{name}" for name in own}
-        absent |= set() if config.q_lora_rank else set(_QUERY_LATENT)
+        absent |= {*_KEYS_VALUES, *_QK_NORM, *_READ}
+        absent |= set(_QUERY if config.q_lora_rank else _QUERY_LATENT)
     else:
-        absent |= {*_QUERY_LATENT, *_LATENT, *_VALUES}
+        absent |= {*_QUERY_LATENT, *_KV_LATENT, *_LATENT_READ, *_VALUES}
         absent |= set() if config.qk_norm else set(_QK_NORM)
     if not config.num_experts:
         absent |= {*_EXPERTS, *_SHARED}
