@@ -55,6 +55,21 @@ def check_config(config: ml_collections.ConfigDict) -> None:
 
 def _check_experts(config) -> None:
     devices, experts = config.mesh.expert, config.model.num_experts
+    replay = config.algo.routing_replay
+    if not experts and replay != "none":
+        raise UserError(
+            f"algo.routing_replay is {replay!r}, and a dense model has no routers: write 'none'"
+        )
+    if not experts and config.algo.router_aux_loss_coef:
+        raise UserError(
+            f"algo.router_aux_loss_coef is {config.algo.router_aux_loss_coef}, and a dense model "
+            "has no routers: write 0"
+        )
+    if replay != "none" and config.mesh.tensor > 1:
+        raise UserError(
+            f"algo.routing_replay is {replay!r}, which is recorded on whole layers, and "
+            f"mesh.tensor is {config.mesh.tensor}: write 1, or set algo.routing_replay='none'"
+        )
     if devices == 1:
         return
     if not experts:

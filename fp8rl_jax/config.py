@@ -106,6 +106,9 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "correction": ("auto", "tis: truncated importance sampling; none; auto: tis when the "
                        "recipes differ"),
         "tis_cap": (2.0, "cap of the importance weight"),
+        "routing_replay": ("none", "what the learner takes from the rollout's routers: none; "
+                           "experts: the choice, in its order; weights: their weights too"),
+        "router_aux_loss_coef": (0.0, "weight of the loss that balances the experts' load"),
         "old_logprobs": ("learner", "learner: recompute before the first update; rollout: reuse "
                          "the sampler's own"),
         "updates_per_rollout": (1, "optimiser updates, each on an equal part of the rollout"),
@@ -146,6 +149,7 @@ CHOICES = {
     "precision.attention": ("bf16", "fp8"),
     "algo.correction": ("auto", "none", "tis"),
     "algo.old_logprobs": ("learner", "rollout"),
+    "algo.routing_replay": ("none", "experts", "weights"),
 }
 # Fields with the least value allowed.
 AT_LEAST = {
@@ -157,7 +161,8 @@ AT_LEAST = {
     "run.steps": 0, "run.samples": 0, "run.checkpoint_every": 1, "run.keep_checkpoints": 1,
     "env.train_questions": 1, "rollout.prompts_per_step": 1, "rollout.group_size": 1,
     "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
-    "rollout.top_k": 0, "algo.kl_coef": 0, "algo.updates_per_rollout": 1,
+    "rollout.top_k": 0, "algo.kl_coef": 0, "algo.router_aux_loss_coef": 0,
+    "algo.updates_per_rollout": 1,
     "learner.micro_batches": 1, "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0,
     "optimizer.clip_norm": 1e-6, "warmup.steps": 0, "warmup.questions": 1, "warmup.batch_size": 1,
     "warmup.learning_rate": 0, "warmup.warmup_steps": 0, "warmup.evaluations": 1,

@@ -21,7 +21,7 @@ def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
     return jax.tree.map(lambda *n: np.sum(n, axis=0), *parts) if parts else {}
 
 
-def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float | str]:
+def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, float | str]:
     """Metrics of {operand class: {site: {count: (L,), of experts (L, E)}}}.
 
     ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
@@ -31,7 +31,7 @@ def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float
 
     Args:
       health: the counts.
-      first_layer: number of the first layer of the run 'layers'.
+      first: {run of layers: number of its first layer}; the KV cache counts over all layers.
     """
     record: dict[str, float | str] = {}
     for name, sites in health.items():
@@ -44,7 +44,7 @@ def loss_metrics(health: dict[str, Counts], first_layer: int) -> dict[str, float
             layer, *expert = (int(i) for i in np.unravel_index(np.argmax(share), share.shape))
             if share.max() > worst:
                 run, _, module = site.partition(".")
-                number = layer + (first_layer if run == "layers" and name != "kv" else 0)
+                number = layer + (0 if name == "kv" else first[run])
                 worst, worst_at = float(share.max()), f"layer {number} {module}"
                 worst_at += "".join(f", expert {i}" for i in expert)
             for key in total:

@@ -41,6 +41,7 @@ from fp8rl_jax.models import (
     update_scaling,
     with_kv_scales,
 )
+from fp8rl_jax.models.router import load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
@@ -62,6 +63,8 @@ class Batch:
       advantages: (B,) float32.
       old_logprobs, rollout_weights, ref_logprobs: (B, R) float32: log-probabilities before the
         first update; importance weights (1 without a correction); of the reference policy.
+      routing: {name of taps.ROUTING: (B, L, T, top_k)}, what the rollout's routers chose, to be
+        replayed; {} for the learner's own choice.
     """
 
     tokens: Array
@@ -73,6 +76,7 @@ class Batch:
     old_logprobs: Array
     rollout_weights: Array
     ref_logprobs: Array
+    routing: dict[str, Array] = flax.struct.field(default_factory=dict)
 
     @property
     def lengths(self) -> Array:
@@ -135,12 +139,14 @@ class LossConfig:
       kind: 'grpo' or 'sft' (mean negative log-probability of the response).
       clip_low, clip_high: distances of the ratio's bounds from 1.
       kl_coef: weight of the k3 divergence from the reference; 0 leaves it out.
+      router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
     """
 
     kind: str = "grpo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
+    router_aux_coef: float = 0.0
 
 
 def response_logprobs(
@@ -152,17 +158,21 @@ def response_logprobs(
     remat: str,
     kv_scales: KVScales | None,
     collect_health: bool = False,
+    collect_load: bool = False,
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
     """(logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Arguments are those of `forward`.
+    Arguments are those of `forward`. What `batch.routing` holds takes the place of the routers'
+    own results.
     """
+    everywhere = jnp.ones(model.num_hidden_layers, bool)
+    routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
-        params, batch.tokens, model, recipe, kv_scales=kv_scales,
+        params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
         rope=rope, remat=remat, output="hidden", collect_health=collect_health,
-        taps=taps, swaps=swaps,
+        collect_load=collect_load, taps=taps, swaps={**(swaps or {}), **routing},
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
@@ -244,20 +254,24 @@ def make_train_step(
 
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
     are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
-    kl_coef), checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients
-    finite), bad_layer (first layer with a non-finite output, else -1); with health 'health':
-    {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps
-    'taps': {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not
-    good, the returned state is the state before the step.
+    kl_coef), router_aux_loss (with its coefficient, which is not in it), checksum (uint32 of the
+    bytes that the forward used), good (bool: loss and gradients finite), bad_layer (first layer
+    with a non-finite output, else -1); with experts 'expert_tokens': (S, E) int32
+    (`ForwardOutput.aux`); with health 'health': {'activations' | 'gradients' | 'kv': {site: {count:
+    (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B, T, ...), (B, T, ...) outside the
+    layers, or 'logits' (B, R, V)}. If not good, the returned state is the state before the step.
     """
     recipe = get_recipe(recipe)
 
     def objective(params, probes, weights, state: TrainState, part: Batch, rope, token_count):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales, health, taps
-        )
+            paired, part, model, recipe, rope, remat, state.kv_scales,
+            health, loss.router_aux_coef > 0, taps,
+        )  # fmt: skip
         sums = {"entropy": (entropy * part.mask).sum()}
+        if "expert_tokens" in aux:
+            sums["expert_tokens"] = aux["expert_tokens"]
         if "kv_health" in aux:
             sums["kv_health"] = aux["kv_health"]
         if loss.kind == "sft":
@@ -271,7 +285,12 @@ def make_train_step(
             if loss.kl_coef:
                 kl = (k3(logp, part.ref_logprobs) * part.mask).sum()
                 value, sums["kl_ref"] = value + loss.kl_coef * kl, kl
-        return value / token_count, (logp, sums, aux["finite"], aux.get("taps", {}))
+        value = value / token_count
+        if loss.router_aux_coef:
+            balance = load_balance_loss(model, aux["expert_tokens"], aux["expert_probability"])
+            sums["router_aux_loss"] = balance / micro_batches
+            value = value + loss.router_aux_coef * sums["router_aux_loss"]
+        return value, (logp, sums, aux["finite"], aux.get("taps", {}))
 
     def train_step(state: TrainState, batch: Batch, rope):
         weights = quantize_params(state.params, recipe, state.scaling_state)
@@ -325,6 +344,9 @@ def make_train_step(
             metrics["clipfrac_low"] = sums["clipped_low"] / token_count
             metrics["clipfrac_high"] = sums["clipped_high"] / token_count
             metrics["ratio_mean"] = sums["ratio"] / token_count
+        for name in ("expert_tokens", "router_aux_loss"):
+            if name in sums:
+                metrics[name] = sums[name]
         if "kl_ref" in sums:
             metrics["kl_ref"] = sums["kl_ref"] / token_count
         if health:

@@ -29,7 +29,8 @@ from fp8rl_jax.models import (
     weight_specs,
     with_kv_scales,
 )
-from fp8rl_jax.models.taps import batch_axis
+from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.taps import ROUTING, batch_axis
 from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import Rollout, SamplerConfig, make_calibrate, make_refit, make_sampler
@@ -153,6 +154,11 @@ class Runtime:
         )
         return dataclasses.replace(state, kv_scales=scales)
 
+    def first_layers(self, recipe: Recipe) -> dict[str, int]:
+        """{run of layers under `recipe`: number of its first layer}."""
+        runs = layer_runs(layer_stacks(self.model), recipe)
+        return {run.name: run.layers.start for run in runs}
+
     @property
     def warmup_recipe(self) -> Recipe:
         """The learner's recipe in the warm-up, where nothing is sampled that could calibrate."""
@@ -181,7 +187,15 @@ class Runtime:
     def sampler(self):
         """The rollout program; see `make_sampler`."""
         rollout = self.config.rollout
-        return self.make_sampler(rollout.group_size, rollout.top_k, rollout.top_p)
+        return self.make_sampler(
+            rollout.group_size, rollout.top_k, rollout.top_p, self.replayed_taps
+        )
+
+    @property
+    def replayed_taps(self) -> tuple[str, ...]:
+        """What the sampler records of its routing for the learner (`algo.routing_replay`)."""
+        count = {"none": 0, "experts": 1, "weights": 2}[self.config.algo.routing_replay]
+        return ROUTING[:count]
 
     @functools.cached_property
     def eval_sampler(self):
@@ -292,6 +306,7 @@ class Runtime:
             targets=rollout.tokens,
             mask=rollout.mask.astype(np.float32),
             temperature=temperature,
+            routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
             **{**fields, "advantages": advantages, "old_logprobs": rollout.logprobs},
         )
 

@@ -25,6 +25,7 @@ from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
+from fp8rl_jax.expert_load import load_metrics
 from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.metrics import RunLogs
@@ -272,7 +273,10 @@ class _Run:
 
     def _rl(self, state: TrainState) -> TrainState:
         rt, config = self.runtime, self.config
-        loss = LossConfig("grpo", config.algo.clip_low, config.algo.clip_high, config.algo.kl_coef)
+        algo = config.algo
+        loss = LossConfig(
+            "grpo", algo.clip_low, algo.clip_high, algo.kl_coef, algo.router_aux_loss_coef
+        )
         self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
         reference = self._reference(state) if config.algo.kl_coef else None
         stream = self._stream(state)
@@ -305,10 +309,10 @@ class _Run:
             if same_forward(rt.rollout_recipe, rt.learner_recipe):
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
             counts = add_counts([u["health"] for u in updates if "health" in u])
-            record |= loss_metrics(counts, rt.learner_recipe.first_layers)
+            record |= loss_metrics(counts, rt.first_layers(rt.learner_recipe))
             if lost:
                 counts = {"weights": jax.device_get(lost)}
-                record |= loss_metrics(counts, rt.rollout_recipe.first_layers)
+                record |= loss_metrics(counts, rt.first_layers(rt.rollout_recipe))
             state = rt.advance(state, step + 1, stream.position)
             begin = time.perf_counter()
             if rt.calibrated:
@@ -395,7 +399,8 @@ class _Run:
                 w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
                 batch = dataclasses.replace(batch, rollout_weights=w)
         if reference is not None:
-            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, batch))
+            own_routing = dataclasses.replace(batch, routing={})
+            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
         record["time_old_logprobs"] = time.perf_counter() - begin
 
         response_lengths = rollout.mask.sum(1)
@@ -428,9 +433,12 @@ class _Run:
             updates.append(metrics)
             first = np.asarray(logp) if first is None else first
         seconds = time.perf_counter() - begin
-        names = set(updates[0]) - {"good", "bad_layer", "checksum", "health"}
+        names = set(updates[0]) - {"good", "bad_layer", "checksum", "health", "expert_tokens"}
         for name in sorted(names):
             record[name] = float(np.mean([m[name] for m in updates]))
+        if "expert_tokens" in updates[0]:
+            tokens = np.sum([m["expert_tokens"] for m in updates], axis=0)
+            record |= load_metrics(tokens, rt.model.dense_layers)
         record["lr"] = float(self.schedule(step * count))
         record["time_learner"] = seconds
         tokens = float(np.asarray(batch.mask).sum())

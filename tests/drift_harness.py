@@ -16,6 +16,7 @@ import optax
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.data import join
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
 EOS, PAD = 258, 256
@@ -68,6 +69,7 @@ class Case:
     expert_width: int = 64
     norm_topk_prob: bool = True
     unroll: bool = False  # the learner's scan over layers, unrolled
+    replay: int = 0  # so many of taps.ROUTING are replayed in the learner
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     seed: int = 0
 
@@ -93,6 +95,7 @@ class Result:
     learner_logits: np.ndarray
     mask: np.ndarray
     checksum_ok: bool
+    params: dict  # after the update
 
     def differing(self) -> tuple[int, int]:
         """Number of log-probabilities and of logits whose bits differ."""
@@ -135,6 +138,12 @@ def make_params(case: Case):
     return params
 
 
+def _rows_first(values: np.ndarray, case: Case) -> np.ndarray:
+    """(L, B, S, k) of the rollout as the learner's (B, L, T, k)."""
+    values = np.moveaxis(values, 0, 1)
+    return np.pad(values, ((0, 0), (0, 0), (0, case.extra_slots), (0, 0)))
+
+
 def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
     lengths = np.repeat(lengths, case.group_size)
     tokens = join(np.repeat(prompts, case.group_size, axis=0), lengths, out.tokens, PAD)
@@ -151,6 +160,7 @@ def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
         old_logprobs=out.logprobs,
         rollout_weights=np.ones_like(out.logprobs),
         ref_logprobs=np.zeros_like(out.logprobs),
+        routing={name: _rows_first(out.taps[name], case) for name in ROUTING[: case.replay]},
     )
     return jax.tree.map(lambda x: x[order], batch)
 
@@ -178,7 +188,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         model, rollout_recipe or recipe,
         rollout.SamplerConfig(
             case.new_tokens, case.group_size, EOS, PAD, case.top_k, case.top_p,
-            case.cache_slots, taps=("logits",),
+            case.cache_slots, taps=("logits", *ROUTING[: case.replay]),
         ),
     )  # fmt: skip
     rng = np.random.default_rng(case.seed)
@@ -224,6 +234,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         learner_logits=logits[place][mask],
         mask=mask,
         checksum_ok=bool(metrics["checksum"] == checksum),
+        params=jax.device_get(state.params),
     )
 
 

@@ -37,7 +37,9 @@ def _counts(saturated, underflowed, nonfinite_blocks, elements) -> dict[str, np.
 
 
 def _worst(sites: dict, name: str = "activation", first_layer: int = 0) -> str | None:
-    return loss_metrics({name: sites}, first_layer).get(f"fp8_worst_layer/{name}")
+    return loss_metrics({name: sites}, {"layers": first_layer, "layers_last": 7}).get(
+        f"fp8_worst_layer/{name}"
+    )
 
 
 # Shares.
@@ -49,7 +51,7 @@ def test_shares_over_sites_and_layers():
         "layers.self_attn.q_proj": _counts([1, 0], [2, 4], 0, [100, 100]),
         "layers.down_proj": _counts([0, 5], [0, 10], [3, 1], [300, 300]),
     }
-    assert loss_metrics({"activation": sites}, 0) == {
+    assert loss_metrics({"activation": sites}, {"layers": 0}) == {
         "fp8_saturated_frac/activation": 6 / 800,
         "fp8_underflow_frac/activation": 16 / 800,
         "fp8_nonfinite_blocks/activation": 4.0,
@@ -66,7 +68,7 @@ def test_classes_do_not_mix():
             "weights": {"layers.o_proj": _counts(0, 0, 0, 10)},
             "kv": {"layers.self_attn": _counts([0, 4], 0, 0, 10)},
         },
-        0,
+        {"layers": 0},
     )
     shares = {name: record[f"fp8_saturated_frac/{name}"] for name in ("activation", "gradient")}
     assert shares == {"activation": 0.05, "gradient": 0.0}
@@ -91,7 +93,7 @@ def test_shares_and_worst_layer_against_plain_python(sites):
     health = {
         f"layers.{i}": _counts(*zip(*site, strict=True), 1000) for i, site in enumerate(sites)
     }
-    record = loss_metrics({"activation": health}, 3)
+    record = loss_metrics({"activation": health}, {"layers": 3})
     every = [layer for site in sites for layer in site]
     for index, name in enumerate(("saturated_frac", "underflow_frac", "nonfinite_blocks")):
         total = sum(layer[index] for layer in every)
@@ -111,7 +113,7 @@ def test_shares_and_worst_layer_against_plain_python(sites):
 def test_metrics_can_be_logged():
     """Floats and text, also from arrays of a device: a record is written as JSON."""
     counts = {key: jnp.asarray(value) for key, value in _counts([1, 0], 0, 1, 10).items()}
-    record = loss_metrics({"activation": {"layers.up_proj": counts}}, 0)
+    record = loss_metrics({"activation": {"layers.up_proj": counts}}, {"layers": 0})
     assert {type(value) for value in record.values()} == {float, str}
     assert json.loads(json.dumps(record)) == record
 
@@ -128,6 +130,7 @@ def test_number_of_the_worst_layer(first_layer):
     assert worst == f"layer {1 + first_layer} self_attn.v_proj"
     worst = _worst({"layers.gate_proj": counts}, "weights", first_layer)
     assert worst == f"layer {1 + first_layer} gate_proj"
+    assert _worst({"layers_last.gate_proj": counts}, "weights", 2) == "layer 8 gate_proj"
     assert _worst({"layers.self_attn": counts}, "kv", first_layer) == "layer 1 self_attn"
 
 
@@ -152,7 +155,7 @@ def test_the_worst_expert_is_named():
     counts = _counts([[0, 1, 0], [0, 0, 4]], 0, 0, [[0, 10, 10], [10, 5, 20]])
     dense = _counts([1, 0], 0, 0, 100)
     sites = {"layers.experts.up_proj": counts, "layers.o_proj": dense}
-    assert loss_metrics({"weights": sites}, 1) == {
+    assert loss_metrics({"weights": sites}, {"layers": 1}) == {
         "fp8_saturated_frac/weights": 6 / 255,
         "fp8_underflow_frac/weights": 0.0,
         "fp8_nonfinite_blocks/weights": 0.0,
@@ -163,12 +166,12 @@ def test_the_worst_expert_is_named():
 @pytest.mark.parametrize("health", [{}, {"activation": {}}])
 def test_nothing_counted(health):
     """No class, and no site."""
-    assert loss_metrics(health, 0) == {}
+    assert loss_metrics(health, {"layers": 0}) == {}
 
 
 def test_nothing_lost_names_nobody():
     """Zeros are metrics; a worst layer is not."""
-    assert loss_metrics({"kv": {"layers.self_attn": _counts([0, 0], 0, 0, 10)}}, 0) == {
+    assert loss_metrics({"kv": {"layers.self_attn": _counts([0, 0], 0, 0, 10)}}, {"layers": 0}) == {
         "fp8_saturated_frac/kv": 0.0,
         "fp8_underflow_frac/kv": 0.0,
         "fp8_nonfinite_blocks/kv": 0.0,
@@ -177,8 +180,10 @@ def test_nothing_lost_names_nobody():
 
 def test_no_elements():
     """A class without elements has no share; a layer without any spoils no other."""
-    assert loss_metrics({"gradient": {"layers.up": _counts(0, 0, 0, [0, 0])}}, 0) == {}
-    record = loss_metrics({"gradient": {"layers.up": _counts([0, 1], 0, 0, [0, 10])}}, 0)
+    assert loss_metrics({"gradient": {"layers.up": _counts(0, 0, 0, [0, 0])}}, {"layers": 0}) == {}
+    record = loss_metrics(
+        {"gradient": {"layers.up": _counts([0, 1], 0, 0, [0, 10])}}, {"layers": 0}
+    )
     assert record["fp8_saturated_frac/gradient"] == 0.1
     assert record["fp8_worst_layer/gradient"] == "layer 1 up"
 

@@ -178,3 +178,22 @@ def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -
         shares = shares / (shares.sum(-1, keepdims=True) + _TINY)
     counted = valid.reshape(-1, 1).astype(jnp.float32)
     return (shares * counted).sum(0) / jnp.maximum(counted.sum(), 1.0)
+
+
+def load_balance_loss(
+    config: ModelConfig, expert_tokens: jax.Array, probability: jax.Array
+) -> jax.Array:
+    """``mean over layers of (E / k) sum_i f_i P_i``: 1 when balanced, up to E / k.
+
+    f_i is the number of an expert's tokens over that of all tokens, P_i its `mean_probability`
+    (Switch Transformer, arXiv:2101.03961, equation 4; per k as in DeepSeek-V3, equation 17). The
+    gradient flows through P alone.
+
+    Args:
+      expert_tokens: (S, E) int32; probability: (S, E) float32, of the S layers with experts.
+
+    Returns:
+      () float32.
+    """
+    share = expert_tokens / jnp.maximum(expert_tokens.sum(-1, keepdims=True), 1)  # f_i / k
+    return config.num_experts * (lax.stop_gradient(share) * probability).sum(-1).mean()

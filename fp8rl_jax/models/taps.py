@@ -28,7 +28,7 @@ TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
 @flax.struct.dataclass
 class Swap:
-    """Values that take the place of a tapped one.
+    """Values that take the place of a tapped one; the gradient still goes to what they replace.
 
     Attributes:
       chosen: () bool, or (L,) for a value of the layers: where to swap.
@@ -57,8 +57,24 @@ def tap(
         module.sow(TAPS, name, view(value) if view else value, _last, lambda: None)
     if module.has_variable(SWAPS, name):
         swap: Swap = module.get_variable(SWAPS, name)
-        value = jnp.where(swap.chosen, swap.value.astype(value.dtype), value)
+        value = _swapped(swap.chosen, swap.value.astype(value.dtype), value)
     return value
+
+
+@jax.custom_vjp
+def _swapped(chosen: jax.Array, given: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.where(chosen, given, value)
+
+
+def _swapped_forward(chosen, given, value):
+    return _swapped(chosen, given, value), None
+
+
+def _swapped_backward(residual, cotangent):
+    return None, None, cotangent
+
+
+_swapped.defvjp(_swapped_forward, _swapped_backward)
 
 
 def _last(_, new):
@@ -139,6 +155,8 @@ LAYER_TAPS = (
     "residual_mlp",
 )  # fmt: skip
 MODEL_TAPS = ("embed", "norm/output")
+# What a replay of the rollout's routing swaps: experts in the order of their slots, and weights.
+ROUTING = ("router_experts", "router_weights")
 # Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
 # float32 at the response's slots.
 LOGITS = "logits"
