@@ -34,6 +34,7 @@ RULES = {
     "vocab": "tensor",
     "layers": None,
     "experts": "expert",
+    "heads": None,
 }
 
 # Name of a parameter's module -> logical axes of its array.
@@ -48,6 +49,11 @@ _KERNELS = {
     "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
     "router": ("layers", "embed"),
+    "q_a_proj": ("layers", "embed", "wide"),
+    "q_b_proj": ("layers", "embed", "wide"),
+    "kv_a_proj_with_mqa": ("layers", "embed", "wide"),
+    "k_b_proj": ("layers", "heads", "embed"),
+    "v_b_proj": ("layers", "heads", "embed"),
 }
 
 

@@ -29,6 +29,7 @@ from fp8rl_jax.expert_load import load_metrics
 from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.precision import zero_drift_required
 from fp8rl_jax.progress import Display
@@ -184,9 +185,10 @@ class _Run:
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
-        count = sum(x.size for x in jax.tree.leaves(rt.param_shapes))
+        counts = parameter_counts(model)
+        active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
-            f"{rt.config.env.task}: {count / 1e6:.2f}M parameters, {model.num_hidden_layers} "
+            f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, {model.num_hidden_layers} "
             f"layers; rollout {rt.rollout_recipe.name}, learner {rt.learner_recipe.name}; "
             f"{rt.mesh.size} {jax.devices()[0].platform} device(s); seed {rt.config.run.seed}"
         )

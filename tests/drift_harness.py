@@ -35,6 +35,10 @@ FAMILIES: dict[str, dict] = {
         rope_original_max_position_embeddings=16,
     ),
     "deepseek": {**_LATENT, "q_lora_rank": 40},
+    "wide deepseek": {
+        **_LATENT, "q_lora_rank": 200, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
     "moonlight": {**_LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
 }  # fmt: skip
 

@@ -16,8 +16,8 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
-    "checks", "config", "health", "metrics", "optimizer", "precision", "progress", "report",
-    "run_directory", "sharding", "summary",
+    "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision", "progress",
+    "report", "run_directory", "sharding", "summary",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -42,6 +42,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "summary": set(),
     "report": {"summary"},
     "checkpoint": {"models"},
+    "expert_load": set(),
     "health": {"quant"},
     "precision": {"models", "quant"},
     "run_directory": {"checks", "config", "metrics"},

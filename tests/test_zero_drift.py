@@ -144,6 +144,44 @@ def test_experts(case):
     _assert_exact(case)
 
 
+_FAMILIES = {
+    "f32 deepseek": Case("f32", "deepseek", layers=3, prompts=(1, 7, 20), extra_slots=30),
+    "fp8 deepseek": Case("fp8", "deepseek", layers=3, prompts=(1, 7, 20), extra_slots=30),
+    "fp8 llama": Case("fp8", "llama", prompts=(1, 7, 20), updates=1, micro_batches=3),
+    "f32 llama": Case("f32", "llama", prompts=(1, 7, 40), new_tokens=100, updates=2),
+    "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
+    "f32 deepseek past 128 keys": Case(
+        "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1
+    ),
+    "fp8 moonlight": Case("fp8", "moonlight", layers=3, micro_batches=3, updates=2, new_tokens=90),
+    "f32 moonlight": Case("f32", "moonlight", layers=2, cache_slots=128, eos_share=1.0),
+    "delayed moonlight": Case("fp8_delayed", "moonlight", layers=3, micro_batches=2, updates=2),
+    "mxfp8 deepseek": Case("mxfp8", "deepseek", layers=3, remat="full", updates=1),
+    "fp8 deepseek, ends in bf16": Case(
+        dataclasses.replace(_FP8, first_layers=1, last_layers=1, bf16_modules=("k_b_proj",)),
+        "deepseek", layers=4, updates=1,
+    ),
+    "f32 deepseek, a wide latent": Case(
+        "f32", "wide deepseek", layers=2, hidden=256, new_tokens=40
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=[] if name in ("f32 deepseek", "fp8 llama") else pytest.mark.slow
+        )
+        for name, case in _FAMILIES.items()
+    ],
+)
+def test_families(case):
+    """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
+    ones; models without QK-norm, with stretched rotary frequencies and interleaved pairs."""
+    _assert_exact(dataclasses.replace(case, tap_logits=True))
+
+
 @pytest.mark.slow
 def test_one_bit_of_a_router_is_seen():
     """The last bit of some weights of a router that stays float32 under FP8."""

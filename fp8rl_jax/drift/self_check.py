@@ -93,7 +93,11 @@ def _cut(runtime: Runtime) -> Runtime:
     return dataclasses.replace(
         runtime,
         config=config,
-        model=dataclasses.replace(runtime.model, num_hidden_layers=layers),
+        model=dataclasses.replace(
+            runtime.model,
+            num_hidden_layers=layers,
+            first_k_dense_replace=min(runtime.model.first_k_dense_replace, 1),
+        ),
         rollout_recipe=shorten(runtime.rollout_recipe),
         learner_recipe=shorten(runtime.learner_recipe),
     )

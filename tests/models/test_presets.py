@@ -1,0 +1,54 @@
+"""Published models by name: their sizes are the published ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.presets import PRESETS, preset
+from fp8rl_jax.models.size import parameter_counts
+
+# (total, active or None, tables left out or None) in billions, as the models' own cards and
+# reports state them, and the decimals that they give.
+_PUBLISHED = {
+    "qwen3_0p6b": (0.6, None, 0.44),
+    "qwen3_1p7b": (1.7, None, 1.4),
+    "qwen3_4b": (4.0, None, 3.6),
+    "qwen3_8b": (8.2, None, 6.95),
+    "qwen3_14b": (14.8, None, 13.2),
+    "qwen3_32b": (32.8, None, 31.2),
+    "qwen3_30b_a3b": (30.5, 3.3, 29.9),
+    "qwen3_235b_a22b": (235, 22, 234),
+    "llama3p1_8b": (8.03, None, None),
+    "smollm2_135m": (0.1345, None, None),
+    "moonlight_16b_a3b": (16, None, 15.29),
+    "deepseek_v3": (671, 37, None),
+    "kimi_k2": (1000, 32, None),
+}
+
+
+def test_every_preset_is_compared():
+    assert set(_PUBLISHED) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_counts(name):
+    """Within the last digit that was published, or 3% where that was rounded to a slogan."""
+    total, active, without_tables = _PUBLISHED[name]
+    counts = parameter_counts(preset(name))
+    assert counts.total / 1e9 == pytest.approx(total, rel=0.03)
+    if active:
+        assert counts.active / 1e9 == pytest.approx(active, rel=0.03)
+    if without_tables:
+        assert (counts.total - counts.tables) / 1e9 == pytest.approx(without_tables, rel=0.01)
+
+
+def test_moonlight_uses_as_many_as_published():
+    """2.24 billion of 15.29, tables left out (the model's card)."""
+    counts = parameter_counts(preset("moonlight_16b_a3b"))
+    assert (counts.active - counts.tables) / 1e9 == pytest.approx(2.24, abs=0.005)
+
+
+def test_no_such_model():
+    with pytest.raises(UserError, match="there is no model 'qwen4'; write one of qwen3_0p6b"):
+        preset("qwen4")
