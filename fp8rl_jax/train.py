@@ -188,8 +188,9 @@ class _Run:
         counts = parameter_counts(model)
         active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
-            f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, {model.num_hidden_layers} "
-            f"layers; rollout {rt.rollout_recipe.name}, learner {rt.learner_recipe.name}; "
+            f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
+            f"{model.num_hidden_layers} layers; rollout {rt.rollout_recipe.name}, "
+            f"learner {rt.learner_recipe.name}; "
             f"{rt.mesh.size} {jax.devices()[0].platform} device(s); seed {rt.config.run.seed}"
         )
 
