@@ -164,7 +164,7 @@ class Runtime:
         rollout = self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens, group_size=group_size,
-            eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id,
+            eos_ids=self.tokenizer.eos_ids, pad_id=self.tokenizer.pad_id,
             top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
         )  # fmt: skip
         rows, whole = self._rows(), self._whole()
