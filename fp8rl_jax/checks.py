@@ -16,6 +16,7 @@ from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
+from fp8rl_jax.model_source import check_positions, model_shapes
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.precision import SIDES, same_numerics, side_recipe, zero_drift_required
 from fp8rl_jax.quant import same_forward
@@ -44,17 +45,19 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
+    model_config(config, vocab_size=1)
     _check_experts(config)
     _check_precision(config)
+    _check_latent(config)
+    _check_chat(config)
     _check_rollout(config)
     _check_batches(config)
     check_task(config.env.task, config.env.task_options.to_dict())
     load_reward(config.env.reward)
-    model_config(config, vocab_size=1)
 
 
 def _check_experts(config) -> None:
-    devices, experts = config.mesh.expert, config.model.num_experts
+    devices, experts = config.mesh.expert, model_shapes(config).num_experts
     replay = config.algo.routing_replay
     if not experts and replay != "none":
         raise UserError(
@@ -82,8 +85,57 @@ def _check_experts(config) -> None:
 
 
 def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
-    """The model's shapes from `config.model`."""
-    return ModelConfig(vocab_size=vocab_size, **config.model.to_dict())
+    """The model's shapes from `config.model`; its vocabulary holds the tokenizer's `vocab_size`.
+
+    Raises:
+      UserError: they contradict each other, or the tokenizer.
+    """
+    model = model_shapes(config, vocab_size)
+    if model.vocab_size < vocab_size:
+        raise UserError(
+            f"data.tokenizer: {config.data.tokenizer!r} has ids up to {vocab_size - 1}, and the "
+            f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
+        )
+    return model
+
+
+def _check_latent(config) -> None:
+    """What multi-head latent attention does not have."""
+    if not model_shapes(config).latent:
+        return
+    where = "and the model has multi-head latent attention (kv_lora_rank above 0), which"
+    if config.mesh.tensor != 1:
+        raise UserError(
+            f"mesh.tensor is {config.mesh.tensor}, {where} is not cut by heads: write 1"
+        )
+    if config.precision.attention == "fp8":
+        raise UserError(
+            f"precision.attention is 'fp8', {where} keeps its queries in bf16: write 'bf16'"
+        )
+    for side in SIDES:
+        if side_recipe(config, side).kv == "calibrated":
+            chosen = config.precision.kv_cache != "recipe"
+            field = "kv_cache" if chosen else side
+            raise UserError(
+                f"precision.{field} is {config.precision[field]!r}, {where} takes one scale per "
+                "token and none that is calibrated: set precision.kv_cache='fp8'"
+            )
+
+
+def _check_chat(config) -> None:
+    data = config.data
+    for name in ("system_prompt", "chat_options"):
+        if data[name] and not data.chat:
+            raise UserError(
+                f"data.{name} is {flatten(config)[f'data.{name}']!r} and data.chat False: set "
+                f"data.chat=True, or leave {name} out"
+            )
+    own = pathlib.Path(config.model.checkpoint, "tokenizer.json")
+    if config.model.checkpoint and data.tokenizer == "byte" and own.is_file():
+        raise UserError(
+            f"data.tokenizer is 'byte', and model.checkpoint = {config.model.checkpoint!r} has a "
+            "tokenizer of its own: set data.tokenizer='checkpoint'"
+        )
 
 
 def use_tis(config: ml_collections.ConfigDict) -> bool:
@@ -170,6 +222,7 @@ def _check_rollout(config) -> None:
             f"rollout.max_prompt_tokens + max_new_tokens = {need} is longer than the cache of "
             f"rollout.cache_slots = {rollout.cache_slots}: raise it to {need}, or write 0"
         )
+    check_positions(config, rollout.cache_slots or need)
     if rollout.temperature <= 0:
         raise UserError(
             f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "

@@ -32,13 +32,27 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "keep_checkpoints": (2, "newest checkpoints to keep"),
     },
     "model": {
+        "checkpoint": ("", "directory of a Hugging Face model: shapes and initial parameters; '' "
+                       "for random ones"),
+        "name": ("", "shapes of a published model, such as qwen3_0p6b, for the fields below"),
         "hidden_size": (128, "width of the residual stream"),
-        "intermediate_size": (384, "width of the gated MLP of a dense model"),
+        "intermediate_size": (384, "width of the gated MLP of a dense layer"),
         "num_hidden_layers": (4, "decoder layers"),
         "num_attention_heads": (4, "query heads"),
         "num_key_value_heads": (2, "key and value heads; divides the query heads"),
         "head_dim": (32, "width of a head, even, at most 128"),
+        "qk_norm": (True, "RMSNorm of every query and key head (Qwen3)"),
         "rope_theta": (10_000.0, "base of the rotary frequencies"),
+        "rope_interleave": (False, "rotary pairs are neighbours, not halves of a head apart"),
+        "rope_type": ("default", "default, llama3 (its bands) or yarn"),
+        "rope_factor": (1.0, "of llama3 and yarn: how much longer than the original context"),
+        "rope_original_max_position_embeddings": (8192, "of both: the original context, in tokens"),
+        "rope_low_freq_factor": (1.0, "of llama3: fewer turns than this are slowed by the factor"),
+        "rope_high_freq_factor": (4.0, "of llama3: more turns than this stay"),
+        "rope_beta_fast": (32.0, "of yarn: more turns than this stay"),
+        "rope_beta_slow": (1.0, "of yarn: fewer turns than this are slowed by the factor"),
+        "rope_mscale": (0.0, "of yarn: temperature of attention; 0 for none"),
+        "rope_mscale_all_dim": (0.0, "of yarn: its part that multiplies the scores; 0 for none"),
         "rms_norm_eps": (1e-6, "epsilon of every RMSNorm"),
         "tie_word_embeddings": (False, "output head = transposed embedding"),
         "embedding_init_std": (1.0, "standard deviation of the initial embedding"),
@@ -46,6 +60,19 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "num_experts_per_tok": (2, "experts of a token"),
         "moe_intermediate_size": (128, "width of one expert's gated MLP"),
         "norm_topk_prob": (True, "divide the weights of a token's experts by their sum"),
+        "scoring_func": ("softmax", "router: softmax, or sigmoid with a correction bias "
+                         "(DeepSeek-V3)"),
+        "n_group": (1, "groups of experts"),
+        "topk_group": (1, "groups that a token may choose experts from"),
+        "routed_scaling_factor": (1.0, "multiplies the weights of the routed experts"),
+        "n_shared_experts": (0, "experts that every token uses"),
+        "first_k_dense_replace": (0, "so many first layers of a model with experts are dense"),
+        "kv_lora_rank": (0, "latent of keys and values (multi-head latent attention); 0 for "
+                         "grouped-query attention"),
+        "q_lora_rank": (0, "latent of queries; 0 for none"),
+        "qk_nope_head_dim": (128, "of latent attention: features of a head without rotation"),
+        "qk_rope_head_dim": (64, "of latent attention: features of a head with rotation"),
+        "v_head_dim": (128, "of latent attention: features of a value's head"),
     },
     "precision": {
         "rollout": ("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
@@ -76,7 +103,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
                    "model"),
     },
     "data": {
-        "tokenizer": ("byte", "'byte', or the path of a tokenizer.json"),
+        "tokenizer": ("byte", "'byte', the path of a tokenizer.json, a Hugging Face directory, or "
+                      "'checkpoint' for that of model.checkpoint"),
+        "chat": (False, "questions are the user's messages in the tokenizer's chat template"),
+        "system_prompt": ("", "with chat: a system message before the question; '' for none"),
+        "chat_options": (ml_collections.ConfigDict(), "with chat: variables of the template, such "
+                         "as enable_thinking"),
         "bos_token": ("<bos>", "begin of sequence in tokenizer.json"),
         "eos_token": ("<eos>", "end of sequence in tokenizer.json"),
         "pad_token": ("<pad>", "padding in tokenizer.json"),
@@ -142,7 +174,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "every": (25, "RL steps between evaluations; the last step is always evaluated"),
     },
 }  # fmt: skip
-_FREE_FORM = ("env.task_options",)
+_FREE_FORM = ("data.chat_options", "env.task_options")
 CHOICES = {
     "precision.zero_drift": ("auto", "required", "report"),
     "precision.kv_cache": ("recipe", "bf16", "fp8", "fp8_calibrated"),
@@ -183,7 +215,8 @@ def default_config() -> ml_collections.ConfigDict:
         for section, fields in FIELDS.items()
     }
     config = ml_collections.ConfigDict(sections)
-    config.env.task_options = ml_collections.ConfigDict()
+    for section, name in (path.split(".") for path in _FREE_FORM):
+        config[section][name] = ml_collections.ConfigDict()  # not the table's own
     return config
 
 
@@ -260,7 +293,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 
 def _article(default: Any) -> str:
     if isinstance(default, ml_collections.ConfigDict):
-        return "its options one by one, as --config.env.task_options.NAME=VALUE"
+        return "its options one by one, as --config.SECTION.FIELD.NAME=VALUE"
     kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
     return f"{kind[type(default)]} such as {default!r}"
 
@@ -304,9 +337,18 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.Conf
     """
     config = default_config()
     _merge(config, read_config_file(path), path)
-    for override in overrides:
-        _apply(config, override)
+    override(config, overrides)
     return config
+
+
+def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
+    """Sets fields from ``--config.section.field=value`` arguments, in place.
+
+    Raises:
+      UserError: an unknown field or a value of the wrong type.
+    """
+    for argument in overrides:
+        _apply(config, argument)
 
 
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:

@@ -9,6 +9,7 @@ import fnmatch
 import ml_collections
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.model_source import model_shapes
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Recipe, get_policy, get_recipe, same_forward
 
@@ -34,7 +35,7 @@ def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
     Raises:
       UserError: no such recipe or policy, or they do not go together.
     """
-    precision, layers = config.precision, config.model.num_hidden_layers
+    precision, layers = config.precision, model_shapes(config).num_hidden_layers
     with _field(side):
         recipe = get_recipe(precision[side])
         _check_patterns(recipe.bf16_modules)

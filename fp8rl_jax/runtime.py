@@ -15,11 +15,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fp8rl_jax import checks, learner, sharding
-from fp8rl_jax.data import Tokenizer, join, load_tokenizer, pad_prompts, pad_responses
+from fp8rl_jax.data import (
+    ChatFormat,
+    Tokenizer,
+    join,
+    load_tokenizer,
+    pad_prompts,
+    pad_responses,
+)
 from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.model_source import load_params
 from fp8rl_jax.models import (
     ModelConfig,
     init_params,
@@ -48,6 +56,7 @@ class Runtime:
     learner_recipe: Recipe
     questions: dict[str, list[Question]]
     reward: RewardFunction
+    chat: ChatFormat | None = None
 
     @functools.cached_property
     def keys(self) -> dict[str, jax.Array]:
@@ -107,6 +116,13 @@ class Runtime:
             functools.partial(init_params, self.model), out_shardings=self.param_shardings
         )
         return params(self.keys["init"])
+
+    def initial_params(self):
+        """Parameters that training begins with: of `model.checkpoint`, or random."""
+        if not self.config.model.checkpoint:
+            return self.init_params()
+        params = load_params(self.config, self.param_shardings)
+        return jax.device_put(params, self.param_shardings)
 
     @functools.cached_property
     def refit(self):
@@ -170,7 +186,7 @@ class Runtime:
         rollout = self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens, group_size=group_size,
-            eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id,
+            eos_ids=self.tokenizer.eos_ids, pad_id=self.tokenizer.pad_id,
             top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
         )  # fmt: skip
         rows, whole = self._rows(), self._whole()
@@ -273,7 +289,7 @@ class Runtime:
     def pad_prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
         """Prompt tokens (P, Tp) and lengths (P,) of questions."""
         texts = [question.text for question in questions]
-        return pad_prompts(texts, self.tokenizer, self.config.rollout.max_prompt_tokens)
+        return pad_prompts(texts, self.tokenizer, self.config.rollout.max_prompt_tokens, self.chat)
 
     def generate(
         self, sampler, weights, questions: list[Question], key, temperature: np.ndarray
@@ -318,8 +334,12 @@ class Runtime:
         ]
 
 
-def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
+def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True) -> Runtime:
     """Checks `config` and makes what follows from it; compiles nothing.
+
+    Args:
+      config: of `load_config`.
+      with_questions: make the task's questions, too; without them the splits are empty.
 
     Raises:
       UserError: something in the configuration cannot work.
@@ -327,7 +347,45 @@ def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
     checks.check_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
-    tokenizer = load_tokenizer(config.data)
+    tokenizer = load_tokenizer(config.data, config.model.checkpoint)
+    chat = _chat_format(config, tokenizer)
+    model = checks.model_config(config, tokenizer.vocab_size)
+    if config.rollout.top_k > model.vocab_size:
+        raise UserError(
+            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
+            f"{model.vocab_size} tokens: lower it, or write 0 for all"
+        )
+    questions = {}
+    if with_questions:
+        questions = _questions(config, tokenizer, chat)
+    checks.check_platform(config)
+    return Runtime(
+        config=config,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        model=model,
+        rollout_recipe=side_recipe(config, "rollout"),
+        learner_recipe=side_recipe(config, "learner"),
+        questions=questions,
+        reward=load_reward(config.env.reward),
+        chat=chat,
+    )
+
+
+def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
+    data = config.data
+    if not data.chat:
+        return None
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"data.chat is True, and the tokenizer {data.tokenizer!r} has no chat template: set "
+            "data.chat=False, or name the directory of a model that has one"
+        )
+    return ChatFormat(tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict())
+
+
+def _questions(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, list[Question]]:
+    """The task's questions by split; UserError for one that does not fit its slots."""
     counts = {
         "warmup": config.warmup.questions if config.warmup.steps else 0,
         "train": config.env.train_questions,
@@ -336,26 +394,11 @@ def make_runtime(config: ml_collections.ConfigDict) -> Runtime:
     questions = make_questions(
         config.env.task, config.env.task_options.to_dict(), counts, config.run.seed
     )
-    if config.rollout.top_k > tokenizer.vocab_size:
-        raise UserError(
-            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
-            f"{tokenizer.vocab_size} tokens: lower it, or write 0 for all"
-        )
-    everything = [q for split in questions.values() for q in split]
-    pad_prompts([q.text for q in everything], tokenizer, config.rollout.max_prompt_tokens)
+    everything = [q.text for split in questions.values() for q in split]
+    pad_prompts(everything, tokenizer, config.rollout.max_prompt_tokens, chat)
     demonstrations = [q.answer for q in questions["warmup"]]
     pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
-    checks.check_platform(config)
-    return Runtime(
-        config=config,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        model=checks.model_config(config, tokenizer.vocab_size),
-        rollout_recipe=side_recipe(config, "rollout"),
-        learner_recipe=side_recipe(config, "learner"),
-        questions=questions,
-        reward=load_reward(config.env.reward),
-    )
+    return questions
 
 
 def state_bytes(runtime: Runtime) -> int:

@@ -213,7 +213,7 @@ class _Run:
         number = self.checkpoints.latest()
         if number is None:
             self.logs = RunLogs(self.directory, None)
-            params = rt.init_params()
+            params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
             if not self.config.warmup.steps:

@@ -24,11 +24,12 @@ import fp8rl_jax
 from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
-from fp8rl_jax.data import Stream, join, pad_responses
+from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.metrics import RunLogs, read_jsonl
+from fp8rl_jax.model_source import identity
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.progress import Display
 from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
@@ -78,14 +79,14 @@ def cache_directory(config) -> pathlib.Path:
     parts["source"] = _source_digest()
     parts["devices"] = [jax.default_backend(), jax.device_count()]
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    files = []
-    if config.data.tokenizer != "byte":
-        files.append(config.data.tokenizer)
+    if config.model.checkpoint:
+        parts["checkpoint"] = identity(config.model.checkpoint)
+    files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     for value in (config.env.reward, *config.precision.values()):
         if isinstance(value, str) and ":" in value:  # a function of the user's, as module:function
             module = importlib.util.find_spec(value.partition(":")[0])
-            files += [module.origin] if module and module.origin else []
-    parts["files"] = [hashlib.sha256(pathlib.Path(f).read_bytes()).hexdigest() for f in files]
+            files += [pathlib.Path(module.origin)] if module and module.origin else []
+    parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     root = pathlib.Path(config.run.cache_dir or os.path.join(home, "fp8rl_jax"))

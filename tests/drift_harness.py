@@ -191,7 +191,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     sample = rollout.make_sampler(
         model, rollout_recipe or recipe,
         rollout.SamplerConfig(
-            case.new_tokens, case.group_size, EOS, PAD, case.top_k, case.top_p,
+            case.new_tokens, case.group_size, (EOS,), PAD, case.top_k, case.top_p,
             case.cache_slots, taps=("logits", *ROUTING[: case.replay]),
         ),
     )  # fmt: skip

@@ -15,9 +15,9 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
-    "kernels", "quant", "models", "rl", "rollout", "learner", "data", "envs", "checkpoint",
-    "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision", "progress",
-    "report", "run_directory", "sharding", "summary",
+    "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
+    "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
+    "progress", "report", "run_directory", "sharding", "summary",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -44,9 +44,10 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"models"},
     "expert_load": set(),
     "health": {"quant"},
-    "precision": {"models", "quant"},
+    "model_source": {"config", "models"},
+    "precision": {"model_source", "models", "quant"},
     "run_directory": {"checks", "config", "metrics"},
-    "checks": {"config", "envs", "models", "precision", "quant"},
+    "checks": {"config", "envs", "model_source", "models", "precision", "quant"},
     "recipe_show": {"quant"},
     **dict.fromkeys(
         ("runtime", "evaluate", "warmup", "drift", "train", "inference", "bench"), _PROGRAM

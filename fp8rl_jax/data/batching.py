@@ -6,24 +6,42 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fp8rl_jax.data.chat import ChatFormat
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.errors import UserError
 
 
-def encode_prompt(question: str, tokenizer: Tokenizer) -> list[int]:
-    """Begin-of-sequence, the question, a line feed."""
-    return [tokenizer.bos_id, *tokenizer.encode(question + "\n")]
+def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokenizer's begin-of-sequence, if prompts begin with one, and the text."""
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*begin, *tokenizer.encode(text)]
+
+
+def encode_prompt(question: str, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> list[int]:
+    """Begin-of-sequence, the question, a line feed; or the question as a conversation.
+
+    A chat template writes the special tokens itself, so nothing is put before it.
+    """
+    if chat is not None:
+        return tokenizer.encode(chat.render(question))
+    return encode_text(question + "\n", tokenizer)
 
 
 def pad_prompts(
-    questions: Sequence[str], tokenizer: Tokenizer, slots: int
+    questions: Sequence[str], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Questions -> right-padded (P, slots) int32 and lengths (P,) int32.
 
     Raises:
-      UserError: a question needs more slots.
+      UserError: a question needs more slots, or has no token at all.
     """
-    rows = [encode_prompt(question, tokenizer) for question in questions]
+    rows = [encode_prompt(question, tokenizer, chat) for question in questions]
+    if not all(rows):
+        question = questions[next(i for i, row in enumerate(rows) if not row)]
+        raise UserError(
+            f"data.tokenizer: the prompt {question[:60]!r} has no token under this tokenizer: "
+            "write another prompt, or take another tokenizer"
+        )
     longest = max(rows, key=len)
     if len(longest) > slots:
         question = questions[rows.index(longest)]
@@ -31,10 +49,10 @@ def pad_prompts(
             f"a prompt takes {len(longest)} tokens and rollout.max_prompt_tokens is {slots}: "
             f"raise it to {len(longest)}, or choose shorter questions ({question[:60]!r})"
         )
-    return _pad(rows, slots, tokenizer.pad_id)
+    return pad_rows(rows, slots, tokenizer.pad_id)
 
 
-def _pad(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def pad_rows(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded (rows, slots) int32 and lengths (rows,) int32."""
     tokens = np.full((len(rows), slots), pad_id, np.int32)
     for row, ids in enumerate(rows):
@@ -54,7 +72,7 @@ def pad_responses(
             f"a demonstration takes {len(longest)} tokens and rollout.max_new_tokens is {slots}: "
             f"raise it to {len(longest)} ({answer[:60]!r})"
         )
-    tokens, lengths = _pad(rows, slots, tokenizer.pad_id)
+    tokens, lengths = pad_rows(rows, slots, tokenizer.pad_id)
     return tokens, np.arange(slots) < lengths[:, None]
 
 

@@ -96,9 +96,8 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
 
 def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray) -> list[dict]:
     tokenizer, worst = programs.runtime.tokenizer, []
-    special = {
-        tokenizer.bos_id: "", tokenizer.pad_id: "(padding)", tokenizer.eos_id: "(end)"
-    }  # fmt: skip
+    special = {tokenizer.bos_id: "", tokenizer.pad_id: "(padding)"}
+    special |= dict.fromkeys(tokenizer.eos_ids, "(end)")
     for row, slot in compare.worst_tokens(d, np.asarray(rollout.mask)):
         position, token = int(batch.prompt_lengths[row]) + slot, int(rollout.tokens[row, slot])
         before = [int(t) for t in batch.tokens[row, :position] if int(t) not in special]

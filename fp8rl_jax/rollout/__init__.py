@@ -2,14 +2,18 @@
 
 from fp8rl_jax.rollout.calibrate import is_fresh, make_calibrate, require_fresh
 from fp8rl_jax.rollout.refit import make_refit
-from fp8rl_jax.rollout.sampler import Rollout, SamplerConfig, make_sampler
+from fp8rl_jax.rollout.sampler import Requests, Rollout, SamplerConfig, make_sampler
+from fp8rl_jax.rollout.stream import Stream, make_stream
 
 __all__ = [
+    "Requests",
     "Rollout",
     "SamplerConfig",
+    "Stream",
     "is_fresh",
     "make_calibrate",
     "make_refit",
     "make_sampler",
+    "make_stream",
     "require_fresh",
 ]

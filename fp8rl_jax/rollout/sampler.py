@@ -10,7 +10,9 @@ Not done: replacing finished sequences by new prompts (continuous batching).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -31,8 +33,9 @@ from fp8rl_jax.models import (
     widen_linears,
 )
 from fp8rl_jax.models.taps import LOGITS
-from fp8rl_jax.quant import Recipe, get_recipe, widen
-from fp8rl_jax.rollout.recording import begin, write
+from fp8rl_jax.quant import KVScales, Recipe, get_recipe, widen
+from fp8rl_jax.rollout.recording import begin as begin_taps
+from fp8rl_jax.rollout.recording import write as write_taps
 from fp8rl_jax.rollout.sampling import choose, sample_keys
 
 
@@ -43,7 +46,7 @@ class SamplerConfig:
     Attributes:
       max_new_tokens: R, response slots.
       group_size: G, samples per prompt.
-      eos_id: token that ends a response; it belongs to the response.
+      eos_ids: tokens that end a response; the one that did belongs to it. None ends none.
       pad_id: token that fills the slots after the end.
       top_k: 0 for all tokens.
       top_p: 1.0 for all tokens.
@@ -53,7 +56,7 @@ class SamplerConfig:
 
     max_new_tokens: int
     group_size: int
-    eos_id: int
+    eos_ids: tuple[int, ...]
     pad_id: int
     top_k: int = 0
     top_p: float = 1.0
@@ -82,7 +85,9 @@ class Rollout:
 
 
 @flax.struct.dataclass
-class _LoopState:
+class LoopState:
+    """Where decoding stands: everything that a step changes."""
+
     index: jax.Array  # () int32, response slot of `token`
     token: jax.Array  # (B,) int32, last token drawn, not yet in the cache
     done: jax.Array  # (B,) bool, the row's response is complete
@@ -90,9 +95,154 @@ class _LoopState:
     rollout: Rollout
 
 
+@flax.struct.dataclass
+class Requests:
+    """What a sample depends on besides weights and prompt tokens.
+
+    Attributes:
+      lengths: (P,) int32 of the prompts.
+      key: of this step.
+      sample_ids: (B,) int32, choose the random bits.
+      temperature: (B,) float32, 0 for greedy.
+      limits: (B,) int32, most tokens of each response.
+      rope: tables of `rope_tables`, at least Tp + R rows.
+    """
+
+    lengths: jax.Array
+    key: jax.Array
+    sample_ids: jax.Array
+    temperature: jax.Array
+    limits: jax.Array
+    rope: tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class Prepared:
+    """Rollout weights as the loop reads them."""
+
+    weights: Any
+    head: Any
+    kv_scales: KVScales | None
+
+
+def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+    """Whether each token (B,) is one of the ends: (B,) bool."""
+    found = [token == eos for eos in eos_ids]
+    return functools.reduce(jnp.logical_or, found) if found else jnp.zeros(token.shape, bool)
+
+
 def _converts_each_step() -> bool:
     """Whether the platform's products read weights in another type than they are stored in."""
     return jax.default_backend() == "cpu" and tensor_parallel.size() == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Prefill and decode steps of one model, recipe and setting, to be traced.
+
+    The whole rollout in one program (`make_sampler`) and a rollout in parts (rollout/stream.py)
+    are made of these functions.
+    """
+
+    model: ModelConfig
+    recipe: Recipe
+    sampler: SamplerConfig
+
+    def prepare(self, weights) -> Prepared:
+        """Takes the scales and the output head out of the weights; widens what is read often."""
+        kv_scales = weights.get("kv_scales")
+        weights = {name: value for name, value in weights.items() if name != "kv_scales"}
+        head = output_head(weights, self.model)
+        if _converts_each_step():
+            weights = widen_linears(weights)
+            head = widen(head) if isinstance(head, jax.Array) else head
+        return Prepared(weights, head, kv_scales)
+
+    def _start(self, requests: Requests) -> jax.Array:
+        """Position of each response's first token, (B,) int32."""
+        return jnp.repeat(requests.lengths, self.sampler.group_size)
+
+    def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
+        logits = head_logits(hidden, prepared.head, self.recipe)
+        scaled = scaled_logits(logits, requests.temperature)
+        keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
+        token = choose(scaled, keys, requests.temperature, self.sampler.top_k, self.sampler.top_p)
+        return token, logprobs_of_logits(scaled, token)[0], logits
+
+    def _record(self, rollout: Rollout, index, done, token, logp, logits) -> Rollout:
+        sampler, taps = self.sampler, rollout.taps
+        if LOGITS in taps:
+            taps = taps | {LOGITS: taps[LOGITS].at[:, index].set(logits)}
+        return dataclasses.replace(
+            rollout,
+            tokens=rollout.tokens.at[:, index].set(jnp.where(done, sampler.pad_id, token)),
+            mask=rollout.mask.at[:, index].set(~done),
+            logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
+            finished=rollout.finished | (~done & is_end(token, sampler.eos_ids)),
+            taps=taps,
+        )
+
+    def begin(self, prepared: Prepared, prompts: jax.Array, requests: Requests) -> LoopState:
+        """Prefills prompts (P, Tp) and draws the first tokens."""
+        sampler, recipe = self.sampler, self.recipe
+        prompt_slots, slots_new = prompts.shape[1], sampler.max_new_tokens
+        slots = sampler.cache_slots or prompt_slots + slots_new
+        if slots < prompt_slots + slots_new:
+            raise ValueError(
+                f"the cache has {slots} slots for prompts of {prompt_slots} and responses of "
+                f"{slots_new}; give at least {prompt_slots + slots_new}"
+            )
+        batch = prompts.shape[0] * sampler.group_size
+        cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots)
+        prefill = forward(
+            prepared.weights, prompts, self.model, recipe, cache=cache,
+            kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden", taps=sampler.taps,
+        )  # fmt: skip
+        taps = begin_taps(prefill.aux.get("taps", {}), sampler.group_size, prompt_slots + slots_new)
+        if LOGITS in sampler.taps:
+            taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
+        ends = (requests.lengths - 1)[:, None, None]
+        last = jnp.take_along_axis(prefill.hidden, ends, axis=1)[:, 0]
+        assert prefill.cache is not None
+        cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
+        shape = (batch, slots_new)
+        rollout = Rollout(
+            tokens=jnp.full(shape, sampler.pad_id, jnp.int32),
+            mask=jnp.zeros(shape, bool),
+            logprobs=jnp.zeros(shape, jnp.float32),
+            finished=jnp.zeros((batch,), bool),
+            taps=taps,
+        )
+        zero = jnp.int32(0)
+        last = jnp.repeat(last, sampler.group_size, axis=0)
+        drawn = self._draw(prepared, requests, last, zero)
+        done = requests.limits <= 0
+        rollout = self._record(rollout, zero, done, *drawn)
+        done = done | rollout.finished | (requests.limits <= 1)
+        return LoopState(zero, drawn[0], done, cache, rollout)
+
+    def running(self, state: LoopState) -> jax.Array:
+        """Whether a slot is left and some response is not complete."""
+        return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
+
+    def step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
+        """One more token of every row."""
+        start = self._start(requests)
+        out = forward(
+            prepared.weights, state.token[:, None], self.model, self.recipe,
+            positions=(start + state.index)[:, None], cache=state.cache,
+            kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden",
+            taps=self.sampler.taps,
+        )  # fmt: skip
+        index = state.index + 1
+        drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
+        rollout = self._record(state.rollout, index, state.done, *drawn)
+        if "taps" in out.aux:
+            taps = rollout.taps | write_taps(rollout.taps, out.aux["taps"], start + state.index)
+            rollout = dataclasses.replace(rollout, taps=taps)
+        done = state.done | rollout.finished | (index + 1 >= requests.limits)
+        assert out.cache is not None
+        return LoopState(index, drawn[0], done, out.cache, rollout)
 
 
 def make_sampler(
@@ -112,96 +262,16 @@ def make_sampler(
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
-      weights from refit; prompts (P, Tp) int32 right-padded; lengths (P,) int32; key
-      of this step; sample_ids (P*G,) int32; temperature (P*G,) float32, 0 for greedy; limits
-      (P*G,) int32, most tokens of each response; rope from `rope_tables` with at least Tp + R
-      rows. It returns a `Rollout`.
+      weights from refit; prompts (P, Tp) int32 right-padded; the others as in `Requests`. It
+      returns a `Rollout`.
     """
-    recipe = get_recipe(recipe)
-    slots_new = sampler.max_new_tokens
+    loop = Loop(model, get_recipe(recipe), sampler)
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
-        kv_scales = weights.get("kv_scales")
-        weights = {name: value for name, value in weights.items() if name != "kv_scales"}
-        prompt_slots = prompts.shape[1]
-        slots = sampler.cache_slots or prompt_slots + slots_new
-        if slots < prompt_slots + slots_new:
-            raise ValueError(
-                f"the cache has {slots} slots for prompts of {prompt_slots} and responses of "
-                f"{slots_new}; give at least {prompt_slots + slots_new}"
-            )
-        head = output_head(weights, model)
-        if _converts_each_step():
-            weights = widen_linears(weights)
-            head = widen(head) if isinstance(head, jax.Array) else head
-        start = jnp.repeat(lengths, sampler.group_size)
-        batch = start.shape[0]
-
-        def draw(hidden, index):
-            logits = head_logits(hidden, head, recipe)
-            scaled = scaled_logits(logits, temperature)
-            keys = sample_keys(key, sample_ids, start + index)
-            token = choose(scaled, keys, temperature, sampler.top_k, sampler.top_p)
-            return token, logprobs_of_logits(scaled, token)[0], logits
-
-        def record(rollout, index, done, token, logp, logits):
-            taps = rollout.taps
-            if LOGITS in taps:
-                taps = taps | {LOGITS: taps[LOGITS].at[:, index].set(logits)}
-            return dataclasses.replace(
-                rollout,
-                tokens=rollout.tokens.at[:, index].set(jnp.where(done, sampler.pad_id, token)),
-                mask=rollout.mask.at[:, index].set(~done),
-                logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
-                finished=rollout.finished | (~done & (token == sampler.eos_id)),
-                taps=taps,
-            )
-
-        cache = init_cache(model, recipe, prompts.shape[0], prompt_slots)
-        prefill = forward(
-            weights, prompts, model, recipe,
-            cache=cache, kv_scales=kv_scales, rope=rope, output="hidden", taps=sampler.taps,
-        )  # fmt: skip
-        taps = begin(prefill.aux.get("taps", {}), sampler.group_size, prompt_slots + slots_new)
-        if LOGITS in sampler.taps:
-            taps[LOGITS] = jnp.zeros((batch, slots_new, model.vocab_size))
-        last = jnp.take_along_axis(prefill.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        assert prefill.cache is not None
-        cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
-        shape = (batch, slots_new)
-        rollout = Rollout(
-            tokens=jnp.full(shape, sampler.pad_id, jnp.int32),
-            mask=jnp.zeros(shape, bool),
-            logprobs=jnp.zeros(shape, jnp.float32),
-            finished=jnp.zeros((batch,), bool),
-            taps=taps,
-        )
-        zero = jnp.int32(0)
-        drawn = draw(jnp.repeat(last, sampler.group_size, axis=0), zero)
-        done = limits <= 0
-        rollout = record(rollout, zero, done, *drawn)
-        done = done | rollout.finished | (limits <= 1)
-        state = _LoopState(zero, drawn[0], done, cache, rollout)
-
-        def running(state: _LoopState):
-            return (state.index + 1 < slots_new) & ~state.done.all()
-
-        def step(state: _LoopState) -> _LoopState:
-            out = forward(
-                weights, state.token[:, None], model, recipe,
-                positions=(start + state.index)[:, None], cache=state.cache,
-                kv_scales=kv_scales, rope=rope, output="hidden", taps=sampler.taps,
-            )  # fmt: skip
-            index = state.index + 1
-            drawn = draw(out.hidden[:, 0], index)
-            rollout = record(state.rollout, index, state.done, *drawn)
-            if "taps" in out.aux:
-                taps = rollout.taps | write(rollout.taps, out.aux["taps"], start + state.index)
-                rollout = dataclasses.replace(rollout, taps=taps)
-            done = state.done | rollout.finished | (index + 1 >= limits)
-            assert out.cache is not None
-            return _LoopState(index, drawn[0], done, out.cache, rollout)
-
-        return lax.while_loop(running, step, state).rollout
+        prepared = loop.prepare(weights)
+        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
+        state = loop.begin(prepared, prompts, requests)
+        step = functools.partial(loop.step, prepared, requests)
+        return lax.while_loop(loop.running, step, state).rollout
 
     return exact_jit(sample, **(shardings or {}))

@@ -30,7 +30,7 @@ def rope():
 
 def _sampler(group=1, **fields):
     return rollout.make_sampler(
-        MODEL, "fp8", rollout.SamplerConfig(SLOTS, group, EOS, PAD, **fields)
+        MODEL, "fp8", rollout.SamplerConfig(SLOTS, group, (EOS,), PAD, **fields)
     )
 
 

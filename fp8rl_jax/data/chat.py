@@ -1,0 +1,133 @@
+"""Chat templates: messages to the text that an instruction-tuned model was trained on.
+
+A template is a Jinja program that comes with a model, so it runs in Jinja's sandbox, with the
+settings and the helpers that templates on the Hugging Face Hub are written against: blocks trimmed,
+`tojson` without HTML escapes, `raise_exception`, `strftime_now`, loop controls and the tag
+`{% generation %}`, which only marks text for training and leaves it as it is.
+
+Not done: tools, documents, and messages that are no text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from fp8rl_jax.errors import UserError
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: the text between, unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Refusal(Exception):
+    """What a template says through raise_exception."""
+
+
+def _raise(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template with the names of the tokenizer's special tokens.
+
+    Args:
+      source: Jinja text.
+      special_tokens: {'bos_token': '<s>', ...}, which templates write themselves.
+      where: path for error messages.
+
+    Raises:
+      UserError: it is no Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
+        self._tokens, self._where = dict(special_tokens), where
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(
+                f"{where}: the chat template is no Jinja ({error}); mend it, or leave chat off"
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Text of messages ({'role', 'content'} each), special tokens written out.
+
+        Args:
+          messages: the conversation, oldest first.
+          add_generation_prompt: end with the beginning of the assistant's answer.
+          variables: more names for the template, such as enable_thinking=False.
+
+        Raises:
+          UserError: the template refuses these messages.
+        """
+        names = {"tools": None, "documents": None, **self._tokens, **variables}
+        try:
+            return self._template.render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                **names,
+            )
+        except Exception as error:  # a template runs any code: type errors and so on
+            said = error if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{self._where}: the chat template refuses the conversation ({said}); change the "
+                "system prompt or the template's variables"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """How a question becomes a conversation.
+
+    Attributes:
+      template: of the tokenizer.
+      system: content of a system message before the question; '' for none.
+      variables: more names for the template.
+    """
+
+    template: ChatTemplate
+    system: str = ""
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def render(self, question: str) -> str:
+        """The conversation up to the beginning of the answer."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": question})
+        return self.template.render(messages, **self.variables)

@@ -1,0 +1,188 @@
+"""The tokenizer of a Hugging Face directory: what its files say, put together.
+
+tokenizer.json
+    the tokenizer itself, read by the `tokenizers` library.
+tokenizer_config.json, special_tokens_map.json
+    names of the special tokens, whether a prompt begins with one, the chat template.
+chat_template.jinja
+    the chat template, if it has a file of its own.
+generation_config.json (else config.json)
+    ids that end a response, often several: an instruction-tuned model ends a turn with one and a
+    document with another. The tokenizer's own end token is always among them.
+
+Not read: SentencePiece's tokenizer.model, and code that comes with a model.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fp8rl_jax.data.chat import ChatTemplate
+from fp8rl_jax.data.detokenize import Detokenizer
+from fp8rl_jax.errors import UserError
+
+# Every file that a tokenizer depends on.
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "config.json",
+)  # fmt: skip
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def read_reader(path: pathlib.Path, field: str = "data.tokenizer"):
+    """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    from tokenizers import Tokenizer as Reader  # slow to import, used with a file only
+
+    try:
+        return Reader.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{field}: {path} is no tokenizer.json ({error})") from None
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file, {} without the file.
+
+    Raises:
+      UserError: it holds anything else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        return content
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}): put the file back") from None
+
+
+def _token_ids(value: Any) -> list[int]:
+    """Ids of a field that holds none, one, or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+
+
+class PretrainedTokenizer:
+    """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
+
+    Attributes:
+      bos_id: what a prompt begins with, None if with nothing (Qwen).
+      eos_id: ends a demonstration; the tokenizer's end token.
+      eos_ids: each of them ends a response; eos_id is the first.
+      pad_id: fills slots after the end; eos_id where no padding is named, as masks carry the truth.
+      vocab_size: largest id + 1; a model may have more rows.
+      chat_template: None if the directory has none.
+    """
+
+    def __init__(self, directory: str | pathlib.Path):
+        """Raises UserError if files are missing, damaged, or contradict each other."""
+        path = pathlib.Path(directory)
+        if not (path / "tokenizer.json").is_file():
+            old = " (tokenizer.model alone is not read)" if any(path.glob("*.model")) else ""
+            raise UserError(
+                f"data.tokenizer: {path} has no tokenizer.json{old}; name a directory that has "
+                "one, or write 'byte'"
+            )
+        self._reader = read_reader(path / "tokenizer.json")
+        self.vocab_size = max(self._reader.get_vocab().values()) + 1  # ids may have gaps
+        settings = read_object(path / "tokenizer_config.json")
+        self._where = path
+        names = _special_tokens(read_object(path / "special_tokens_map.json") | settings)
+        self.eos_ids = self._ends(names)
+        self.eos_id = self.eos_ids[0]
+        pad = self._id(names, "pad_token")
+        self.pad_id = self.eos_id if pad is None else pad
+        self.bos_id = self._begin(names, settings.get("add_bos_token"))
+        source = _template_source(path, settings)
+        where = f"data.tokenizer: {path}"
+        self.chat_template = None if source is None else ChatTemplate(source, names, where)
+
+    def _id(self, names: dict[str, str], kind: str) -> int | None:
+        """Id of a special token, None if it has no name."""
+        if kind not in names:
+            return None
+        found = self._reader.token_to_id(names[kind])
+        if found is None:
+            raise UserError(
+                f"data.tokenizer: {self._where} names {names[kind]!r} as {kind}, and its "
+                "tokenizer.json has no such token: mend tokenizer_config.json"
+            )
+        return found
+
+    def _ends(self, names: dict[str, str]) -> tuple[int, ...]:
+        files = (read_object(self._where / f) for f in ("generation_config.json", "config.json"))
+        settings = next((s for s in files if _token_ids(s.get("eos_token_id"))), {})
+        own = self._id(names, "eos_token")
+        ids = [*([] if own is None else [own]), *_token_ids(settings.get("eos_token_id"))]
+        if not ids:
+            raise UserError(
+                f"data.tokenizer: {self._where} names no end of sequence: set eos_token in its "
+                "tokenizer_config.json, or eos_token_id in its generation_config.json"
+            )
+        return tuple(dict.fromkeys(ids))
+
+    def _begin(self, names: dict[str, str], wanted: bool | None) -> int | None:
+        """The setting decides; without one, the tokenizer's own post-processor."""
+        bos = self._id(names, "bos_token")
+        if wanted is None:
+            wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
+        return bos if wanted else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens that are written out in it become their ids."""
+        return self._reader.encode(text, add_special_tokens=False).ids
+
+    def is_end(self, token: int) -> bool:
+        return token in self.eos_ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text up to the first end token; special tokens, and ids of the model that the tokenizer
+        lacks, have no text."""
+        out = []
+        for token in ids:
+            if self.is_end(token):
+                break
+            out.append(int(token))
+        return self._reader.decode(out)
+
+    def detokenizer(self) -> Detokenizer:
+        return stream(self._reader, self.is_end)
+
+
+def stream(reader, is_end) -> Detokenizer:
+    """A Detokenizer over a tokenizer of the `tokenizers` library."""
+
+    def is_byte(token: int) -> bool:
+        text = reader.id_to_token(token)
+        return text is not None and _BYTE.fullmatch(text) is not None
+
+    return Detokenizer(reader.decode, is_end, is_byte)
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """{'eos_token': '</s>', ...}; a value may be text or an object with it."""
+    found = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(path: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,122 @@
+"""Where a model comes from: the fields of the config, a published model's name, or a checkpoint.
+
+`model.checkpoint` is a Hugging Face directory: config.json gives the shapes, safetensors the
+initial parameters. `model.name` gives the shapes of a published model. Neither goes together with
+fields that say otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import ml_collections
+
+from fp8rl_jax.config import FIELDS
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.presets import PRESETS, preset
+
+_SOURCES = ("checkpoint", "name")
+
+
+def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
+    """The config.json of a Hugging Face directory; None if the directory is none."""
+    try:
+        content = json.loads((pathlib.Path(directory) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "model_type" in content else None
+
+
+def model_shapes(config: ml_collections.ConfigDict, vocab_size: int = 1) -> ModelConfig:
+    """The model's shapes.
+
+    Args:
+      config: the whole configuration.
+      vocab_size: of a model whose shapes are fields of the config; the others have their own.
+
+    Raises:
+      UserError: the section contradicts itself, or what it names cannot be read.
+    """
+    fields = config.model.to_dict()
+    checkpoint, name = (fields.pop(source) for source in _SOURCES)
+    if not (checkpoint or name):
+        return ModelConfig(vocab_size=vocab_size, **fields)
+    if checkpoint and name:
+        raise UserError(
+            f"model.checkpoint is {checkpoint!r} and model.name {name!r}: the checkpoint has its "
+            "own shapes, so leave the name out"
+        )
+    source = "checkpoint" if checkpoint else "name"
+    for field, value in fields.items():
+        if value != FIELDS["model"][field][0]:
+            raise UserError(
+                f"model.{field} is {value!r}, and model.{source} = {checkpoint or name!r} has its "
+                f"own shapes: leave model.{field} out"
+            )
+    if name:
+        if name not in PRESETS:
+            raise UserError(f"model.name is {name!r}; write one of {', '.join(PRESETS)}")
+        return preset(name)
+    _check_directory(checkpoint)
+    from fp8rl_jax.models import hf  # reads files of other libraries: only when asked for
+
+    return hf.read_config(checkpoint)
+
+
+def _check_directory(checkpoint: str) -> None:
+    path = pathlib.Path(checkpoint)
+    if not path.is_dir():
+        raise UserError(
+            f"model.checkpoint: {path} is no directory; name one with the config.json and the "
+            "safetensors of a Hugging Face model"
+        )
+    if pretrained_config(path) is None:
+        raise UserError(
+            f"model.checkpoint: {path} has no config.json with a model_type; name the directory of "
+            "a Hugging Face model"
+        )
+
+
+def load_params(config: ml_collections.ConfigDict, shardings=None):
+    """Float32 parameters of `model.checkpoint`, laid out by `shardings`.
+
+    Raises:
+      UserError: weights are missing or do not fit config.json.
+    """
+    from fp8rl_jax.models import hf
+
+    return hf.load(config.model.checkpoint, dtype=jnp.float32, shardings=shardings)[1]
+
+
+def check_positions(config: ml_collections.ConfigDict, slots: int) -> None:
+    """Raises UserError if sequences of `slots` tokens are longer than `model.checkpoint` knows."""
+    if not config.model.checkpoint:
+        return
+    most = (pretrained_config(config.model.checkpoint) or {}).get("max_position_embeddings")
+    if isinstance(most, int) and slots > most:
+        raise UserError(
+            f"rollout.max_prompt_tokens + max_new_tokens (or cache_slots) = {slots} is more than "
+            f"the {most} positions of model.checkpoint = {config.model.checkpoint!r}: lower them"
+        )
+
+
+def identity(checkpoint: str) -> str:
+    """A hash that changes with a checkpoint's content, without reading its weights.
+
+    It takes config.json whole, and of every safetensors file the name, size and time of change.
+    Weights that were trained further keep names, sizes and headers, so these alone would find an
+    old result for new weights. A copy of the same files has another time, which costs a second
+    computation at worst.
+    """
+    path = pathlib.Path(checkpoint)
+    files = [path / "config.json", *sorted(path.glob("*.safetensors*"))]
+    parts: list[Any] = [hashlib.sha256(files[0].read_bytes()).hexdigest()]
+    for file in files[1:]:
+        stat = file.stat()
+        parts.append([file.name, stat.st_size, stat.st_mtime_ns])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
