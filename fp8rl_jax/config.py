@@ -299,12 +299,15 @@ def _article(default: Any) -> str:
 
 
 def read_config_file(path: str) -> Any:
-    """What the file's get_config() returns.
+    """What the file's get_config() returns; with a path `FILE:ARGUMENT`, get_config(ARGUMENT).
 
     Raises:
-      UserError: no such file, or it cannot be run, or it has no get_config.
+      UserError: no such file, or it cannot be run, or it has no get_config, or not that argument.
     """
-    file = pathlib.Path(path)
+    file, colon, argument = pathlib.Path(path), "", ""
+    if not file.exists():
+        name, colon, argument = path.rpartition(":")
+        file = pathlib.Path(name) if colon else file
     if not file.is_file():
         raise UserError(f"--config: {path} is no file; name a config such as {_example()}")
     spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
@@ -315,14 +318,25 @@ def read_config_file(path: str) -> Any:
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"--config: {path} has no function get_config(); add one")
-        return module.get_config()
+        return module.get_config(argument) if colon else module.get_config()
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's file raises
+    except KeyError as error:
+        if not colon or error.args != (argument,):
+            raise _failing(path, error) from None
         raise UserError(
-            f"--config: {path} fails with {type(error).__name__}: {error}; mend the file so that "
-            "get_config() takes no argument and returns a ConfigDict"
+            f"--config: {file} does not know the argument {argument!r}; the text at its top names "
+            "those that it takes"
         ) from None
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
+        raise _failing(path, error) from None
+
+
+def _failing(path: str, error: BaseException) -> UserError:
+    return UserError(
+        f"--config: {path} fails with {type(error).__name__}: {error}; mend the file so that "
+        "get_config() takes no argument (or that after the colon) and returns a ConfigDict"
+    )
 
 
 def _example() -> str:

@@ -1,10 +1,13 @@
 """Configuration: defaults, then the file, then the command line; names and types are checked."""
 
+import math
 import pathlib
 
+import jax
 import ml_collections
 import pytest
 
+from fp8rl_jax import sharding
 from fp8rl_jax.checks import check_config
 from fp8rl_jax.config import (
     AT_LEAST,
@@ -16,6 +19,8 @@ from fp8rl_jax.config import (
     load_config,
 )
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import init_params
+from fp8rl_jax.models.presets import preset
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _NAMES = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
@@ -270,8 +275,64 @@ def test_rules_name_fields_that_exist():
     assert all(flat[path] in choices for path, choices in CHOICES.items())
 
 
-@pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
-def test_shipped_configs_are_valid(path):
-    """Every config of the repository loads and passes the checks, and so do the defaults."""
-    check_config(load_config(str(path)))
+# Configs that start from a checkpoint, which is not here: the published shapes in its place.
+_PUBLISHED = {
+    "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
+    "moonlight_16b": "moonlight_16b_a3b",
+}  # fmt: skip
+_SHAPES_ALONE = (
+    "--config.model.checkpoint=",
+    "--config.data.tokenizer=byte",
+    "--config.data.chat=False",
+)
+
+
+def test_shipped_configs_are_valid():
+    """Those without a checkpoint load and pass the checks as they are, and so do the defaults."""
+    names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
+    assert names > set(_PUBLISHED)
+    for name in names - set(_PUBLISHED):
+        check_config(load_config(str(_ROOT / "configs" / f"{name}.py")))
     check_config(default_config())
+
+
+@pytest.mark.parametrize("case", ["", ":case1", ":case2", ":case3", ":case4"])
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_runs_are_valid(name, case):
+    """Every precision case: recipes, batch and mesh fit together, and so do the model's shapes.
+
+    What one device stores of masters and moments is at most 60 GB.
+    """
+    overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED[name]}")
+    config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
+    learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
+    assert config.precision.rollout == "fp8"
+    assert config.precision.learner == learner.get(case, "fp8")
+    check_config(config)
+    sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    assert rows % (config.learner.micro_batches * sharding.batch_divisor(mesh)) == 0
+    if case:
+        return
+    shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))
+    specs = jax.tree.leaves(sharding.param_shardings(mesh, shapes))
+    pairs = zip(jax.tree.leaves(shapes), specs, strict=True)
+    stored = sum(math.prod(spec.shard_shape(leaf.shape)) for leaf, spec in pairs)
+    assert 1e9 < 3 * 4 * stored < 60e9
+
+
+def test_argument_of_a_config_file(tmp_path):
+    """After a colon; one that the file does not know is named, and one that it cannot take."""
+    path = f"{_ROOT}/configs/qwen3_4b.py"
+    with pytest.raises(UserError, match=r"qwen3_4b.py does not know the argument 'case9'"):
+        load_config(f"{path}:case9")
+    with pytest.raises(UserError, match="is no file"):
+        load_config(f"{_ROOT}/configs/qwen9.py:case1")
+    plain = tmp_path / "plain.py"
+    plain.write_text("def get_config():\n    return {}['missing']\n")
+    with pytest.raises(UserError, match="fails with KeyError: 'missing'"):
+        load_config(str(plain))
+    with pytest.raises(UserError, match="fails with TypeError"):
+        load_config(f"{plain}:case1")

@@ -99,6 +99,27 @@ def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
             assert many["scaling"][name] == amax, name
 
 
+_LATENT = (
+    *_EXPERTS, "model.kv_lora_rank=40", "model.q_lora_rank=24", "model.qk_nope_head_dim=32",
+    "model.qk_rope_head_dim=16", "model.v_head_dim=32", "model.rope_interleave=True",
+    "model.scoring_func=sigmoid", "model.n_group=4", "model.topk_group=2",
+    "model.n_shared_experts=1", "model.first_k_dense_replace=1",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_latent_attention_on_a_mesh_equals_one_device(recipe):
+    """DeepSeek's layers: heads in the place of experts, dense layers in a stack of their own."""
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, 1, *_LATENT)
+    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, recipe, 1, *_LATENT)
+    assert one["drift"] == many["drift"] == 0.0
+    assert many["sharded_leaves"] == 25, "every matrix and the router"
+    assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+    np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-3)
+
+
 # Tensor parallelism. Meshes are [data, fsdp, tensor]; each learns from the one before's rollout.
 
 _GRADIENT = {"f32": 1e-5}  # others: the rounding noise of gradients, see `_assert_one_device`

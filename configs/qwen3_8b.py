@@ -1,0 +1,41 @@
+"""GRPO on Qwen3-8B-Base with DAPO's bounds: 32 prompts of 16 responses, one update a rollout.
+
+Precision cases, after the file's name (`qwen3_8b.py:case1`); the rollout is FP8 in all:
+  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
+  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
+
+Command:   fp8rl train --config configs/qwen3_8b.py --config.model.checkpoint=DIR
+           with the files of Qwen/Qwen3-8B-Base in DIR
+Mesh:      8 GPUs of 80 GB: fsdp 8
+Expected:  not run by us (it needs the GPUs); published: FP8 rollout follows BF16 in accuracy
+           when importance weights correct it, and not without; here case 4 needs none. The
+           published responses have 20,480 tokens.
+"""
+
+import ml_collections
+
+_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
+
+
+def get_config(case="case4"):
+    return ml_collections.ConfigDict(
+        {
+            "run": {"dir": "runs/qwen3_8b", "steps": 400, "checkpoint_every": 50},
+            "model": {"checkpoint": "checkpoints/Qwen3-8B-Base"},
+            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "mesh": {"fsdp": 8, "data": 1},
+            "data": {"tokenizer": "checkpoint", "chat": True},
+            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
+            "rollout": {
+                "prompts_per_step": 32,
+                "group_size": 16,
+                "max_prompt_tokens": 512,
+                "max_new_tokens": 4096,
+            },
+            "algo": {"clip_high": 0.28, "updates_per_rollout": 1},
+            "learner": {"micro_batches": 16, "remat": "full"},
+            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
+            "warmup": {"steps": 0},
+            "eval": {"questions": 1024, "every": 50},
+        }
+    )
