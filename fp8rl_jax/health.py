@@ -26,7 +26,7 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
 
     ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
     ``fp8_nonfinite_blocks/CLASS`` is a number of blocks, and ``fp8_worst_layer/CLASS`` names the
-    layer (and the expert) with most of all that (a block that is not finite counts before any
+    layer (and the expert, or the head of a latent's matrices) with most of all that (a block that is not finite counts before any
     share); it is left out where nothing was lost.
 
     Args:
@@ -46,7 +46,8 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
                 run, _, module = site.partition(".")
                 number = layer + (0 if name == "kv" else first[run])
                 worst, worst_at = float(share.max()), f"layer {number} {module}"
-                worst_at += "".join(f", expert {i}" for i in expert)
+                part = "expert" if "experts." in module else "head"
+                worst_at += "".join(f", {part} {i}" for i in expert)
             for key in total:
                 total[key] += float(np.sum(counts[key]))
         if not total["elements"]:

@@ -130,6 +130,8 @@ def test_number_of_the_worst_layer(first_layer):
     assert worst == f"layer {1 + first_layer} self_attn.v_proj"
     worst = _worst({"layers.gate_proj": counts}, "weights", first_layer)
     assert worst == f"layer {1 + first_layer} gate_proj"
+    by_head = _counts(np.array([[0, 0, 1], [0, 5, 0]]), 0, 0, 100)
+    assert _worst({"layers.self_attn.k_b_proj": by_head}) == "layer 1 self_attn.k_b_proj, head 1"
     assert _worst({"layers_last.gate_proj": counts}, "weights", 2) == "layer 8 gate_proj"
     assert _worst({"layers.self_attn": counts}, "kv", first_layer) == "layer 1 self_attn"
 
