@@ -26,8 +26,8 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
 
     ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
     ``fp8_nonfinite_blocks/CLASS`` is a number of blocks, and ``fp8_worst_layer/CLASS`` names the
-    layer (and the expert, or the head of a latent's matrices) with most of all that (a block that is not finite counts before any
-    share); it is left out where nothing was lost.
+    layer (and the expert, or the head of a latent's matrices) with most of all that (a block that
+    is not finite counts before any share); it is left out where nothing was lost.
 
     Args:
       health: the counts.
