@@ -115,6 +115,17 @@ def test_complete_run(tmp_path, monkeypatch):
     assert "best warm-up, greedy: 30 %" in drawn
 
 
+def test_experts_are_drawn_where_there_are_some(tmp_path, monkeypatch):
+    drawn = _drawn(monkeypatch)
+    root = _make(tmp_path / "run")
+    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    load = {"expert_load_max": 3.0, "expert_load_entropy": 0.9, "experts_unused_frac": 0.0}
+    _write(root / "metrics.jsonl", [row | load for row in rows])
+    headings = re.findall(r"<h2>(.*?)</h2>", _read(report.write_report(root)))
+    assert headings.index("Experts") == headings.index("FP8 health") + 1
+    assert "Largest load over the mean" in drawn and "Experts without a token" in drawn
+
+
 def test_page_is_self_contained_and_replaced_whole(tmp_path):
     root = _make(tmp_path / "run")
     report.write_report(root)

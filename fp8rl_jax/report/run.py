@@ -282,6 +282,9 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
     drifts = (("|Δlogp| of a token, nats", DRIFT_MAX, DRIFT_MEAN),)
     drifts += (("Share of tokens with other bits", "1 - logprob_equal_frac"),)
     fp8 = (("Saturated share", "fp8_saturated_frac"), ("Underflow share", "fp8_underflow_frac"))
+    load = (("Largest load over the mean", "expert_load_max", "expert_load_max_mean"),)
+    load += (("Entropy of the load", "expert_load_entropy"),)
+    load += (("Experts without a token", "experts_unused_frac"),)
     plots = {
         "Held-out accuracy": (_plot_accuracy(run, s), accuracy),
         "Reward": (
@@ -296,11 +299,17 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
             _panels(rows, True, *((title, *keys_with(rows, key)) for title, key in fp8)),
             "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
         ),
+        "Experts": (
+            _panels(rows, False, *load),
+            "Load of the routed experts: of the worst layer and the mean of layers.",
+        ),
         "Time": (_plot_time(rows), "Recorded phases of each step, stacked, and the throughput."),
         "Optimiser": (_panels(rows, False, *learning, *policy), "Reinforcement learning steps."),
         "Warm-up": (_panels(run.warmup, False, *learning), "Supervised steps before RL."),
     }
     sections = {"Key figures": _key_figures(s), "Recipes and settings": _main_fields(run)}
+    if plots["Experts"][0] is None:  # a dense model
+        del plots["Experts"]
     sections |= {title: figure_html(*plot) for title, plot in plots.items()}
     sections["Time"] += _time_table(rows) if rows else ""
     sections["Drift between rollout and learner"] += drift_section(run.path)
