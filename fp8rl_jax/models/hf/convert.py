@@ -1,0 +1,53 @@
+"""A checkpoint in another number format: `fp8rl convert SRC DST --dtype bf16|fp8`.
+
+Weights, config.json, and copies of the files that belong to the tokenizer.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+from fp8rl_jax.models.hf.fields import read_fields
+from fp8rl_jax.models.hf.loader import load
+from fp8rl_jax.models.hf.writer import save
+
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def convert(
+    source: str | pathlib.Path,
+    target: str | pathlib.Path,
+    dtype: str,
+    max_shard_gb: float = 5.0,
+) -> pathlib.Path:
+    """Writes a checkpoint again, with its linear layers in another type.
+
+    Args:
+      source: directory of a checkpoint, or a GGUF file of the llama architecture.
+      target: the directory to make.
+      dtype: 'bfloat16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
+      max_shard_gb: as for `save`.
+
+    Returns:
+      The directory.
+
+    Raises:
+      UserError: as `load` and `save` do.
+    """
+    path = pathlib.Path(source)
+    config, params = load(path, dtype=dtype)
+
+    def copy(directory: pathlib.Path) -> None:
+        for name in COPIED:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, directory / name)
+
+    others = read_fields(path).values
+    return save(
+        target, config, params, dtype=dtype, max_shard_gb=max_shard_gb, fields=others, also=copy
+    )
