@@ -42,8 +42,8 @@ def family(fields: Fields) -> str:
     Raises:
       UserError: another one, or none.
     """
-    name = fields.values.get("model_type")
-    name = _ALIASES.get(name, name) if isinstance(name, str) else name
+    name = str(fields.values.get("model_type"))
+    name = _ALIASES.get(name, name)
     if name not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *_ALIASES])
         raise fields.error("model_type", f"only {known} are supported: take a model of these")
@@ -59,7 +59,7 @@ def read_config(fields: Fields) -> ModelConfig:
     kind = family(fields)
     _refuse_unsupported(fields)
     values: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
-    values |= rope_fields(fields)
+    values |= rope_fields(fields, kind == "deepseek_v3")
     values["rms_norm_eps"] = fields.number("rms_norm_eps", 1e-6)
     values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")

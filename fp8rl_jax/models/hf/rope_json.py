@@ -43,8 +43,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NAMES = {"rope_type", "type", "rope_theta"}
 
 
-def rope_fields(fields: Fields) -> dict[str, Any]:
+def rope_fields(fields: Fields, latent: bool) -> dict[str, Any]:
     """The rope_* fields of ModelConfig that a config.json gives.
+
+    Args:
+      fields: of the config.json.
+      latent: whether the model type has latent attention.
 
     Raises:
       UserError: a type or a setting that is not supported, or one that is missing.
@@ -60,7 +64,7 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
         raise rope.error(name, f"only {', '.join(ROPE_TYPES)} are supported: take another model")
     settings = _SETTINGS[kind]
     original = {_ORIGINAL} if kind != "default" else set()
-    for setting in set(values) - _NAMES - set(settings) - original:
+    for setting in sorted(set(values) - _NAMES - set(settings) - original):
         if kind == "default" and setting == _ORIGINAL:
             continue  # of no effect there
         if values[setting] not in _NEUTRAL.get(setting, ()):
@@ -74,7 +78,6 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
     }
     if kind != "default":
         found["rope_original_max_position_embeddings"] = rope.integer(_ORIGINAL)
-    latent = fields.values.get("kv_lora_rank") is not None
     if found.get("rope_mscale_all_dim") and not latent:
         raise rope.error(
             "mscale_all_dim",

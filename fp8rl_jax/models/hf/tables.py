@@ -12,8 +12,10 @@ dense one or one with experts, a latent of queries or none), and gives the shape
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -117,10 +119,12 @@ class Tensor:
         return self.name.rpartition(".")[0]
 
 
-def leaf_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+@functools.cache
+def leaf_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     """{path: shape} of every leaf of a model's parameters."""
     tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    return {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return types.MappingProxyType({path_of(keys): leaf.shape for keys, leaf in leaves})
 
 
 def path_of(keys) -> Path:
