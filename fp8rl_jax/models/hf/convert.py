@@ -30,7 +30,7 @@ def convert(
     Args:
       source: directory of a checkpoint, or a GGUF file of the llama architecture.
       target: the directory to make.
-      dtype: 'bfloat16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
+      dtype: 'bf16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
       max_shard_gb: as for `save`.
 
     Returns:

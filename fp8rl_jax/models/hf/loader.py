@@ -36,7 +36,7 @@ from fp8rl_jax.models.hf.tables import (
 )
 from fp8rl_jax.quant import QArray
 
-SLICE_BYTES = 32 * 2**20
+SLICE_BYTES = 16 * 2**20
 _BIAS = "e_score_correction_bias"
 _DTYPES = {
     "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
