@@ -5,12 +5,15 @@ Weights, config.json, and copies of the files that belong to the tokenizer.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import shutil
+from collections.abc import Callable
 
 from fp8rl_jax.models.hf.fields import read_fields
-from fp8rl_jax.models.hf.loader import load
-from fp8rl_jax.models.hf.writer import save
+from fp8rl_jax.models.hf.gguf_file import GGUF
+from fp8rl_jax.models.hf.loader import dtype_name, load
+from fp8rl_jax.models.hf.writer import check_target, save
 
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -40,14 +43,23 @@ def convert(
       UserError: as `load` and `save` do.
     """
     path = pathlib.Path(source)
-    config, params = load(path, dtype=dtype)
-
-    def copy(directory: pathlib.Path) -> None:
-        for name in COPIED:
-            if (path / name).is_file():
-                shutil.copyfile(path / name, directory / name)
-
-    others = read_fields(path).values
+    check_target(pathlib.Path(target), max_shard_gb)
+    name = dtype_name(dtype)
+    also: Callable[[pathlib.Path], None] = functools.partial(_copy, path)
+    if path.suffix == ".gguf" and not path.is_dir():
+        file = GGUF(path)
+        fields, also = file.fields(), file.write_tokenizer
+        config, params = file.load(name)
+    else:
+        fields = read_fields(path)
+        config, params = load(path, dtype=name)
     return save(
-        target, config, params, dtype=dtype, max_shard_gb=max_shard_gb, fields=others, also=copy
-    )
+        target, config, params,
+        dtype=dtype, max_shard_gb=max_shard_gb, fields=fields.values, also=also,
+    )  # fmt: skip
+
+
+def _copy(source: pathlib.Path, directory: pathlib.Path) -> None:
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)

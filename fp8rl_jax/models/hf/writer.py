@@ -90,10 +90,7 @@ def save(
         the parameters are not its.
     """
     target, name = pathlib.Path(path), dtype_name(dtype)
-    if os.path.lexists(target):
-        raise UserError(f"{target} exists already; name another directory, or remove it")
-    if not max_shard_gb > 0:
-        raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
+    check_target(target, max_shard_gb)
     tensors = model_tensors(config)
     about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
     if name == "fp8":
@@ -119,6 +116,18 @@ def save(
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
+    """Whether `save` may make this directory; to know it before a long load.
+
+    Raises:
+      UserError: it exists, or the size of a file is not above 0.
+    """
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists already; name another directory, or remove it")
+    if not max_shard_gb > 0:
+        raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
 
 
 def _umask() -> int:
