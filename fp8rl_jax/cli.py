@@ -1,4 +1,4 @@
-"""The command line: `fp8rl train | eval | sample | drift | bench | recipe | report`.
+"""The command line: `fp8rl train | eval | sample | drift | bench | recipe | convert | report`.
 
 Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback,
 or a bound that `fp8rl drift --fail-above` was given and found exceeded.
@@ -37,6 +37,9 @@ commands:
            table; no config  [--recipes=fp8,mxfp8,...] [--out=runs/gemm_error]
   recipe   fp8rl recipe list: the names of all recipes
            fp8rl recipe show NAME: formats, blocks and scaling policies of every GEMM
+  convert  fp8rl convert SRC DST --dtype bf16|fp8: a checkpoint in Hugging Face's format in another
+           number format; SRC is its directory, or a GGUF file of the llama architecture
+           [--max-shard-gb=5]  size of a file above which there are several
   report   fp8rl report RUN_DIR [OTHER_RUN ...]: writes RUN_DIR/report.html again, with a
            comparison if other runs are named
 
@@ -314,6 +317,24 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _convert(arguments: Sequence[str]) -> int:
+    options = {
+        "dtype": ("string", None, "bf16 or fp8"),
+        "max_shard_gb": ("float", 5.0, "size of a file above which there are several"),
+    }
+    arguments = [a.replace("--max-shard-gb", "--max_shard_gb", 1) for a in arguments]
+    values, overrides, paths = _parse("convert", arguments, options)
+    _no_positional("convert", overrides)
+    if len(paths) != 2 or values.dtype not in ("bf16", "fp8"):
+        raise UserError(
+            "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
+        )
+    from fp8rl_jax.models import hf
+
+    print(hf.convert(*paths, values.dtype, values.max_shard_gb))
+    return 0
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
@@ -321,6 +342,7 @@ _COMMANDS = {
     "drift": _drift,
     "bench": _bench,
     "recipe": _recipe,
+    "convert": _convert,
     "report": _report,
 }
 

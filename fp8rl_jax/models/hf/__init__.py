@@ -1,0 +1,7 @@
+"""Checkpoints in Hugging Face's format: `load`, `save` and `convert` (docs/checkpoints.md)."""
+
+from fp8rl_jax.models.hf.convert import convert
+from fp8rl_jax.models.hf.loader import load
+from fp8rl_jax.models.hf.writer import save
+
+__all__ = ["convert", "load", "save"]

@@ -1,0 +1,223 @@
+"""ModelConfig <-> the config.json of Hugging Face's Qwen3, Qwen3-MoE, Llama and DeepSeek-V3.
+
+A model type stands for a set of rules that ModelConfig spells out as fields (QK-norm, sigmoid
+router, latent attention), so reading adds what the type implies, and writing finds the type whose
+rules a ModelConfig follows. What the file says and this library does not do is refused by name;
+what has no effect on the forward pass (dropout, token ids, initialisation) is passed over.
+
+Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name of its own; it is written as
+'deepseek_v3', which transformers knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.hf.rope_json import default_max_positions, rope_fields, rope_json
+
+# Model type -> the class that transformers makes of it.
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+_INTEGERS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+_SILU = "only silu is supported: take another model"
+_NO_BIAS = "linear layers have no bias here: take a model without"
+_NO_WINDOW = "sliding windows are not supported: take a model without"
+_EVERY_LAYER = "experts in every layer are supported alone: take another model"
+
+
+def family(fields: Fields) -> str:
+    """The model type, a key of ARCHITECTURES.
+
+    Raises:
+      UserError: another one, or none.
+    """
+    name = str(fields.values.get("model_type"))
+    name = _ALIASES.get(name, name)
+    if name not in ARCHITECTURES:
+        known = ", ".join([*ARCHITECTURES, *_ALIASES])
+        raise fields.error("model_type", f"only {known} are supported: take a model of these")
+    return name
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """The shapes that a config.json gives.
+
+    Raises:
+      UserError: one sentence that names the field, its value and what to do.
+    """
+    kind = family(fields)
+    _refuse_unsupported(fields)
+    values: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
+    values |= rope_fields(fields, kind == "deepseek_v3")
+    values["rms_norm_eps"] = fields.number("rms_norm_eps", 1e-6)
+    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
+    values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
+    if kind == "deepseek_v3":
+        values |= _read_latent(fields) | _read_deepseek_experts(fields)
+    else:
+        heads = values["num_attention_heads"]
+        width = values["hidden_size"] // heads if kind != "qwen3" and heads > 0 else 128
+        values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
+        values["head_dim"] = fields.integer("head_dim", width)
+    if kind == "qwen3_moe":
+        values |= _read_qwen3_experts(fields)
+    try:
+        return ModelConfig(**values)
+    except UserError as error:
+        raise UserError(f"{fields.where}: {error}") from None
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.require("hidden_act", ("silu",), _SILU)
+    fields.require("attention_bias", (False,), _NO_BIAS)
+    fields.require("mlp_bias", (False,), _NO_BIAS)
+    fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
+    if fields.flag("use_sliding_window", False) and fields.values.get("sliding_window") is not None:
+        raise fields.error("use_sliding_window", _NO_WINDOW)
+    types = fields.values.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise fields.error("layer_types", _NO_WINDOW)
+    fields.require("mlp_only_layers", ([],), _EVERY_LAYER)
+    fields.require("decoder_sparse_step", (1,), _EVERY_LAYER)
+    fields.require("moe_layer_freq", (1,), _EVERY_LAYER)
+
+
+def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
+    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    return {
+        "num_experts": fields.integer(name),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+    }
+
+
+def _read_latent(fields: Fields) -> dict[str, Any]:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    values: dict[str, Any] = {name: fields.integer(name) for name in names}
+    values["q_lora_rank"] = fields.integer("q_lora_rank", 0)
+    values["rope_interleave"] = fields.flag("rope_interleave", True)
+    # Of no part in latent attention; these are transformers' own values.
+    heads = fields.integer("num_attention_heads")
+    values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
+    values["head_dim"] = values["qk_rope_head_dim"]
+    return values
+
+
+def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
+    fields.require("scoring_func", ("sigmoid",), "only sigmoid goes with this model type")
+    fields.require("topk_method", ("noaux_tc",), "only noaux_tc goes with this model type")
+    layers = fields.integer("num_hidden_layers")
+    dense = fields.integer("first_k_dense_replace", 0)
+    if dense >= layers or fields.values.get("n_routed_experts") is None:
+        if dense < layers:
+            raise fields.error("n_routed_experts", "write the number of routed experts")
+        return {}
+    return {
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": dense,
+        "num_experts": fields.integer("n_routed_experts"),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "n_shared_experts": fields.integer("n_shared_experts", 0),
+        "n_group": fields.integer("n_group", 1),
+        "topk_group": fields.integer("topk_group", 1),
+        "routed_scaling_factor": fields.number("routed_scaling_factor", 1.0),
+    }
+
+
+def family_of(config: ModelConfig) -> str:
+    """The model type whose rules a configuration follows.
+
+    Raises:
+      UserError: none of them; the sentence names the fields that do not go together.
+    """
+    rules: dict[str, Any] = {}
+    if config.latent:
+        kind = "deepseek_v3"
+        rules["qk_norm"] = False
+        if config.num_experts:
+            rules["scoring_func"] = "sigmoid"
+    else:
+        kind = "qwen3" if config.qk_norm else "llama"
+        rules["rope_interleave"] = False
+        if config.num_experts:
+            kind = "qwen3_moe"
+            rules |= {
+                "qk_norm": True, "scoring_func": "softmax", "n_shared_experts": 0,
+                "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
+            }  # fmt: skip
+    for name, value in rules.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"model.{name} is {getattr(config, name)!r}, but Hugging Face's {kind!r}, the "
+                f"model type that is nearest, has {value!r} only: such a model cannot be saved in "
+                "its format"
+            )
+    return kind
+
+
+_SHARED = (*_INTEGERS, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
+_QWEN3_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_LATENT = (
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
+)  # fmt: skip
+_DEEPSEEK_EXPERTS = (
+    "first_k_dense_replace", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "scoring_func",
+)  # fmt: skip
+# Fields of a source that another form, or another file, stands for.
+_DROPPED = {
+    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
+    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
+}  # fmt: skip
+
+
+def config_json(
+    config: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+      config: shapes.
+      dtype: name of the tensors' type, 'bfloat16' or 'float32'.
+      others: further fields, of a source's config.json; those that ModelConfig decides are its.
+
+    Raises:
+      UserError: no model type has these rules.
+    """
+    kind = family_of(config)
+    names = list(_SHARED)
+    own: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+    if kind == "deepseek_v3":
+        names += _LATENT
+        # None of the modules that predict further tokens is written.
+        own |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0}
+        if config.num_experts:
+            names += _DEEPSEEK_EXPERTS
+            own |= {"n_routed_experts": config.num_experts, "topk_method": "noaux_tc"}
+        else:
+            own["first_k_dense_replace"] = config.num_hidden_layers
+    else:
+        names.append("head_dim")
+    if kind == "qwen3_moe":
+        names += _QWEN3_EXPERTS
+        own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    own |= {name: getattr(config, name) for name in names}
+    own |= rope_json(config)
+    own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
+    defaults = {"max_position_embeddings": default_max_positions(config)}
+    kept = {name: value for name, value in (others or {}).items() if name not in _DROPPED}
+    return defaults | kept | own

@@ -1,0 +1,65 @@
+"""A checkpoint in another number format: `fp8rl convert SRC DST --dtype bf16|fp8`.
+
+Weights, config.json, and copies of the files that belong to the tokenizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import shutil
+from collections.abc import Callable
+
+from fp8rl_jax.models.hf.fields import read_fields
+from fp8rl_jax.models.hf.gguf_file import GGUF
+from fp8rl_jax.models.hf.loader import dtype_name, load
+from fp8rl_jax.models.hf.writer import check_target, save
+
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def convert(
+    source: str | pathlib.Path,
+    target: str | pathlib.Path,
+    dtype: str,
+    max_shard_gb: float = 5.0,
+) -> pathlib.Path:
+    """Writes a checkpoint again, with its linear layers in another type.
+
+    Args:
+      source: directory of a checkpoint, or a GGUF file of the llama architecture.
+      target: the directory to make.
+      dtype: 'bf16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
+      max_shard_gb: as for `save`.
+
+    Returns:
+      The directory.
+
+    Raises:
+      UserError: as `load` and `save` do.
+    """
+    path = pathlib.Path(source)
+    check_target(pathlib.Path(target), max_shard_gb)
+    name = dtype_name(dtype)
+    also: Callable[[pathlib.Path], None] = functools.partial(_copy, path)
+    if path.suffix == ".gguf" and not path.is_dir():
+        file = GGUF(path)
+        fields, also = file.fields(), file.write_tokenizer
+        config, params = file.load(name)
+    else:
+        fields = read_fields(path)
+        config, params = load(path, dtype=name)
+    return save(
+        target, config, params,
+        dtype=dtype, max_shard_gb=max_shard_gb, fields=fields.values, also=also,
+    )  # fmt: skip
+
+
+def _copy(source: pathlib.Path, directory: pathlib.Path) -> None:
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)

@@ -1,0 +1,213 @@
+"""A checkpoint's files: which tensors there are, and whether they are those of the model.
+
+Everything is checked before anything is read: files against the index, headers against the files'
+sizes, names, shapes and types against the model's table. Each error is one sentence that names the
+tensor and the file.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, Blocks, grid
+from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows
+from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, LINEAR, Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FP8 = DTYPES["F8_E4M3"]
+
+
+class Source(Protocol):
+    """Where the loader takes tensors from."""
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor that `check` has seen."""
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of the first axis."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+
+
+class Checkpoint:
+    """The safetensors files of a directory; a `Source`.
+
+    Args:
+      directory: with `model.safetensors`, or shards and `model.safetensors.index.json`.
+
+    Raises:
+      UserError: no such files, or files that are damaged or do not fit the index.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self.directory = directory
+        self.entries: dict[str, Entry] = {}
+        index = directory / INDEX
+        if index.is_file():
+            self._read_shards(index)
+        elif (directory / SINGLE).is_file():
+            self.entries = read_header(directory / SINGLE)
+        else:
+            self._refuse()
+
+    def dtype(self, name: str) -> np.dtype:
+        return DTYPES[self.entries[name].dtype]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return read_rows(self.entries[name], start, stop)
+
+    def has(self, name: str) -> bool:
+        return name in self.entries
+
+    def _refuse(self) -> None:
+        found = sorted(path.name for path in self.directory.iterdir())
+        if any(name.endswith(".safetensors") for name in found):
+            raise UserError(
+                f"{self.directory} has safetensors files but neither {SINGLE} nor {INDEX}, which "
+                "says what is in them: download the index too"
+            )
+        if any(name.endswith((".bin", ".pth", ".pt")) for name in found):
+            raise UserError(
+                f"{self.directory} has weights in torch's own format only: save them again as "
+                "safetensors (transformers' save_pretrained does)"
+            )
+        raise UserError(f"{self.directory} has no {SINGLE} and no {INDEX}: download the weights")
+
+    def _read_shards(self, index: pathlib.Path) -> None:
+        weights = _weight_map(index)
+        held: dict[str, dict[str, Entry]] = {}
+        for name, file in weights.items():
+            if file in held:
+                continue
+            if not (self.directory / file).is_file():
+                raise UserError(
+                    f"{self.directory} lacks the file {file}, which {INDEX} names for tensor "
+                    f"{name}: download it"
+                )
+            held[file] = read_header(self.directory / file)
+        for name, file in weights.items():
+            if name not in held[file]:
+                raise UserError(
+                    f"{index} places tensor {name} in {file}, which does not hold it: download "
+                    "both again"
+                )
+            self.entries[name] = held[file][name]
+        for file, entries in held.items():
+            for name in entries:
+                if weights.get(name) != file:
+                    raise UserError(
+                        f"{self.directory / file} holds tensor {name}, which {INDEX} does not "
+                        "place there: download both again"
+                    )
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """{tensor: file} of an index."""
+    try:
+        weights = json.loads(index.read_text())["weight_map"]
+        items = list(weights.items())
+    except OSError as error:
+        raise UserError(
+            f"{index} cannot be read ({error.strerror}): mend its permissions"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{index} is no index with a weight_map: download it again") from None
+    for name, file in items:
+        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+            raise UserError(
+                f"{index} places tensor {name} in {file!r}, which is no name of a file beside it: "
+                "download it again"
+            )
+    return weights
+
+
+def check(
+    entries: Mapping[str, Entry],
+    directory: pathlib.Path,
+    tensors: list[Tensor],
+    ignored: Callable[[str], bool],
+    blocks: Blocks | None,
+) -> None:
+    """Whether the files hold the tensors of a model, and no others.
+
+    Args:
+      entries: of the files.
+      directory: of the files.
+      tensors: of the model.
+      ignored: tells names that may be there.
+      blocks: of an FP8 checkpoint, else None.
+
+    Raises:
+      UserError: a tensor is missing, is one too many, or has a wrong shape or type.
+    """
+    scales = set()
+    for tensor in tensors:
+        entry = entries.get(tensor.name)
+        if entry is None:
+            raise UserError(
+                f"{directory} has no tensor {tensor.name}, which a model of its config.json needs: "
+                "download all files again, or mend config.json"
+            )
+        _check_type(entry, tensor.name, tensor.role == LINEAR)
+        _check_shape(entry, tensor.name, tensor.shape)
+        if DTYPES[entry.dtype] == FP8:
+            scales.add(_check_scale(entries, entry, tensor, blocks))
+    known = {tensor.name for tensor in tensors} | scales
+    if HEAD in entries and HEAD not in known:  # tied: the loader compares it with the embedding
+        _check_type(entries[HEAD], HEAD, may_be_fp8=False)
+        _check_shape(entries[HEAD], HEAD, entries[EMBEDDING].shape)
+    for name, entry in entries.items():
+        if name not in known and not ignored(name):
+            raise UserError(
+                f"{entry.file} holds tensor {name}, for which the model of config.json has no "
+                "place: take the config.json that belongs to these files, or remove the tensor"
+            )
+
+
+def _check_type(entry: Entry, name: str, may_be_fp8: bool) -> None:
+    allowed = [dtype for dtype in DTYPES if may_be_fp8 or DTYPES[dtype] != FP8]
+    if entry.dtype not in allowed:
+        raise UserError(
+            f"{entry.file}: tensor {name} has type {entry.dtype}, and {', '.join(allowed)} are "
+            "supported there: take a checkpoint in one of these"
+        )
+
+
+def _check_shape(entry: Entry, name: str, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise UserError(
+            f"{entry.file}: tensor {name} has shape {list(entry.shape)}, and config.json makes it "
+            f"{list(shape)}: take the config.json that belongs to these files"
+        )
+
+
+def _check_scale(
+    entries: Mapping[str, Entry], entry: Entry, tensor: Tensor, blocks: Blocks | None
+) -> str:
+    """Name of the scales of an FP8 tensor."""
+    if blocks is None:
+        raise UserError(
+            f"{entry.file}: tensor {tensor.name} is F8_E4M3, but config.json has no "
+            "quantization_config that gives its blocks: take the config.json that belongs to it"
+        )
+    name = tensor.module + SCALE_SUFFIX
+    scale = entries.get(name)
+    if scale is None:
+        raise UserError(
+            f"{entry.file}: tensor {tensor.name} is F8_E4M3, and there is no {name} with its "
+            "scales: download all files again"
+        )
+    if scale.dtype not in ("F32", "BF16"):
+        raise UserError(
+            f"{scale.file}: scales {name} have type {scale.dtype}, and F32 and BF16 are supported: "
+            "take a checkpoint with one of these"
+        )
+    _check_shape(scale, name, grid(tensor.shape, blocks))
+    return name

@@ -1,0 +1,166 @@
+"""The safetensors format, read in slices and written as a stream.
+
+https://github.com/huggingface/safetensors: eight bytes with the length of a header, the header (a
+JSON object of {name: {dtype, shape, data_offsets}}), then the bytes of all tensors, little-endian,
+without gaps. It is read here directly, and not through the library's `safe_open`, for two reasons:
+that maps whole files into memory, which then count as the process's own, and what it says of a
+damaged file names neither the file nor the tensor. The writer takes one tensor at a time, where
+the library's wants all of a file at once. Tests read what it writes through the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+import ml_dtypes
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_AGAIN = "the file is damaged or incomplete: download it again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a file.
+
+    Attributes:
+      file: that holds it.
+      dtype: its name in the format, not always one of DTYPES.
+      shape: of the tensor.
+      start, stop: its bytes, from the beginning of the file.
+    """
+
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(file: pathlib.Path) -> dict[str, Entry]:
+    """The tensors of a file, checked against its size.
+
+    Raises:
+      UserError: the file cannot be read, its header is damaged, or bytes are missing.
+    """
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise UserError(f"{file} has no whole safetensors header; {_AGAIN}")
+            text = stream.read(length)
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}): mend its name or its permissions"
+        ) from None
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(file, 8 + length, **fields) for name, fields in header.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f"{file} has a safetensors header that is not valid; {_AGAIN}") from None
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.stop > size:
+            raise UserError(
+                f"{file} ends within tensor {name} (it has {size} bytes and the tensor ends at "
+                f"{entry.stop}); {_AGAIN}"
+            )
+        wanted = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if _known(entry) else None
+        if entry.start != end or wanted not in (None, entry.stop - entry.start):
+            raise UserError(f"{file}: the bytes of tensor {name} do not fit its shape; {_AGAIN}")
+        end = entry.stop
+    if end != size:
+        raise UserError(f"{file} has {size - end} bytes after its last tensor; {_AGAIN}")
+    return entries
+
+
+def _known(entry: Entry) -> bool:
+    return entry.dtype in DTYPES
+
+
+def _entry(file, data: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
+    start, stop = data_offsets
+    numbers = [*shape, start, stop]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise ValueError("sizes are whole numbers")
+    if not isinstance(dtype, str) or stop < start:
+        raise ValueError("a name, and offsets in order")
+    return Entry(file, dtype, tuple(shape), data + start, data + stop)
+
+
+def read_rows(entry: Entry, start: int, stop: int) -> np.ndarray:
+    """Rows start..stop (of the first axis) of a tensor, whose dtype is one of DTYPES.
+
+    Raises:
+      UserError: the file has become shorter.
+    """
+    dtype = DTYPES[entry.dtype]
+    row = math.prod(entry.shape[1:]) * dtype.itemsize
+    try:
+        data = np.fromfile(
+            entry.file, np.uint8, (stop - start) * row, offset=entry.start + start * row
+        )
+    except OSError as error:
+        raise UserError(f"{entry.file} cannot be read ({error.strerror}): try again") from None
+    if data.size != (stop - start) * row:
+        raise UserError(f"{entry.file} has become shorter while it was read; {_AGAIN}")
+    return data.view(dtype).reshape(stop - start, *entry.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A tensor to write.
+
+    Attributes:
+      name, shape: of the tensor.
+      dtype: one of DTYPES' values.
+      value: returns it, when its turn comes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    value: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_file(file: pathlib.Path, outputs: Iterable[Output]) -> None:
+    """Writes one file, a tensor at a time, and waits until the disk has it."""
+    outputs = list(outputs)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for output in outputs:
+        offsets = [end, end + output.nbytes]
+        header[output.name] = {
+            "dtype": _NAMES[output.dtype], "shape": list(output.shape), "data_offsets": offsets
+        }  # fmt: skip
+        end = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for output in outputs:
+            value = np.ascontiguousarray(output.value())
+            assert value.shape == output.shape and value.dtype == output.dtype, output.name
+            stream.write(value.reshape(-1).view(np.uint8).data)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,297 @@
+"""Parameters -> a checkpoint in Hugging Face's format, whole or not at all.
+
+A directory beside the destination is filled, a tensor at a time, and renamed at the end; whatever
+fails before leaves nothing. What is written::
+
+    dtype        linear layers            embedding, head    norms, routers       correction bias
+    'float32'    F32                      F32                F32                  F32
+    'bfloat16'   BF16                     BF16               BF16                 F32
+    'fp8'        F8_E4M3 and scales       BF16               as the leaf: F32,    F32
+                                                             or BF16
+
+FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128: those that the sampler
+serves. Norms and routers are float32 in every form of the parameters here, so under 'fp8' they keep
+it. QArray leaves are written as they are under 'fp8', and dequantised otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.hf.blockwise import (
+    BLOCKS,
+    SCALE_SUFFIX,
+    grid,
+    quantization_config,
+    quantize_matrix,
+)
+from fp8rl_jax.models.hf.config_json import config_json
+from fp8rl_jax.models.hf.fields import CONFIG
+from fp8rl_jax.models.hf.loader import dtype_name
+from fp8rl_jax.models.hf.reader import FP8, INDEX, SINGLE
+from fp8rl_jax.models.hf.safetensors_file import Output, write_file
+from fp8rl_jax.models.hf.tables import (
+    LINEAR,
+    SMALL,
+    Path,
+    Tensor,
+    leaf_shapes,
+    model_tensors,
+    path_of,
+)
+from fp8rl_jax.quant import QArray
+from fp8rl_jax.quant.formats import round_bf16
+
+_BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+_BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def save(
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    params: Any,
+    *,
+    dtype: Any = "bfloat16",
+    max_shard_gb: float = 5.0,
+    fields: Mapping[str, Any] | None = None,
+    also: Callable[[pathlib.Path], None] | None = None,
+) -> pathlib.Path:
+    """Writes config.json and safetensors files that transformers and inference engines read.
+
+    Args:
+      path: the directory to make; it must not exist.
+      config: shapes.
+      params: as `load` or `init_params` return them: arrays, or QArrays of linear layers.
+      dtype: 'float32', 'bfloat16' or 'fp8'; see the module.
+      max_shard_gb: size of a file in 10^9 bytes, above which there are several and an index.
+      fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
+      also: is given the directory before it is renamed, to add files.
+
+    Returns:
+      The directory.
+
+    Raises:
+      UserError: the directory exists or cannot be made, no model type has the rules of `config`, or
+        the parameters are not its.
+    """
+    target, name = pathlib.Path(path), dtype_name(dtype)
+    check_target(target, max_shard_gb)
+    tensors = model_tensors(config)
+    about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
+    if name == "fp8":
+        about["quantization_config"] = quantization_config(tensors)
+    leaves = _leaves(config, params)
+    outputs = [out for tensor in tensors for out in _outputs(tensor, leaves, name)]
+    partial = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        partial.chmod(0o777 & ~_umask())
+        (partial / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+        _write_shards(partial, outputs, int(max_shard_gb * 1e9))
+        if also is not None:
+            also(partial)
+        os.rename(partial, target)
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}): make room for it, or name another "
+            "directory"
+        ) from None
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
+    """Whether `save` may make this directory; to know it before a long load.
+
+    Raises:
+      UserError: it exists, or the size of a file is not above 0.
+    """
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists already; name another directory, or remove it")
+    if not max_shard_gb > 0:
+        raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
+
+
+def _umask() -> int:
+    """What a new directory's permissions lack; `mkdtemp` makes it private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
+    """{path: array or QArray} of parameters, checked against the shapes of the model."""
+    found = {
+        path_of(keys): leaf
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(
+            params, is_leaf=lambda x: isinstance(x, QArray)
+        )
+        if all(hasattr(key, "key") for key in keys)
+    }
+    shapes = leaf_shapes(config)
+    for path in [*shapes, *found]:
+        name = ".".join(path)
+        if path not in found:
+            raise UserError(
+                f"params has no leaf {name}, which a model of this config has: give the tree of "
+                "`init_params`, not one that is cut into runs of layers or bound to scales"
+            )
+        if path not in shapes:
+            raise UserError(f"params has a leaf {name}, for which this config has no place")
+        leaf = found[path]
+        if leaf.shape != shapes[path]:
+            raise UserError(
+                f"params: leaf {name} has shape {leaf.shape}, and this config makes it "
+                f"{shapes[path]}; give the config of these parameters"
+            )
+        if isinstance(leaf, QArray):
+            written = leaf.block_shape == BLOCKS and leaf.qvalue.dtype == FP8
+            if not written:
+                raise UserError(
+                    f"params: leaf {name} is {leaf.qvalue.dtype} in blocks of {leaf.block_shape}, "
+                    f"and checkpoints hold float8_e4m3fn in blocks of {BLOCKS}: save the masters"
+                )
+    return found
+
+
+def _outputs(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> Iterator[Output]:
+    """What is written for a tensor: itself, and with FP8 bytes their scales."""
+    if dtype != "fp8" or tensor.role != LINEAR:
+        own = _type(tensor, leaves, dtype)
+        yield Output(tensor.name, tensor.shape, own, lambda: _values(tensor, leaves, own))
+        return
+    make = _quantised
+    if isinstance(leaves[tensor.pieces[0].path], QArray):
+        _check_borders(tensor)
+        make = _stored
+    parts = _once(lambda: make(tensor, leaves))
+    scales = grid(tensor.shape, BLOCKS)
+    yield Output(tensor.name, tensor.shape, FP8, lambda: parts()[0])
+    yield Output(tensor.module + SCALE_SUFFIX, scales, _F32, lambda: parts()[1])
+
+
+def _type(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> np.dtype:
+    if dtype == "float32" or tensor.name.endswith(_BIAS):
+        return _F32
+    if dtype == "fp8" and tensor.role == SMALL:
+        return _BF16 if leaves[tensor.pieces[0].path].dtype == _BF16 else _F32
+    return _BF16
+
+
+def _once(make: Callable[[], tuple]) -> Callable[[], tuple]:
+    """Two outputs in a row take their halves of one result, which is then dropped."""
+    kept: list[tuple] = []
+
+    def take() -> tuple:
+        if kept:
+            return kept.pop()
+        kept.append(make())
+        return kept[0]
+
+    return take
+
+
+@functools.cache
+def _taker(transposed: bool, dtype: np.dtype | None):
+    """The program that takes a matrix out of a stack, in a checkpoint's orientation."""
+
+    def take(leaf, index):
+        for axis in index:
+            leaf = lax.dynamic_index_in_dim(leaf, axis, keepdims=False)
+        if dtype is not None:
+            leaf = round_bf16(leaf) if dtype == _BF16 else leaf.astype(dtype)
+        return leaf.T if transposed else leaf
+
+    return exact_jit(take)
+
+
+def _take(leaf: Any, index: tuple[int, ...], transposed: bool, dtype=None) -> np.ndarray:
+    take = _taker(transposed, dtype)
+    places = tuple(np.int32(i) for i in index)
+    if not isinstance(leaf, QArray):
+        return np.asarray(take(leaf, places))
+    assert dtype is not None
+    value, scale = (_taker(transposed, None)(x, places) for x in (leaf.qvalue, leaf.scale))
+    whole = QArray(value, scale, BLOCKS)
+    return np.asarray(_dequantiser(dtype)(whole))
+
+
+@functools.cache
+def _dequantiser(dtype: np.dtype):
+    def run(q):
+        value = q.dequantize()
+        return round_bf16(value) if dtype == _BF16 else value
+
+    return exact_jit(run)
+
+
+def _values(tensor: Tensor, leaves: dict[Path, Any], dtype: np.dtype) -> np.ndarray:
+    """A tensor, rounded to `dtype`."""
+    parts = [_take(leaves[p.path], p.index, p.transposed, dtype) for p in tensor.pieces]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _quantised(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and scales of a tensor whose pieces are not quantised."""
+    q, scale = quantize_matrix(jnp.asarray(_values(tensor, leaves, _BF16)))
+    return np.asarray(q), np.asarray(scale)
+
+
+def _stored(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and scales of a tensor whose pieces are QArrays."""
+    parts = []
+    for piece in tensor.pieces:
+        leaf = leaves[piece.path]
+        parts.append([_take(x, piece.index, piece.transposed) for x in (leaf.qvalue, leaf.scale)])
+    first, second = (np.concatenate(half) for half in zip(*parts, strict=True))
+    return first, second
+
+
+def _check_borders(tensor: Tensor) -> None:
+    for piece in tensor.pieces:
+        if piece.start % BLOCKS[0]:
+            raise UserError(
+                f"params: leaf {'.'.join(piece.path)} is FP8 by head, and tensor {tensor.name} has "
+                f"blocks of {BLOCKS[0]} rows across heads: save the masters"
+            )
+
+
+def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: int) -> None:
+    """Files of at most `limit` bytes of tensors, or one tensor; an index if there are several."""
+    shards: list[list[Output]] = [[]]
+    size = 0
+    for output in outputs:
+        if shards[-1] and size + output.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += output.nbytes
+    if len(shards) == 1:
+        write_file(directory / SINGLE, shards[0])
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(directory / file, shard)
+        places |= {output.name: file for output in shard}
+    total = sum(output.nbytes for output in outputs)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,157 @@
+"""Small checkpoints written by hand: names and layouts spelled out in loops, unlike the library's.
+
+`named` is the oracle of the name tables, `write` that of the writer (through the safetensors
+library).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+from oracles import quant_oracle
+from oracles.decoder_oracle import random_params
+from safetensors.numpy import save_file
+
+from fp8rl_jax.models import ModelConfig, init_params
+
+_SIZES = dict(
+    vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=3, rms_norm_eps=1e-5,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+_DEEPSEEK = _SIZES | dict(
+    num_key_value_heads=4, head_dim=8, qk_norm=False, scoring_func="sigmoid", kv_lora_rank=32,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, rope_interleave=True,
+    n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.5, **_EXPERTS,
+)  # fmt: skip
+CONFIGS = {
+    "qwen3": ModelConfig(**_SIZES, rope_theta=1e6),
+    "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
+    "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS),
+    "llama": ModelConfig(**_SIZES | dict(
+        qk_norm=False, rope_type="llama3", rope_factor=8.0,
+        rope_original_max_position_embeddings=16,
+    )),
+    "deepseek_v3": ModelConfig(**_DEEPSEEK | dict(
+        q_lora_rank=48, n_group=4, topk_group=2, rope_type="yarn", rope_factor=4.0,
+        rope_original_max_position_embeddings=32, rope_mscale=0.7, rope_mscale_all_dim=1.0,
+    )),
+    "moonlight": ModelConfig(**_DEEPSEEK),
+    # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
+    "latent_fp8": ModelConfig(**_DEEPSEEK | dict(
+        hidden_size=136, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        qk_nope_head_dim=128, v_head_dim=128, kv_lora_rank=40, q_lora_rank=24,
+    )),
+}  # fmt: skip
+
+
+@functools.cache
+def params_of(name: str, seed: int = 0):
+    """Random float32 numpy parameters of CONFIGS[name]; norms and biases too."""
+    shapes = jax.eval_shape(lambda: init_params(CONFIGS[name], jax.random.key(0)))
+    params = random_params(shapes, seed)
+    generator = np.random.default_rng(seed + 1)
+
+    def leaf(path, x):
+        names = [key.key for key in path]
+        if names[-1] == "e_score_correction_bias":  # positive: see test_hf_transformers.py
+            return generator.uniform(0.05, 0.4, x.shape).astype(np.float32)
+        if names[-1] == "weight":
+            return generator.uniform(0.7, 1.3, x.shape).astype(np.float32)
+        return np.asarray(x, np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
+    """{name in a checkpoint: array} of a model."""
+    out = {
+        "model.embed_tokens.weight": params["embed_tokens"],
+        "model.norm.weight": params["norm"]["weight"],
+    }
+    if not config.tie_word_embeddings:
+        out["lm_head.weight"] = params["lm_head"].T
+    for layer in range(config.num_hidden_layers):
+        stack, i = params["layers"], layer - config.dense_layers
+        if layer < config.dense_layers:
+            stack, i = params["dense_layers"], layer
+        at = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{at}{norm}.weight"] = stack[norm]["weight"][i]
+        attention = stack["self_attn"]
+        for name, leaf in attention.items():
+            if name in ("k_b_proj", "v_b_proj"):
+                continue
+            value = leaf["kernel"][i].T if "kernel" in leaf else leaf["weight"][i]
+            out[f"{at}self_attn.{name}.weight"] = value
+        out[at + "self_attn.o_proj.weight"] = stack["o_proj"]["kernel"][i].T
+        if config.latent:
+            keys, values = (attention[n]["kernel"][i] for n in ("k_b_proj", "v_b_proj"))
+            joined = [x for h in range(config.num_attention_heads) for x in (keys[h], values[h].T)]
+            out[at + "self_attn.kv_b_proj.weight"] = np.concatenate(joined)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if name in stack:
+                out[f"{at}mlp.{name}.weight"] = stack[name]["kernel"][i].T
+                continue
+            for expert in range(config.num_experts):
+                value = stack["experts"][name]["kernel"][i, expert].T
+                out[f"{at}mlp.experts.{expert}.{name}.weight"] = value
+            if config.n_shared_experts:
+                value = stack["shared_experts"][name]["kernel"][i].T
+                out[f"{at}mlp.shared_experts.{name}.weight"] = value
+        if "router" in stack:
+            out[at + "mlp.gate.weight"] = stack["router"]["kernel"][i].T
+            if config.scoring_func == "sigmoid":
+                bias = stack["router"]["e_score_correction_bias"][i]
+                out[at + "mlp.gate.e_score_correction_bias"] = bias
+    return out
+
+
+def fp8_tensors(name: str) -> dict[str, np.ndarray]:
+    """An FP8 checkpoint of CONFIGS[name]: linear layers in E4M3 with scales, the rest in bf16."""
+    out = {}
+    for key, value in named(CONFIGS[name], params_of(name)).items():
+        if key.endswith("e_score_correction_bias"):
+            out[key] = value
+        elif is_linear(key, value):
+            codes, scale = quant_oracle.quantize_blocks(bf16(value), (128, 128))
+            out[key] = codes.view(ml_dtypes.float8_e4m3fn)
+            out[key + "_scale_inv"] = scale
+        else:
+            out[key] = bf16(value)
+    return out
+
+
+def is_linear(name: str, value: np.ndarray) -> bool:
+    """Whether a checkpoint's tensor belongs to a layer that may be FP8."""
+    others = ("mlp.gate.weight", "lm_head.weight", "embed_tokens.weight")
+    return value.ndim == 2 and not name.endswith(others)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def write(
+    directory: pathlib.Path, fields: dict, tensors: dict[str, np.ndarray], shards: int = 1
+) -> pathlib.Path:
+    """A checkpoint of these tensors, in one file or several with an index."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
+    places = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        own = dict(list(tensors.items())[number::shards])
+        save_file(own, directory / file, {"format": "pt"})
+        places |= dict.fromkeys(own, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return directory

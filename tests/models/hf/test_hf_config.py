@@ -1,0 +1,219 @@
+"""config.json: published files give the presets, both forms read alike, the rest is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hf_checkpoints import CONFIGS
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.hf.blockwise import read_blocks
+from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
+from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.presets import preset
+
+# The fields of published config.json files that bear on the shapes, and some that do not.
+_QWEN3 = dict(
+    model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, head_dim=128,
+    hidden_act="silu", hidden_size=1024, intermediate_size=3072, max_position_embeddings=40960,
+    max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8,
+    rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000, sliding_window=None,
+    tie_word_embeddings=True, torch_dtype="bfloat16", use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+_QWEN3_MOE = _QWEN3 | dict(
+    model_type="qwen3_moe", decoder_sparse_step=1, hidden_size=2048, intermediate_size=6144,
+    max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+    num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48,
+    num_key_value_heads=4, tie_word_embeddings=False, rope_theta=1000000.0,
+)  # fmt: skip
+_LLAMA = dict(
+    model_type="llama", attention_bias=False, hidden_act="silu", hidden_size=4096, mlp_bias=False,
+    intermediate_size=14336, max_position_embeddings=131072, num_attention_heads=32,
+    num_hidden_layers=32, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
+    rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                      original_max_position_embeddings=8192, rope_type="llama3"),
+    rope_theta=500000.0, tie_word_embeddings=False, vocab_size=128256,
+)  # fmt: skip
+_DEEPSEEK = dict(
+    model_type="deepseek_v3", attention_bias=False, first_k_dense_replace=3, hidden_act="silu",
+    hidden_size=7168, intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840,
+    moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256,
+    n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
+    num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-06, rope_theta=10000,
+    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096, type="yarn"),
+    routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
+    topk_method="noaux_tc", v_head_dim=128, vocab_size=129280,
+    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
+                             weight_block_size=[128, 128]),
+)  # fmt: skip
+_PUBLISHED = {
+    "qwen3_0p6b": _QWEN3,
+    "qwen3_30b_a3b": _QWEN3_MOE,
+    "llama3p1_8b": _LLAMA,
+    "smollm2_135m": _LLAMA | dict(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_hidden_layers=30,
+        num_key_value_heads=3, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        vocab_size=49152, rope_interleaved=False,
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "moonlight_16b_a3b": _DEEPSEEK | dict(
+        first_k_dense_replace=1, hidden_size=2048, intermediate_size=11264, n_group=1,
+        moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, topk_group=1,
+        num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, q_lora_rank=None,
+        num_key_value_heads=16, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=50000.0,
+        routed_scaling_factor=2.446, vocab_size=163840, num_nextn_predict_layers=0,
+    ),
+    "kimi_k2": _DEEPSEEK | dict(
+        model_type="kimi_k2", first_k_dense_replace=1, n_group=1, n_routed_experts=384,
+        num_attention_heads=64, num_key_value_heads=64, rope_theta=50000.0, topk_group=1,
+        routed_scaling_factor=2.827, vocab_size=163840, num_nextn_predict_layers=0,
+        rope_scaling=dict(beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale=1.0,
+                          mscale_all_dim=1.0, original_max_position_embeddings=4096, type="yarn"),
+    ),
+}  # fmt: skip
+
+
+def _read(fields: dict) -> ModelConfig:
+    return read_config(Fields(fields, "config.json"))
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_files_are_the_presets(name):
+    assert _read(_PUBLISHED[name]) == preset(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_0p6b", "llama3p1_8b", "deepseek_v3"])
+def test_new_form_reads_alike(name):
+    """transformers 5 gathers rotary settings in rope_parameters."""
+    old = dict(_PUBLISHED[name])
+    settings = dict(old.pop("rope_scaling") or {"rope_type": "default"})
+    settings["rope_type"] = settings.pop("type", settings.get("rope_type"))
+    new = old | {"rope_parameters": settings | {"rope_theta": old["rope_theta"]}}
+    del new["rope_theta"]
+    assert _read(new) == preset(name)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *_PUBLISHED])
+def test_round_trip(name):
+    config = CONFIGS.get(name) or preset(name)
+    assert _read(config_json(config, "bfloat16")) == config
+
+
+def test_dense_model_with_latent_attention():
+    dense = ModelConfig(**vars(preset("moonlight_16b_a3b")) | dict(
+        num_experts=0, scoring_func="softmax", first_k_dense_replace=0, n_shared_experts=0,
+        num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.0,
+    ))  # fmt: skip
+    assert _read(config_json(dense, "bfloat16")) == dense
+
+
+def test_fields_of_a_source_are_kept():
+    """Those of the tokenizer and the context; not those that another form stands for."""
+    source = _LLAMA | dict(eos_token_id=[1, 2], rope_parameters={}, dtype="float32", vocab_size=1)
+    written = config_json(preset("llama3p1_8b"), "bfloat16", source)
+    assert written["eos_token_id"] == [1, 2] and written["max_position_embeddings"] == 131072
+    assert written["vocab_size"] == 128256 and written["torch_dtype"] == "bfloat16"
+    assert not {"rope_parameters", "dtype"} & set(written)
+
+
+def _rope(**changes) -> dict:
+    return {"rope_scaling": _LLAMA["rope_scaling"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "words"),
+    [
+        (_LLAMA, {"model_type": "gemma3"}, ["model_type", "'gemma3'", "deepseek_v3"]),
+        (_LLAMA, {"model_type": None}, ["model_type", "None"]),
+        (_LLAMA, {"model_type": ["llama"]}, ["model_type", "qwen3"]),
+        (_LLAMA, {"attention_bias": True}, ["attention_bias", "True"]),
+        (_LLAMA, {"mlp_bias": True}, ["mlp_bias", "True"]),
+        (_LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        (_LLAMA, {"hidden_size": None}, ["no field hidden_size"]),
+        (_LLAMA, {"hidden_size": "4096"}, ["hidden_size", "'4096'", "whole number"]),
+        (_LLAMA, {"vocab_size": 0}, ["vocab_size", "above 0"]),
+        (_LLAMA, {"num_attention_heads": 0}, ["num_attention_heads"]),
+        (_LLAMA, {"head_dim": 256}, ["head_dim", "256", "128"]),
+        (_LLAMA, {"rms_norm_eps": True}, ["rms_norm_eps", "number"]),
+        (_LLAMA, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
+        (_LLAMA, {"rope_scaling": "llama3"}, ["rope_scaling", "object"]),
+        (_LLAMA, _rope(rope_type="linear"), ["rope_type", "'linear'", "yarn"]),
+        (_LLAMA, _rope(rope_type="default"), ["factor", "'default'"]),
+        (_LLAMA, _rope(factor=None), ["no field factor"]),
+        (_LLAMA, _rope(short_factor=[1.0]), ["short_factor"]),
+        (_LLAMA, _rope(original_max_position_embeddings=None), ["original_max_position"]),
+        (_LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (
+            _LLAMA,
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["full_attention"],
+        ),
+        (
+            _LLAMA,
+            {"rope_scaling": _DEEPSEEK["rope_scaling"]},
+            ["mscale_all_dim", "latent attention"],
+        ),
+        (
+            _DEEPSEEK,
+            {"rope_scaling": _DEEPSEEK["rope_scaling"] | {"attention_factor": 1.5}},
+            ["attention_factor", "1.5"],
+        ),
+        (
+            _DEEPSEEK,
+            {"rope_scaling": _DEEPSEEK["rope_scaling"] | {"truncate": False}},
+            ["truncate"],
+        ),
+        (_QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, ["use_sliding_window"]),
+        (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        (_QWEN3_MOE, {"mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
+        (_QWEN3_MOE, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
+        (_QWEN3_MOE, {"num_experts": None}, ["no field num_experts"]),
+        (_DEEPSEEK, {"scoring_func": "softmax"}, ["scoring_func", "softmax", "sigmoid"]),
+        (_DEEPSEEK, {"topk_method": "greedy"}, ["topk_method", "greedy"]),
+        (_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+        (_DEEPSEEK, {"kv_lora_rank": None}, ["kv_lora_rank"]),
+        (_DEEPSEEK, {"n_routed_experts": None}, ["n_routed_experts"]),
+    ],
+)  # fmt: skip
+def test_refused_by_name(fields, changes, words):
+    with pytest.raises(UserError) as raised:
+        _read(fields | changes)
+    sentence = str(raised.value)
+    assert sentence.startswith("config.json") and "\n" not in sentence
+    for word in words:
+        assert word in sentence, sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"fmt": "e5m2"}, "e5m2"),
+        ({"activation_scheme": "static"}, "static"),
+        ({"weight_block_size": None}, "weight_block_size"),
+        ({"weight_block_size": [1, 128]}, "[1, 128]"),
+    ],
+)
+def test_other_quantisation_is_refused(changes, word):
+    quantisation = _DEEPSEEK["quantization_config"] | changes
+    with pytest.raises(UserError, match="blockwise FP8") as raised:
+        read_blocks(Fields({"quantization_config": quantisation}, "config.json"))
+    assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("llama", {"rope_interleave": True}, "rope_interleave"),
+        ("qwen3_moe", {"qk_norm": False}, "qk_norm"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("qwen3_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ("moonlight", {"scoring_func": "softmax"}, "scoring_func"),
+    ],
+)
+def test_models_without_a_type_are_refused(name, changes, word):
+    config = ModelConfig(**vars(CONFIGS[name]) | changes)
+    with pytest.raises(UserError, match=word):
+        family_of(config)

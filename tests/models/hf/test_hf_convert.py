@@ -1,0 +1,191 @@
+"""`fp8rl convert`: weights in another format, the tokenizer's files beside them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
+
+from fp8rl_jax.cli import run
+from fp8rl_jax.models import hf
+from fp8rl_jax.models.hf.config_json import config_json
+
+
+def _source(tmp_path):
+    fields = config_json(CONFIGS["qwen3"], "bfloat16") | {
+        "eos_token_id": 7,
+        "rope_parameters": None,
+    }
+    params = named(CONFIGS["qwen3"], params_of("qwen3"))
+    source = write(tmp_path / "source", fields, {k: bf16(v) for k, v in params.items()})
+    (source / "tokenizer.json").write_text("{}")
+    (source / "README.md").write_text("not copied")
+    return source
+
+
+def _equal(a, b) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_there_and_back(tmp_path, capsys):
+    """bf16 -> fp8 is what the library quantises; fp8 -> fp8 keeps it, fp8 -> bf16 rounds values."""
+    source = _source(tmp_path)
+    assert run(["convert", str(source), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "fp8")
+    names = {path.name for path in (tmp_path / "fp8").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    fields = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert fields["eos_token_id"] == 7 and fields["quantization_config"]["fmt"] == "e4m3"
+    config, params = hf.load(tmp_path / "fp8", dtype="fp8")
+    hand = write(tmp_path / "hand", fields, fp8_tensors("qwen3"))
+    _equal(params, hf.load(hand, dtype="fp8")[1])  # norms stay bf16, as in the source
+
+    again = ["convert", str(tmp_path / "fp8"), str(tmp_path / "fp8_2"), "--dtype=fp8"]
+    assert run([*again, "--max-shard-gb=0.0001"]) == 0
+    _equal(params, hf.load(tmp_path / "fp8_2", dtype="fp8")[1])
+    assert run(["convert", str(tmp_path / "fp8"), str(tmp_path / "bf16"), "--dtype=bf16"]) == 0
+    back, values = hf.load(tmp_path / "bf16", dtype="bfloat16")
+    assert back == config
+    assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
+    _equal(values, hf.load(tmp_path / "fp8", dtype="bfloat16")[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["fp8rl convert SRC DST --dtype"]),
+        (["a", "b"], ["--dtype"]),
+        (["a", "b", "--dtype=int8"], ["--dtype bf16"]),
+        (["a", "b", "c", "--dtype=fp8"], ["SRC DST"]),
+        (["a", "b", "--dtype=fp8", "--config.run.seed=1"], ["--config.run.seed"]),
+        (["nowhere", "b", "--dtype=fp8"], ["nowhere", "no directory"]),
+        (["SOURCE", "SOURCE", "--dtype=fp8"], ["source", "exists already"]),
+        (["SOURCE", "new", "--dtype=fp8", "--max-shard-gb=-1"], ["max_shard_gb", "-1"]),
+    ],
+)
+def test_refusals_are_one_sentence(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = str(_source(tmp_path))
+    assert run(["convert", *(source if a == "SOURCE" else a for a in arguments)]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def _gguf(path, type_name: str = "F32", architecture: str = "llama", **tensors):
+    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters."""
+    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
+    config, params = CONFIGS["llama"], params_of("llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_context_length(77)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
+    tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 4] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["a b", "Ġ ab", "1 2"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    kind = gguf.GGMLQuantizationType[type_name]
+    for key, value in (named(config, params) | tensors).items():
+        module = key.removesuffix(".weight")
+        layer = "" if not module.startswith("model.layers.") else module.split(".")[2]
+        short = module.split(".", 3)[3] if layer else module
+        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.weight"
+        heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
+        if heads:  # llama.cpp's order: for each feature of the first half its partner follows
+            order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
+            value = value[order]
+        if value.ndim == 1 or type_name == "F32":
+            writer.add_tensor(name, np.ascontiguousarray(value))
+        else:
+            stored = gguf.quants.quantize(np.ascontiguousarray(value), kind)
+            writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return params
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("BF16", 2**-8), ("Q8_0", 0.02)])
+def test_gguf(kind, error, tmp_path):
+    """Names, the order of rotated rows, and the tokenizer."""
+    params = _gguf(tmp_path / "model.gguf", kind)
+    target = tmp_path / "out"
+    assert run(["convert", str(tmp_path / "model.gguf"), str(target), "--dtype=bf16"]) == 0
+    config, loaded = hf.load(target)
+    fields = vars(CONFIGS["llama"])
+    different = {name for name, value in vars(config).items() if value != fields[name]}
+    assert different <= {name for name in fields if name.startswith("rope_")} - {"rope_theta"}
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        y = bf16(y).astype(np.float32)
+        assert np.abs(np.asarray(x) - y).max() <= error * np.abs(y).max()
+    about = json.loads((target / "config.json").read_text())
+    assert about["max_position_embeddings"] == 77 and about["eos_token_id"] == 0
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    ids = tokenizer.encode("ab ab12<tool><|end|>").tokens
+    assert ids == ["ab", "Ġab", "1", "2", "<tool>", "<|end|>"]
+    assert tokenizer.decode(tokenizer.encode("ab ab12<|end|>").ids) == "ab ab12"
+    about = json.loads((target / "tokenizer_config.json").read_text())
+    assert about["eos_token"] == "<|end|>" and about["chat_template"] == "{{ messages }}"
+
+
+def test_gguf_refusals(tmp_path, capsys):
+    file = tmp_path / "model.gguf"
+
+    def refused(*words: str) -> None:
+        assert run(["convert", str(file), str(tmp_path / "out"), "--dtype=bf16"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and str(file) in error
+        for word in words:
+            assert word in error, error
+
+    _gguf(file)
+    data = file.read_bytes()
+    for damaged in (b"", b"no GGUF", data[:10], data[:2000], data[:-1000]):
+        file.write_bytes(damaged)
+        refused("no whole GGUF file")
+    file.unlink()
+    refused("cannot be read")
+    _gguf(file, architecture="qwen3")
+    refused("'qwen3'", "llama alone")
+    _gguf(file, **{"rope_freqs.weight": np.ones(16, np.float32)})
+    refused("scaled rotary")
+    _gguf(file, **{"model.layers.0.attn_q_norm.weight": np.ones(16, np.float32)})
+    refused("blk.0.attn_q_norm.weight", "no place")
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_without_the_package(tmp_path, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert run(["convert", "model.gguf", str(tmp_path / "out"), "--dtype=bf16"]) == 2
+    assert "pip install 'fp8rl_jax[gguf]'" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""Checkpoints against Hugging Face transformers: it writes and we read, we write and it reads.
+
+`pip install transformers torch` (the extra `oracles`); skipped without them. The FP8 export needs
+`accelerate` too.
+
+The router's correction biases are positive here: older transformers give experts outside the best
+groups the score 0, newer ones and this library minus infinity, and with positive scores the choice
+is the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hf_checkpoints import CONFIGS, bf16, named, params_of, write
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import forward, hf, init_params, rope_tables
+from fp8rl_jax.models.hf.config_json import config_json
+from fp8rl_jax.quant import quantize
+
+_REASON = "transformers' models are the published oracle (the extra 'oracles')"
+_NAMES = [name for name in CONFIGS if name != "latent_fp8"]
+_LENGTH = 40  # beyond rope_original_max_position_embeddings, where scaling acts
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    pytest.importorskip("torch", reason=_REASON)
+    return pytest.importorskip("transformers", minversion="5", reason=_REASON)
+
+
+def _random_model(transformers, name: str):
+    """Their model of a configuration, every parameter random."""
+    import torch
+
+    fields = config_json(CONFIGS[name], "float32")
+    kind = fields.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.to(torch.float32).eval()
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key.endswith("e_score_correction_bias"):
+                value.uniform_(0.05, 0.4)
+            elif value.ndim == 1:
+                value.uniform_(0.7, 1.3)
+            else:
+                value.normal_(0, value.shape[-1] ** -0.5)
+    return model
+
+
+def _logits(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_both_ways(transformers, name, tmp_path):
+    """What they save is our model, and what we save is theirs again, bit for bit."""
+    model = _random_model(transformers, name)
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs")
+    assert config == CONFIGS[name]
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
+    expected = _logits(model, tokens)
+    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
+    ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+
+    hf.save(tmp_path / "ours", config, params, dtype="float32")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.dtype == model.dtype
+    np.testing.assert_array_equal(_logits(again.eval(), tokens), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_transformers_reads_fp8(transformers, name, tmp_path):
+    """Their dequantisation of our FP8 files is the value that our quantiser gives the matrix."""
+    pytest.importorskip("accelerate", reason="transformers needs it for FP8 files")
+    import torch
+
+    config, params = CONFIGS[name], params_of(name)
+    hf.save(tmp_path / "fp8", config, params, dtype="fp8")
+    tensors = {key: _as_exported(key, value) for key, value in named(config, params).items()}
+    write(tmp_path / "plain", config_json(config, "float32"), tensors)
+    dequantize = transformers.FineGrainedFP8Config(dequantize=True)
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32, **options
+        )
+        for folder, options in (("fp8", {"quantization_config": dequantize}), ("plain", {}))
+    ]
+    theirs, ours = (model.state_dict() for model in models)
+    assert theirs.keys() == ours.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(theirs[key].float().numpy(), value.numpy(), key)
+
+
+def _as_exported(name: str, x: np.ndarray) -> np.ndarray:
+    """A checkpoint's tensor as an FP8 export holds it, in float32."""
+    if x.ndim == 1 or name.endswith("mlp.gate.weight"):
+        return x
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return bf16(x).astype(np.float32)
+    return np.asarray(quantize(bf16(x), (128, 128)).dequantize())
