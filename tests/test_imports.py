@@ -15,10 +15,11 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
-    "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs", "checkpoint",
-    "checks", "config", "health", "metrics", "optimizer", "precision", "progress", "report",
-    "run_directory", "sharding", "summary",
-    "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
+    "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
+    "checkpoint", "checks", "config", "health", "metrics", "optimizer", "precision", "progress",
+    "report", "run_directory", "sharding", "summary",
+    "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "bench",
+    _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
@@ -45,11 +46,22 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "health": {"quant"},
     "model_source": {"config", "models"},
     "precision": {"model_source", "models", "quant"},
-    "run_directory": {"checks", "config", "metrics"},
+    "run_directory": {"checks", "config", "metrics", "model_source"},
     "checks": {"config", "envs", "model_source", "models", "precision", "quant"},
     "recipe_show": {"quant"},
     **dict.fromkeys(
-        ("runtime", "evaluate", "warmup", "drift", "train", "inference", "bench"), _PROGRAM
+        (
+            "runtime",
+            "evaluate",
+            "warmup",
+            "drift",
+            "train",
+            "inference",
+            "policy",
+            "generate",
+            "bench",
+        ),
+        _PROGRAM,
     ),
     "cli": _PROGRAM | {"recipe_show"},
     _PACKAGE: {"kernels"},
