@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from absl import flags
-
+from fp8rl_jax.arguments import CONFIG, no_positional, note, parse, read_config
 from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.policy_commands import evaluate, sample
 
 _USAGE = """\
 fp8rl: reinforcement learning of language models in FP8, rollout and learner through one forward
@@ -52,65 +51,11 @@ commands:
 """
 
 
-def _parse(
-    command: str, arguments: Sequence[str], options: Mapping[str, tuple[str, object, str]]
-) -> tuple[flags.FlagValues, list[str], list[str]]:
-    """Splits arguments into options, config overrides and positional ones.
-
-    `options` maps a name to (kind, default, meaning); a kind is 'string', 'strings' (may be given
-    several times), 'bool', 'int', 'float'. Names have underscores here and hyphens on the command
-    line, where either will do.
-    """
-    values = flags.FlagValues()
-    define: dict[str, Callable[..., object]] = {
-        "string": flags.DEFINE_string, "strings": flags.DEFINE_multi_string,
-        "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer, "float": flags.DEFINE_float,
-    }  # fmt: skip
-    for name, (kind, default, meaning) in options.items():
-        define[kind](name, default, meaning, flag_values=values)
-    overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
-    rest = [_underscored(a, options) for a in arguments if a not in overrides]
-    try:
-        positional = values([command, *rest])[1:]
-    except flags.Error as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"fp8rl {command}: {text}; see `fp8rl {command} --help`") from None
-    return values, overrides, positional
-
-
-def _underscored(argument: str, options: Mapping[str, object]) -> str:
-    """'--fail-above=1' -> '--fail_above=1', if there is such an option."""
-    name, equals, value = argument.partition("=")
-    known = name.lstrip("-").replace("-", "_")
-    return f"--{known}{equals}{value}" if name.startswith("--") and known in options else argument
-
-
-_CONFIG = {"config": ("string", "", "the config file")}
-
-
-def _config(command: str, values: flags.FlagValues, overrides: list[str]):
-    from fp8rl_jax.config import load_config
-
-    if not values.config:
-        raise UserError(
-            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
-        )
-    return load_config(values.config, overrides)
-
-
-def _no_positional(command: str, positional: list[str]) -> None:
-    if positional:
-        raise UserError(
-            f"fp8rl {command}: {positional[0]!r} is not understood; config fields are written "
-            "--config.SECTION.FIELD=VALUE"
-        )
-
-
 def _train(arguments: Sequence[str]) -> int:
-    options = {**_CONFIG, "resume": ("bool", False, "continue the run in run.dir")}
-    values, overrides, positional = _parse("train", arguments, options)
-    _no_positional("train", positional)
-    config = _config("train", values, overrides)
+    options = {**CONFIG, "resume": ("bool", False, "continue the run in run.dir")}
+    values, overrides, positional = parse("train", arguments, options)
+    no_positional("train", positional)
+    config = read_config("train", values, overrides)
     from fp8rl_jax.summary import summarise
     from fp8rl_jax.train import train
 
@@ -122,209 +67,23 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-# Options of sample and eval that name a policy by its directory.
-_POLICY = {
-    **_CONFIG,
-    "checkpoint": ("string", None, "directory of a run, or of a Hugging Face model"),
-    "chat": ("bool", None, "prompts are the user's messages in the model's chat template"),
-    "system": ("string", None, "a system message, with --chat"),
-    "chat_options": ("string", "", "variables of the chat template, as NAME=VALUE,..."),
-    "max_new_tokens": ("int", None, "most tokens of an answer"),
-    "seed": ("int", None, "seed of sampling, and of the questions"),
-    "precision": ("string", None, "recipe: fp8, bf16, f32, ..."),
-}
-_FIELD_OF = {
-    "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
-    "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
-    "reward": "env.reward", "questions": "eval.questions", "batch_size": "eval.batch_size",
-}  # fmt: skip
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _pairs(command: str, option: str, text: str) -> dict[str, object]:
-    """{name: value} of 'name=value,name=[1,2]', values as Python literals or text."""
-    from fp8rl_jax.config import literal
-
-    found = {}
-    for part in re.split(r",(?=\w+=)", text) if text else ():
-        name, equals, value = part.partition("=")
-        if not equals or not name.isidentifier():
-            raise UserError(
-                f"fp8rl {command}: --{option}: {part!r} is not understood; write NAME=VALUE,..."
-            )
-        found[name] = literal(value)
-    return found
-
-
-def _policy_config(command: str, values: flags.FlagValues, overrides: list[str]):
-    """The configuration of --checkpoint and the options beside it."""
-    from fp8rl_jax.policy import policy_config
-
-    if values.config:
-        raise UserError(
-            f"fp8rl {command}: --config and --checkpoint both name a policy; leave one out"
-        )
-    if not values.checkpoint or not pathlib.Path(values.checkpoint).is_dir():
-        raise UserError(
-            f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
-            "run, or of a Hugging Face model"
-        )
-    given = values.flag_values_dict()
-    for option in ("system", "chat_options"):
-        if given[option] and not values.chat:
-            name = option.replace("_", "-")
-            raise UserError(
-                f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
-            )
-    fields = {
-        field: given[name] for name, field in _FIELD_OF.items() if given.get(name) is not None
-    }
-    if values.precision is not None:
-        fields |= {"precision.rollout": values.precision, "precision.learner": values.precision}
-    config = policy_config(values.checkpoint, fields, overrides)
-    config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
-    return config
-
-
-def _only_with_checkpoint(command: str, values: flags.FlagValues) -> None:
-    for name, value in values.flag_values_dict().items():
-        if name != "config" and value not in (None, "", []):
-            name = name.replace("_", "-")
-            raise UserError(
-                f"fp8rl {command}: --{name} goes with --checkpoint DIR; with --config, set the "
-                f"field (`fp8rl {command} --help`)"
-            )
-
-
-def _eval(arguments: Sequence[str]) -> int:
-    import json
-
-    options = {
-        **_POLICY,
-        "task": ("string", None, "a task of reasoning_gym"),
-        "task_options": ("string", "", "keywords of the task, as NAME=VALUE,..."),
-        "questions": ("int", None, "held-out questions"),
-        "reward": ("string", None, "exact_match, math_equal, or 'module:function'"),
-        "batch_size": ("int", None, "questions at a time"),
-    }
-    values, overrides, positional = _parse("eval", arguments, options)
-    _no_positional("eval", positional)
-    if values.checkpoint is None:
-        _only_with_checkpoint("eval", values)
-        from fp8rl_jax.inference import evaluate_checkpoint
-
-        print(json.dumps(evaluate_checkpoint(_config("eval", values, overrides))))
-        return 0
-    config = _policy_config("eval", values, overrides)
-    from fp8rl_jax.policy import evaluate_policy, is_released
-
-    task = values.task or any(a.lstrip("-").startswith("config.env.task=") for a in overrides)
-    if is_released(config) and not task:
-        raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
-    if task:  # of a run: the options were the other task's
-        config.env.task_options = type(config.env.task_options)()
-    with config.env.task_options.ignore_type():
-        config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
-    print(json.dumps(evaluate_policy(config, _note)))
-    return 0
-
-
-def _sample(arguments: Sequence[str]) -> int:
-    options = {
-        **_POLICY,
-        "prompt": ("strings", [], "a prompt; may be given several times"),
-        "temperature": ("float", None, "sampling temperature, 0 for the most likely token"),
-        "top_k": ("int", None, "sample from this many tokens; 0 for all"),
-        "top_p": ("float", None, "sample from this much probability; 1.0 for all"),
-    }
-    values, overrides, questions = _parse("sample", arguments, options)
-    if values.checkpoint is not None:
-        return _sample_directory(values, overrides, [*values.prompt, *questions])
-    _only_with_checkpoint("sample", values)
-    config = _config("sample", values, overrides)
-    if not questions:
-        raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
-    from fp8rl_jax.inference import sample_checkpoint
-
-    for question, answer in sample_checkpoint(config, questions):
-        print(f"{question!r} -> {answer!r}")
-    return 0
-
-
-def _sample_directory(values: flags.FlagValues, overrides: list[str], prompts: list[str]) -> int:
-    if not prompts:
-        raise UserError('fp8rl sample: give a prompt, for example --prompt "Once upon a time"')
-    if values.temperature is not None and not 0 <= values.temperature < float("inf"):
-        raise UserError(
-            f"fp8rl sample: --temperature is {values.temperature}; write 0 for the most likely "
-            "token, or a number above 0"
-        )
-    config = _policy_config("sample", values, overrides)
-    from fp8rl_jax.generate import generate
-    from fp8rl_jax.policy import prepare
-
-    temperature = values.temperature
-    with prepare(config, prompts, _note) as (runtime, weights, rows, usual):
-        writer = _Writer(prompts)
-        timing = generate(
-            runtime, weights, rows, usual if temperature is None else temperature,
-            writer.show, writer.finished,
-        )  # fmt: skip
-    _note(str(timing))
-    return 0
-
-
-class _Writer:
-    """Prints answers one after the other, the first that is not complete as it is made."""
-
-    def __init__(self, prompts: Sequence[str]):
-        self._prompts, self._row = prompts, -1
-        self._waiting = [""] * len(prompts)
-        self._ended: dict[int, bool] = {}
-        self._next()
-
-    def _next(self) -> None:
-        self._row += 1
-        if self._row < len(self._prompts):
-            if len(self._prompts) > 1:
-                print(f"--- {self._prompts[self._row]!r}", flush=True)
-            print(self._waiting[self._row], end="", flush=True)
-
-    def show(self, row: int, text: str) -> None:
-        if row == self._row:
-            print(text, end="", flush=True)
-        else:
-            self._waiting[row] += text
-
-    def finished(self, row: int, by_itself: bool) -> None:
-        self._ended[row] = by_itself
-        while self._row in self._ended:
-            print(flush=True)
-            if not self._ended[self._row]:
-                _note("(cut: --max-new-tokens=N allows more)")
-            self._next()
-
-
 def _bench(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["gemm-error"]:
         return _gemm_error(arguments[1:])
     if arguments[:1] == ["drift-cost"]:
         return _drift_cost(arguments[1:])
     options = {
-        **_CONFIG,
+        **CONFIG,
         "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
         "repeats": ("int", 5, "timed repetitions, after one that compiles"),
     }
-    values, overrides, positional = _parse("bench", arguments, options)
+    values, overrides, positional = parse("bench", arguments, options)
     if positional:
         raise UserError(
             f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
             "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and options after that"
         )
-    config = _config("bench", values, overrides)
+    config = read_config("bench", values, overrides)
     from fp8rl_jax.bench import bench, format_table
 
     print(format_table(bench(config, values.recipes.split(","), values.repeats)))
@@ -334,13 +93,13 @@ def _bench(arguments: Sequence[str]) -> int:
 def _drift_cost(arguments: Sequence[str]) -> int:
     command = "bench drift-cost"
     options = {
-        **_CONFIG,
+        **CONFIG,
         "recipes": ("string", "fp8,bf16", "recipes to time"),
         "repeats": ("int", 5, "timed repetitions, after one that compiles"),
     }
-    values, overrides, positional = _parse(command, arguments, options)
-    _no_positional(command, positional)
-    config = _config(command, values, overrides)
+    values, overrides, positional = parse(command, arguments, options)
+    no_positional(command, positional)
+    config = read_config(command, values, overrides)
     from fp8rl_jax.bench import drift_cost, format_cost_table
 
     print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
@@ -353,7 +112,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
         "out": ("string", "runs/gemm_error", "directory of gemm_error.json and gemm_error.png"),
     }
     command = "bench gemm-error"
-    values, overrides, positional = _parse(command, arguments, options)
+    values, overrides, positional = parse(command, arguments, options)
     if overrides or positional:
         raise UserError(
             f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
@@ -380,7 +139,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
 
 
 def _recipe(arguments: Sequence[str]) -> int:
-    _, overrides, words = _parse("recipe", arguments, {})
+    _, overrides, words = parse("recipe", arguments, {})
     words += overrides
     if not words:
         raise UserError("fp8rl recipe: write `fp8rl recipe list` or `fp8rl recipe show NAME`")
@@ -409,21 +168,21 @@ def _recipe(arguments: Sequence[str]) -> int:
 
 def _drift(arguments: Sequence[str]) -> int:
     options = {
-        **_CONFIG,
+        **CONFIG,
         "checkpoint": ("string", None, "a run directory, whose newest weights to take"),
         "prompts": ("int", None, "questions to sample; those of an RL step if left out"),
         "out": ("string", None, "directory of drift.json and drift.html; run.dir if left out"),
         "fail_above": ("float", None, "exit with status 1 if a |dlogp| is above this"),
     }
-    values, overrides, positional = _parse("drift", arguments, options)
-    _no_positional("drift", positional)
+    values, overrides, positional = parse("drift", arguments, options)
+    no_positional("drift", positional)
     if values.prompts is not None and values.prompts < 1:
         raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
     if values.fail_above is not None and not values.fail_above >= 0:
         raise UserError(
             f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
         )
-    config = _config("drift", values, overrides)
+    config = read_config("drift", values, overrides)
     if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
@@ -432,7 +191,7 @@ def _drift(arguments: Sequence[str]) -> int:
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.inference import analyse_drift
 
-    result = analyse_drift(config, values.checkpoint, values.prompts, _note)
+    result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
     try:
         paths = write_analysis(result, directory)
@@ -474,8 +233,8 @@ def _writable(command: str, directory: str) -> pathlib.Path:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    _, overrides, directories = _parse("report", arguments, {})
-    _no_positional("report", overrides)
+    _, overrides, directories = parse("report", arguments, {})
+    no_positional("report", overrides)
     if not directories:
         raise UserError("fp8rl report: name a run directory, for example runs/tiny_arithmetic")
     from fp8rl_jax.report import write_report
@@ -492,8 +251,8 @@ def _report(arguments: Sequence[str]) -> int:
 
 _COMMANDS = {
     "train": _train,
-    "eval": _eval,
-    "sample": _sample,
+    "eval": evaluate,
+    "sample": sample,
     "drift": _drift,
     "bench": _bench,
     "recipe": _recipe,

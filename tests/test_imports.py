@@ -63,7 +63,9 @@ _MAY_IMPORT: dict[str, set[str]] = {
         ),
         _PROGRAM,
     ),
-    "cli": _PROGRAM | {"recipe_show"},
+    "arguments": {"config"},
+    "policy_commands": _PROGRAM | {"arguments"},
+    "cli": _PROGRAM | {"arguments", "policy_commands", "recipe_show"},
     _PACKAGE: {"kernels"},
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
