@@ -47,11 +47,15 @@ def policy_config(
       UserError: the directory is neither, or a field is wrong.
     """
     path = pathlib.Path(directory)
-    if pretrained_config(path) is not None:
+    released = pretrained_config(path)
+    if released is not None:
         config = default_config()
         config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
         config.warmup.steps = 0
-        config.rollout.max_new_tokens = _NEW_TOKENS
+        most = released.get("max_position_embeddings")
+        known = most if isinstance(most, int) else 2 * _NEW_TOKENS
+        config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)
+        config.rollout.max_prompt_tokens = 2  # as many as the prompts turn out to need
         _as_released(config, path)
     elif (path / "config.json").is_file():
         saved = path / "config.json"
