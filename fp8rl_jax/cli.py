@@ -10,11 +10,11 @@ import errno
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from absl import flags
-
+from fp8rl_jax.arguments import CONFIG, no_positional, note, parse, read_config
 from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.policy_commands import evaluate, sample
 
 _USAGE = """\
 fp8rl: reinforcement learning of language models in FP8, rollout and learner through one forward
@@ -24,8 +24,15 @@ usage: fp8rl COMMAND --config FILE [--config.SECTION.FIELD=VALUE ...] [options]
 commands:
   train    warm-up, then GRPO; writes metrics, checkpoints and report.html to run.dir
            [--resume]  continue the run in run.dir, bit for bit
-  eval     held-out accuracy of the newest checkpoint in run.dir
-  sample   answers of the newest checkpoint to questions given as arguments
+  eval     held-out accuracy of the newest checkpoint in run.dir, or of a directory by its name:
+           fp8rl eval --checkpoint DIR [--task=TASK] [--task-options=NAME=VALUE,...]
+           [--questions=N] [--reward=R] [--batch-size=N] and the options of sample after --prompt
+  sample   answers of the newest checkpoint to questions given as arguments, or text of a
+           directory by its name, shown while it is made:
+           fp8rl sample --checkpoint DIR --prompt TEXT [--prompt TEXT ...]
+           [--chat] [--system=TEXT] [--chat-options=NAME=VALUE,...] [--max-new-tokens=N]
+           [--temperature=T] [--top-k=K] [--top-p=P] [--seed=S] [--precision=fp8|bf16|f32]
+           DIR is that of a run, or of a Hugging Face model; neither needs --config
   drift    where rollout and learner differ, if they do: compares the two programs bit by bit
            [--checkpoint=RUN_DIR]  with its newest weights instead of random ones
            [--prompts=N] [--out=DIR] [--fail-above=X]  status 1 if a |dlogp| is above X
@@ -47,56 +54,11 @@ commands:
 """
 
 
-def _parse(
-    command: str, arguments: Sequence[str], options: Mapping[str, tuple[str, object, str]]
-) -> tuple[flags.FlagValues, list[str], list[str]]:
-    """Splits arguments into options, config overrides and positional ones.
-
-    `options` maps a name to (kind, default, meaning); a kind is 'string', 'bool', 'int', 'float'.
-    """
-    values = flags.FlagValues()
-    define: dict[str, Callable[..., object]] = {
-        "string": flags.DEFINE_string, "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer,
-        "float": flags.DEFINE_float,
-    }  # fmt: skip
-    for name, (kind, default, meaning) in options.items():
-        define[kind](name, default, meaning, flag_values=values)
-    overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
-    rest = [a for a in arguments if a not in overrides]
-    try:
-        positional = values([command, *rest])[1:]
-    except flags.Error as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"fp8rl {command}: {text}; see `fp8rl {command} --help`") from None
-    return values, overrides, positional
-
-
-_CONFIG = {"config": ("string", "", "the config file")}
-
-
-def _config(command: str, values: flags.FlagValues, overrides: list[str]):
-    from fp8rl_jax.config import load_config
-
-    if not values.config:
-        raise UserError(
-            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
-        )
-    return load_config(values.config, overrides)
-
-
-def _no_positional(command: str, positional: list[str]) -> None:
-    if positional:
-        raise UserError(
-            f"fp8rl {command}: {positional[0]!r} is not understood; config fields are written "
-            "--config.SECTION.FIELD=VALUE"
-        )
-
-
 def _train(arguments: Sequence[str]) -> int:
-    options = {**_CONFIG, "resume": ("bool", False, "continue the run in run.dir")}
-    values, overrides, positional = _parse("train", arguments, options)
-    _no_positional("train", positional)
-    config = _config("train", values, overrides)
+    options = {**CONFIG, "resume": ("bool", False, "continue the run in run.dir")}
+    values, overrides, positional = parse("train", arguments, options)
+    no_positional("train", positional)
+    config = read_config("train", values, overrides)
     from fp8rl_jax.summary import summarise
     from fp8rl_jax.train import train
 
@@ -108,46 +70,23 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _eval(arguments: Sequence[str]) -> int:
-    import json
-
-    values, overrides, positional = _parse("eval", arguments, _CONFIG)
-    _no_positional("eval", positional)
-    from fp8rl_jax.inference import evaluate_checkpoint
-
-    print(json.dumps(evaluate_checkpoint(_config("eval", values, overrides))))
-    return 0
-
-
-def _sample(arguments: Sequence[str]) -> int:
-    values, overrides, questions = _parse("sample", arguments, _CONFIG)
-    config = _config("sample", values, overrides)
-    if not questions:
-        raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
-    from fp8rl_jax.inference import sample_checkpoint
-
-    for question, answer in sample_checkpoint(config, questions):
-        print(f"{question!r} -> {answer!r}")
-    return 0
-
-
 def _bench(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["gemm-error"]:
         return _gemm_error(arguments[1:])
     if arguments[:1] == ["drift-cost"]:
         return _drift_cost(arguments[1:])
     options = {
-        **_CONFIG,
+        **CONFIG,
         "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
         "repeats": ("int", 5, "timed repetitions, after one that compiles"),
     }
-    values, overrides, positional = _parse("bench", arguments, options)
+    values, overrides, positional = parse("bench", arguments, options)
     if positional:
         raise UserError(
             f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
             "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and options after that"
         )
-    config = _config("bench", values, overrides)
+    config = read_config("bench", values, overrides)
     from fp8rl_jax.bench import bench, format_table
 
     print(format_table(bench(config, values.recipes.split(","), values.repeats)))
@@ -157,13 +96,13 @@ def _bench(arguments: Sequence[str]) -> int:
 def _drift_cost(arguments: Sequence[str]) -> int:
     command = "bench drift-cost"
     options = {
-        **_CONFIG,
+        **CONFIG,
         "recipes": ("string", "fp8,bf16", "recipes to time"),
         "repeats": ("int", 5, "timed repetitions, after one that compiles"),
     }
-    values, overrides, positional = _parse(command, arguments, options)
-    _no_positional(command, positional)
-    config = _config(command, values, overrides)
+    values, overrides, positional = parse(command, arguments, options)
+    no_positional(command, positional)
+    config = read_config(command, values, overrides)
     from fp8rl_jax.bench import drift_cost, format_cost_table
 
     print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
@@ -176,7 +115,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
         "out": ("string", "runs/gemm_error", "directory of gemm_error.json and gemm_error.png"),
     }
     command = "bench gemm-error"
-    values, overrides, positional = _parse(command, arguments, options)
+    values, overrides, positional = parse(command, arguments, options)
     if overrides or positional:
         raise UserError(
             f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
@@ -203,7 +142,7 @@ def _gemm_error(arguments: Sequence[str]) -> int:
 
 
 def _recipe(arguments: Sequence[str]) -> int:
-    _, overrides, words = _parse("recipe", arguments, {})
+    _, overrides, words = parse("recipe", arguments, {})
     words += overrides
     if not words:
         raise UserError("fp8rl recipe: write `fp8rl recipe list` or `fp8rl recipe show NAME`")
@@ -232,22 +171,21 @@ def _recipe(arguments: Sequence[str]) -> int:
 
 def _drift(arguments: Sequence[str]) -> int:
     options = {
-        **_CONFIG,
+        **CONFIG,
         "checkpoint": ("string", None, "a run directory, whose newest weights to take"),
         "prompts": ("int", None, "questions to sample; those of an RL step if left out"),
         "out": ("string", None, "directory of drift.json and drift.html; run.dir if left out"),
         "fail_above": ("float", None, "exit with status 1 if a |dlogp| is above this"),
     }
-    arguments = [a.replace("--fail-above", "--fail_above", 1) for a in arguments]
-    values, overrides, positional = _parse("drift", arguments, options)
-    _no_positional("drift", positional)
+    values, overrides, positional = parse("drift", arguments, options)
+    no_positional("drift", positional)
     if values.prompts is not None and values.prompts < 1:
         raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
     if values.fail_above is not None and not values.fail_above >= 0:
         raise UserError(
             f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
         )
-    config = _config("drift", values, overrides)
+    config = read_config("drift", values, overrides)
     if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
@@ -255,9 +193,6 @@ def _drift(arguments: Sequence[str]) -> int:
     directory = _writable("drift", values.out or values.checkpoint or config.run.dir)
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.inference import analyse_drift
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
@@ -301,8 +236,8 @@ def _writable(command: str, directory: str) -> pathlib.Path:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    _, overrides, directories = _parse("report", arguments, {})
-    _no_positional("report", overrides)
+    _, overrides, directories = parse("report", arguments, {})
+    no_positional("report", overrides)
     if not directories:
         raise UserError("fp8rl report: name a run directory, for example runs/tiny_arithmetic")
     from fp8rl_jax.report import write_report
@@ -337,8 +272,8 @@ def _convert(arguments: Sequence[str]) -> int:
 
 _COMMANDS = {
     "train": _train,
-    "eval": _eval,
-    "sample": _sample,
+    "eval": evaluate,
+    "sample": sample,
     "drift": _drift,
     "bench": _bench,
     "recipe": _recipe,

@@ -34,7 +34,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "model": {
         "checkpoint": ("", "directory of a Hugging Face model: shapes and initial parameters; '' "
                        "for random ones"),
-        "name": ("", "shapes of a published model, such as qwen3_0p6b, for the fields below"),
+        "name": ("", "shapes of a published model, such as qwen3_0p6b; the fields below then stay"),
         "hidden_size": (128, "width of the residual stream"),
         "intermediate_size": (384, "width of the gated MLP of a dense layer"),
         "num_hidden_layers": (4, "decoder layers"),
@@ -220,6 +220,17 @@ def default_config() -> ml_collections.ConfigDict:
     return config
 
 
+def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
+    """The configuration in a run's config.json; fields that it is too old to have are defaults.
+
+    Raises:
+      UserError: a field that is not known, or of the wrong type.
+    """
+    config = default_config()
+    _merge(config, ml_collections.ConfigDict(content), where)
+    return config
+
+
 def describe_fields() -> str:
     """The table of fields that `--help` prints."""
     lines = []
@@ -376,7 +387,7 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     free = next((f for f in _FREE_FORM if name.startswith(f + ".")), None)
     if free:
         options = config[section][free.partition(".")[2]]
-        option, value = name[len(free) + 1 :], _literal(text)
+        option, value = name[len(free) + 1 :], literal(text)
         if "." in option:
             raise UserError(
                 f"command line: {name}: an option's name holds no dot; write "
@@ -400,7 +411,7 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
         ) from None
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
     """A Python literal (number, list, True, ...), or the text itself."""
     try:
         return ast.literal_eval(text)

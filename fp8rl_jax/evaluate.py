@@ -31,12 +31,15 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
     key = jax.random.fold_in(runtime.keys["eval"], step + (phase == "rl") * (1 << 30))
     temperature = np.tile(np.float32([0.0, 1.0]), size)
     rewards, texts, errors, length = [], [], 0, 0
+    rates = []
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
         padded = part + [part[-1]] * (size - len(part))
+        begin = time.perf_counter()
         rollout, _, _ = runtime.generate(
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
+        rates.append((int(rollout.mask.sum()), time.perf_counter() - begin))
         responses = runtime.decode(rollout)[: 2 * len(part)]
         values, failed = score(runtime.reward, [q for q in part for _ in range(2)], responses)
         rewards += values
@@ -53,6 +56,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         "response_len_mean": length / len(questions),
         "reward_errors": errors,
         "time_eval": time.perf_counter() - start,
+        "tokens_per_s_eval": _rate(rates),
     }
     samples = [
         {
@@ -66,3 +70,10 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         for question, response, reward in zip(questions, texts[1::2], sampled, strict=True)
     ][: config.run.samples]
     return record, [{**s, "reward": float(s["reward"])} for s in samples]
+
+
+def _rate(rates: list[tuple[int, float]]) -> float:
+    """Tokens per second from (tokens, seconds) of batches; the first compiles, and is left out
+    where there are others."""
+    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
+    return tokens / seconds

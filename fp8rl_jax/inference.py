@@ -11,6 +11,7 @@ import ml_collections
 import numpy as np
 
 from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.config import saved_config
 from fp8rl_jax.drift import Programs, affordable, analyse
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
@@ -144,10 +145,13 @@ def analyse_drift(
     with jax.set_mesh(runtime.mesh):
         optimizer, _ = optimizer_of_phase(config, "rl")
         if checkpoint is None:
-            note("random weights: name a run with --checkpoint to take its newest ones")
-            state = runtime.new_state(runtime.init_params(), optimizer)
+            if config.model.checkpoint:
+                note(f"weights of {config.model.checkpoint}")
+            else:
+                note("random weights: name a run with --checkpoint to take its newest ones")
+            state = runtime.new_state(runtime.initial_params(), optimizer)
         else:
-            params, scaling = _trained(config, pathlib.Path(checkpoint), note)
+            params, scaling = trained_params(config, pathlib.Path(checkpoint), note)
             state = runtime.new_state(params, optimizer, scaling)
         asked = runtime.questions["train"][: config.rollout.prompts_per_step]
         questions = affordable(runtime, asked)
@@ -159,10 +163,21 @@ def analyse_drift(
         return analyse(Programs(runtime, state, weights, questions, key), note)
 
 
-def _trained(config, directory: pathlib.Path, note):
-    """Parameters of a run's newest checkpoint, and scaling states where the recipe is its own."""
+def trained_params(
+    config: ml_collections.ConfigDict, directory: pathlib.Path, note: Callable[[str], None]
+):
+    """Parameters of a run's newest checkpoint, and scaling states where the recipe is its own.
+
+    Args:
+      config: ours; of the run's own, recipes and mesh may differ.
+      directory: of the run.
+      note: told which checkpoint it is.
+
+    Raises:
+      UserError: there is none, or it is damaged or of another model.
+    """
     theirs = _require_same(directory, config, ("model", "data"), "--checkpoint")
-    theirs = ml_collections.ConfigDict(theirs)
+    theirs = saved_config(theirs, f"{directory}/config.json")
     theirs.mesh = config.mesh
     saved = make_runtime(theirs)
     state, meta = _load_state(saved, directory)

@@ -1,7 +1,12 @@
-"""A run directory and its config.json: one run each, under one configuration."""
+"""A run directory and its config.json: one run each, under one configuration.
+
+Where the shapes come from a checkpoint, model.json keeps them: the run's parameters are in its own
+checkpoints, and the directory they came from may have changed since.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,9 +14,10 @@ import pathlib
 import ml_collections
 
 from fp8rl_jax import checks
-from fp8rl_jax.config import flatten
+from fp8rl_jax.config import default_config, flatten
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.model_source import model_shapes
 
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
@@ -34,6 +40,7 @@ def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
                 f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
                 f"{now!r}): set it back, or choose another --config.run.dir"
             )
+        _check_shapes(config, directory)
         if not resume:
             raise UserError(
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
@@ -62,6 +69,8 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
     temporary = directory / "config.json.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if config.model.checkpoint:
+            (directory / "model.json").write_text(json.dumps(_shapes(config), indent=2) + "\n")
         temporary.write_text(json.dumps(ours, indent=2) + "\n")
         os.replace(temporary, saved)
     except OSError as error:
@@ -69,11 +78,30 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
     return directory
 
 
-def read_saved_config(path: pathlib.Path) -> dict:
-    """The config.json of a run; UserError if it is damaged."""
+def _shapes(config: ml_collections.ConfigDict) -> dict:
+    return dataclasses.asdict(model_shapes(config))
+
+
+def _check_shapes(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
+    """Raises UserError if `model.checkpoint` has other shapes than when the run began."""
+    saved = directory / "model.json"
+    if not (config.model.checkpoint and saved.exists()):
+        return
+    before, now = read_saved_config(saved, sections=False), _shapes(config)
+    for name, value in now.items():
+        if before.get(name, value) != value:
+            raise UserError(
+                f"model.checkpoint: {config.model.checkpoint} has {name} = {value!r}, and the run "
+                f"in {directory} began with {before[name]!r}: put the directory back, or choose "
+                "another --config.run.dir"
+            )
+
+
+def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
+    """The config.json (or, without sections, model.json) of a run; UserError if it is damaged."""
     try:
         content = json.loads(path.read_text())
-        if not all(isinstance(section, dict) for section in content.values()):
+        if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
         return content
     except (ValueError, AttributeError) as error:
@@ -84,9 +112,14 @@ def read_saved_config(path: pathlib.Path) -> dict:
 
 
 def first_difference(theirs: dict, ours: dict):
-    """(field, their value, our value) of the first field that differs, or None."""
+    """(field, their value, our value) of the first field that differs, or None.
+
+    A field that an older version did not write had its default.
+    """
+    defaults = flatten(default_config())
     before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
     for name in sorted({*before, *now} - set(_MAY_CHANGE)):
-        if before.get(name) != now.get(name):
-            return name, before.get(name), now.get(name)
+        was = before.get(name, defaults.get(name))
+        if was != now.get(name):
+            return name, was, now.get(name)
     return None

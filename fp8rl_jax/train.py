@@ -193,6 +193,8 @@ class _Run:
             f"learner {rt.learner_recipe.name}; "
             f"{rt.mesh.size} {jax.devices()[0].platform} device(s); seed {rt.config.run.seed}"
         )
+        if rt.config.model.checkpoint:
+            self.display.note(f"initial parameters: {rt.config.model.checkpoint}")
 
     # Checkpoints.
 

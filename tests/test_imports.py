@@ -18,7 +18,8 @@ _PROGRAM = {
     "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
     "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
     "progress", "report", "run_directory", "sharding", "summary",
-    "runtime", "evaluate", "warmup", "drift", "train", "inference", "bench", _PACKAGE,
+    "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "bench",
+    _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
@@ -46,13 +47,26 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "health": {"quant"},
     "model_source": {"config", "models"},
     "precision": {"model_source", "models", "quant"},
-    "run_directory": {"checks", "config", "metrics"},
+    "run_directory": {"checks", "config", "metrics", "model_source"},
     "checks": {"config", "envs", "model_source", "models", "precision", "quant"},
     "recipe_show": {"quant"},
     **dict.fromkeys(
-        ("runtime", "evaluate", "warmup", "drift", "train", "inference", "bench"), _PROGRAM
+        (
+            "runtime",
+            "evaluate",
+            "warmup",
+            "drift",
+            "train",
+            "inference",
+            "policy",
+            "generate",
+            "bench",
+        ),
+        _PROGRAM,
     ),
-    "cli": _PROGRAM | {"recipe_show"},
+    "arguments": {"config"},
+    "policy_commands": _PROGRAM | {"arguments"},
+    "cli": _PROGRAM | {"arguments", "policy_commands", "recipe_show"},
     _PACKAGE: {"kernels"},
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}

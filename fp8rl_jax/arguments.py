@@ -1,0 +1,69 @@
+"""Arguments of the commands: options, config overrides, positional words (a private parser)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import flags
+
+from fp8rl_jax.errors import UserError
+
+
+def parse(
+    command: str, arguments: Sequence[str], options: Mapping[str, tuple[str, object, str]]
+) -> tuple[flags.FlagValues, list[str], list[str]]:
+    """Splits arguments into options, config overrides and positional ones.
+
+    `options` maps a name to (kind, default, meaning); a kind is 'string', 'strings' (may be given
+    several times), 'bool', 'int', 'float'. Names have underscores here and hyphens on the command
+    line, where either will do.
+    """
+    values = flags.FlagValues()
+    define: dict[str, Callable[..., object]] = {
+        "string": flags.DEFINE_string, "strings": flags.DEFINE_multi_string,
+        "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer, "float": flags.DEFINE_float,
+    }  # fmt: skip
+    for name, (kind, default, meaning) in options.items():
+        define[kind](name, default, meaning, flag_values=values)
+    overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
+    rest = [_underscored(a, options) for a in arguments if a not in overrides]
+    try:
+        positional = values([command, *rest])[1:]
+    except flags.Error as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"fp8rl {command}: {text}; see `fp8rl {command} --help`") from None
+    return values, overrides, positional
+
+
+def _underscored(argument: str, options: Mapping[str, object]) -> str:
+    """'--fail-above=1' -> '--fail_above=1', if there is such an option."""
+    name, equals, value = argument.partition("=")
+    known = name.lstrip("-").replace("-", "_")
+    return f"--{known}{equals}{value}" if name.startswith("--") and known in options else argument
+
+
+CONFIG = {"config": ("string", "", "the config file")}
+
+
+def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
+    from fp8rl_jax.config import load_config
+
+    if not values.config:
+        raise UserError(
+            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
+        )
+    return load_config(values.config, overrides)
+
+
+def no_positional(command: str, positional: list[str]) -> None:
+    if positional:
+        raise UserError(
+            f"fp8rl {command}: {positional[0]!r} is not understood; config fields are written "
+            "--config.SECTION.FIELD=VALUE"
+        )
+
+
+def note(text: str) -> None:
+    """A line on standard error, which holds no results."""
+    print(text, file=sys.stderr, flush=True)

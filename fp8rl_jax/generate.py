@@ -1,0 +1,128 @@
+"""Text of a policy, shown while it is made.
+
+Tokens come in parts of `CHUNK` decode steps (rollout/stream.py), with the bits of the sampler that
+training uses; after each part the text that is settled is handed on. The parts are compiled before
+the clock starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from fp8rl_jax import sharding
+from fp8rl_jax.models import rope_tables
+from fp8rl_jax.policy import pad
+from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
+from fp8rl_jax.runtime import Runtime
+
+CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What a generation took.
+
+    Attributes:
+      prompt_tokens, new_tokens: of all prompts together, padding not counted.
+      compiling, prefill, decode: seconds; prefill includes each response's first token.
+      rows: responses.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    rows: int
+    compiling: float
+    prefill: float
+    decode: float
+
+    def __str__(self) -> str:
+        after = self.new_tokens - self.rows
+        rate = f"{after / self.decode:.1f} tokens/s" if after > 0 and self.decode else "no decoding"
+        return (
+            f"{self.prompt_tokens} prompt tokens in {self.prefill:.2f} s; {self.new_tokens} new "
+            f"tokens: {rate} (compiled in {self.compiling:.1f} s)"
+        )
+
+
+def generate(
+    runtime: Runtime,
+    weights,
+    rows: list[list[int]],
+    temperature: float,
+    show: Callable[[int, str], None],
+    finished: Callable[[int, bool], None] = lambda row, by_itself: None,
+) -> Timing:
+    """Answers prompts.
+
+    Args:
+      runtime: model, recipe, tokenizer, `rollout.max_new_tokens`, top-k and top-p.
+      weights: rollout weights, from refit.
+      rows: token ids of each prompt.
+      temperature: 0 for greedy.
+      show: show(row, text) for every piece of text, in order within a row.
+      finished: finished(row, by_itself) after a row's last piece; False if it was cut.
+
+    Returns:
+      How long it took.
+    """
+    config, tokenizer = runtime.config.rollout, runtime.tokenizer
+    settings = SamplerConfig(
+        config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
+    )
+    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, CHUNK)
+    prepared = stream.prepare(weights)
+    prompts, requests = _requests(runtime, rows, temperature)
+
+    start = time.perf_counter()
+    begin = stream.begin.lower(prepared, prompts, requests).compile()
+    compiled = time.perf_counter() - start
+    start = time.perf_counter()
+    state = jax.block_until_ready(begin(prepared, prompts, requests))
+    prefill = time.perf_counter() - start
+    start = time.perf_counter()
+    advance = stream.advance.lower(prepared, requests, state).compile()
+    compiled += time.perf_counter() - start
+
+    pieces = [tokenizer.detokenizer() for _ in rows]
+    open_rows, shown, decode = set(range(len(rows))), 0, 0.0
+    while True:
+        out, index, done = jax.device_get((state.rollout, state.index, state.done))
+        for row in sorted(open_rows):
+            part = slice(shown, int(index) + 1)
+            show(row, pieces[row].push(out.tokens[row, part][out.mask[row, part]]))
+            if done[row]:
+                show(row, pieces[row].finish())
+                finished(row, bool(out.finished[row]))
+                open_rows.remove(row)
+        shown = int(index) + 1
+        if not open_rows:
+            break
+        start = time.perf_counter()
+        state = jax.block_until_ready(advance(prepared, requests, state))
+        decode += time.perf_counter() - start
+    new = int(out.mask[: len(rows)].sum())
+    return Timing(sum(map(len, rows)), new, len(rows), compiled, prefill, decode)
+
+
+def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
+    """Prompt tokens and Requests, laid out over the mesh; more rows so that they divide over it."""
+    prompts, lengths = pad(runtime, rows)
+    count = len(lengths)
+    new = runtime.config.rollout.max_new_tokens
+    limits = np.where(np.arange(count) < len(rows), new, 0).astype(np.int32)
+    by_row, whole = sharding.batch_sharding(runtime.mesh), sharding.replicated(runtime.mesh)
+    rope = jax.device_put(rope_tables(runtime.model, prompts.shape[1] + new), whole)
+    requests = Requests(
+        lengths=jax.device_put(lengths, by_row),
+        key=jax.device_put(runtime.keys["rollout"], whole),
+        sample_ids=jax.device_put(np.arange(count, dtype=np.int32), by_row),
+        temperature=jax.device_put(np.full(count, temperature, np.float32), by_row),
+        limits=jax.device_put(limits, by_row),
+        rope=rope,
+    )
+    return jax.device_put(prompts, by_row), requests

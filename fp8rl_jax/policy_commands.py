@@ -1,0 +1,193 @@
+"""`fp8rl sample` and `fp8rl eval`: of a run by its config, or of a directory by its name."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+
+from absl import flags
+
+from fp8rl_jax.arguments import CONFIG, no_positional, note, parse, read_config
+from fp8rl_jax.errors import UserError
+
+# Options of sample and eval that name a policy by its directory.
+_POLICY = {
+    **CONFIG,
+    "checkpoint": ("string", None, "directory of a run, or of a Hugging Face model"),
+    "chat": ("bool", None, "prompts are the user's messages in the model's chat template"),
+    "system": ("string", None, "a system message, with --chat"),
+    "chat_options": ("string", "", "variables of the chat template, as NAME=VALUE,..."),
+    "max_new_tokens": ("int", None, "most tokens of an answer"),
+    "seed": ("int", None, "seed of sampling, and of the questions"),
+    "precision": ("string", None, "recipe: fp8, bf16, f32, ..."),
+}
+_FIELD_OF = {
+    "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
+    "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
+    "reward": "env.reward", "questions": "eval.questions", "batch_size": "eval.batch_size",
+}  # fmt: skip
+
+
+def _pairs(command: str, option: str, text: str) -> dict[str, object]:
+    """{name: value} of 'name=value,name=[1,2]', values as Python literals or text."""
+    from fp8rl_jax.config import literal
+
+    found = {}
+    for part in re.split(r",(?=\w+=)", text) if text else ():
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(
+                f"fp8rl {command}: --{option}: {part!r} is not understood; write NAME=VALUE,..."
+            )
+        found[name] = literal(value)
+    return found
+
+
+def _policy_config(command: str, values: flags.FlagValues, overrides: list[str]):
+    """The configuration of --checkpoint and the options beside it."""
+    from fp8rl_jax.policy import policy_config
+
+    if values.config:
+        raise UserError(
+            f"fp8rl {command}: --config and --checkpoint both name a policy; leave one out"
+        )
+    if not values.checkpoint or not pathlib.Path(values.checkpoint).is_dir():
+        raise UserError(
+            f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
+            "run, or of a Hugging Face model"
+        )
+    given = values.flag_values_dict()
+    for option in ("system", "chat_options"):
+        if given[option] and not values.chat:
+            name = option.replace("_", "-")
+            raise UserError(
+                f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
+            )
+    fields = {
+        field: given[name] for name, field in _FIELD_OF.items() if given.get(name) is not None
+    }
+    if values.precision is not None:
+        fields |= {"precision.rollout": values.precision, "precision.learner": values.precision}
+    config = policy_config(values.checkpoint, fields, overrides)
+    config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
+    return config
+
+
+def _only_with_checkpoint(command: str, values: flags.FlagValues) -> None:
+    for name, value in values.flag_values_dict().items():
+        if name != "config" and value not in (None, "", []):
+            name = name.replace("_", "-")
+            raise UserError(
+                f"fp8rl {command}: --{name} goes with --checkpoint DIR; with --config, set the "
+                f"field (`fp8rl {command} --help`)"
+            )
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+
+    options = {
+        **_POLICY,
+        "task": ("string", None, "a task of reasoning_gym"),
+        "task_options": ("string", "", "keywords of the task, as NAME=VALUE,..."),
+        "questions": ("int", None, "held-out questions"),
+        "reward": ("string", None, "exact_match, math_equal, or 'module:function'"),
+        "batch_size": ("int", None, "questions at a time"),
+    }
+    values, overrides, positional = parse("eval", arguments, options)
+    no_positional("eval", positional)
+    if values.checkpoint is None:
+        _only_with_checkpoint("eval", values)
+        from fp8rl_jax.inference import evaluate_checkpoint
+
+        print(json.dumps(evaluate_checkpoint(read_config("eval", values, overrides))))
+        return 0
+    config = _policy_config("eval", values, overrides)
+    from fp8rl_jax.policy import evaluate_policy, is_released
+
+    task = values.task or any(a.lstrip("-").startswith("config.env.task=") for a in overrides)
+    if is_released(config) and not task:
+        raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
+    if task:  # of a run: the options were the other task's
+        config.env.task_options = type(config.env.task_options)()
+    with config.env.task_options.ignore_type():
+        config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
+    print(json.dumps(evaluate_policy(config, note)))
+    return 0
+
+
+def sample(arguments: Sequence[str]) -> int:
+    options = {
+        **_POLICY,
+        "prompt": ("strings", [], "a prompt; may be given several times"),
+        "temperature": ("float", None, "sampling temperature, 0 for the most likely token"),
+        "top_k": ("int", None, "sample from this many tokens; 0 for all"),
+        "top_p": ("float", None, "sample from this much probability; 1.0 for all"),
+    }
+    values, overrides, questions = parse("sample", arguments, options)
+    if values.checkpoint is not None:
+        return _sample_directory(values, overrides, [*values.prompt, *questions])
+    _only_with_checkpoint("sample", values)
+    config = read_config("sample", values, overrides)
+    if not questions:
+        raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
+    from fp8rl_jax.inference import sample_checkpoint
+
+    for question, answer in sample_checkpoint(config, questions):
+        print(f"{question!r} -> {answer!r}")
+    return 0
+
+
+def _sample_directory(values: flags.FlagValues, overrides: list[str], prompts: list[str]) -> int:
+    if not prompts:
+        raise UserError('fp8rl sample: give a prompt, for example --prompt "Once upon a time"')
+    if values.temperature is not None and not 0 <= values.temperature < float("inf"):
+        raise UserError(
+            f"fp8rl sample: --temperature is {values.temperature}; write 0 for the most likely "
+            "token, or a number above 0"
+        )
+    config = _policy_config("sample", values, overrides)
+    from fp8rl_jax.generate import generate
+    from fp8rl_jax.policy import prepare
+
+    temperature = values.temperature
+    with prepare(config, prompts, note) as (runtime, weights, rows, usual):
+        writer = _Writer(prompts)
+        timing = generate(
+            runtime, weights, rows, usual if temperature is None else temperature,
+            writer.show, writer.finished,
+        )  # fmt: skip
+    note(str(timing))
+    return 0
+
+
+class _Writer:
+    """Prints answers one after the other, the first that is not complete as it is made."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts, self._row = prompts, -1
+        self._waiting = [""] * len(prompts)
+        self._ended: dict[int, bool] = {}
+        self._next()
+
+    def _next(self) -> None:
+        self._row += 1
+        if self._row < len(self._prompts):
+            if len(self._prompts) > 1:
+                print(f"--- {self._prompts[self._row]!r}", flush=True)
+            print(self._waiting[self._row], end="", flush=True)
+
+    def show(self, row: int, text: str) -> None:
+        if row == self._row:
+            print(text, end="", flush=True)
+        else:
+            self._waiting[row] += text
+
+    def finished(self, row: int, by_itself: bool) -> None:
+        self._ended[row] = by_itself
+        while self._row in self._ended:
+            print(flush=True)
+            if not self._ended[self._row]:
+                note("(cut: --max-new-tokens=N allows more)")
+            self._next()

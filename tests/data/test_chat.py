@@ -1,0 +1,105 @@
+"""Chat templates: the text that a model was trained on, whatever the template does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+
+import pytest
+import tiny_checkpoint
+
+from fp8rl_jax.data import ChatFormat, ChatTemplate
+from fp8rl_jax.errors import UserError
+
+# Llama 3's manner: a header for every turn, the begin token written by the template, a date.
+_HEADERS = """\
+{{- bos_token }}
+{%- if not date is defined %}
+    {%- set date = strftime_now("%Y") %}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<h>' + message['role'] + '</h>\\n\\n' + message['content'] | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<h>assistant</h>\\n\\n' }}
+{%- endif %}
+{{- date }}
+"""
+
+
+def _template(source: str, **tokens: str) -> ChatTemplate:
+    return ChatTemplate(source, tokens, "here")
+
+
+_USER = [{"role": "user", "content": " hi "}]
+
+
+def test_turns_and_generation_prompt():
+    """Blocks leave no blanks; the answer's beginning is written if asked for."""
+    template = _template(tiny_checkpoint.TEMPLATE)
+    assert template.render(_USER) == "<|turn|>user\nhi<|stop|>\n<|turn|>assistant\n"
+    without = template.render(_USER, add_generation_prompt=False)
+    assert without == "<|turn|>user\nhi<|stop|>\n"
+    system = template.render([{"role": "system", "content": "be brief"}, *_USER])
+    assert system.startswith("<|turn|>system\nbe brief<|stop|>\n<|turn|>user\nhi")
+
+
+def test_variables_reach_the_template():
+    """A variable of the template is passed through, and absent when nobody gives it."""
+    template = _template(tiny_checkpoint.TEMPLATE)
+    thinking = template.render(_USER, enable_thinking=False)
+    assert thinking == template.render(_USER) + "<think>\n\n</think>\n\n"
+    assert template.render(_USER, enable_thinking=True) == template.render(_USER)
+
+
+def test_special_tokens_and_dates():
+    """Names of special tokens and strftime_now are there, as templates expect."""
+    template = _template(_HEADERS, bos_token="<b>", eos_token="<e>")
+    year = str(datetime.date.today().year)
+    assert template.render(_USER) == f"<b><h>user</h>\n\nhi<e><h>assistant</h>\n\n{year}"
+    assert template.render(_USER, date="1999").endswith("1999")
+
+
+def test_whitespace_of_blocks_is_trimmed():
+    """Templates are written for trim_blocks and lstrip_blocks."""
+    source = (
+        "{% for m in messages %}\n  {% if true %}\n{{ m.content }}|\n  {% endif %}\n{% endfor %}"
+    )
+    assert _template(source).render(_USER) == " hi |\n"
+
+
+def test_tojson_keeps_letters_and_order():
+    """No HTML escapes, no sorting, no \\u escapes: a model saw plain JSON."""
+    source = "{{ {'b': '<é>', 'a': [1]} | tojson }}{{ [1] | tojson(indent=1) }}"
+    assert _template(source).render(_USER) == '{"b": "<é>", "a": [1]}' + json.dumps([1], indent=1)
+
+
+def test_loop_controls_and_generation_blocks():
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert _template(source).render(_USER * 2) == " hi "
+
+
+def test_refusals_are_one_sentence():
+    """raise_exception, a syntax error, a type error, and what the sandbox forbids."""
+    with pytest.raises(UserError, match=r"role tool is not known.*system prompt"):
+        _template(tiny_checkpoint.TEMPLATE).render([{"role": "tool", "content": ""}])
+    with pytest.raises(UserError, match=r"here: the chat template is no Jinja"):
+        _template("{% for %}")
+    with pytest.raises(UserError, match=r"TypeError"):
+        _template("{{ 1 + 'a' }}").render(_USER)
+    with pytest.raises(UserError, match=r"SecurityError"):
+        _template("{{ messages.__class__.__mro__ }}").render(_USER)
+    with pytest.raises(UserError, match=r"SecurityError"):
+        _template("{{ messages.append(1) }}").render(_USER)
+
+
+def test_format_of_a_question():
+    template = _template(tiny_checkpoint.TEMPLATE)
+    assert ChatFormat(template).render("1 + 1") == template.render(
+        [{"role": "user", "content": "1 + 1"}]
+    )
+    text = ChatFormat(template, "be brief", {"enable_thinking": False}).render("1 + 1")
+    assert text.startswith("<|turn|>system\nbe brief") and text.endswith("</think>\n\n")

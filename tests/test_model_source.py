@@ -1,0 +1,256 @@
+"""Where a model comes from: fields, a published name, or a checkpoint that training begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+import tiny_checkpoint
+import tiny_config
+
+from fp8rl_jax import models, train
+from fp8rl_jax.checks import check_config, model_config
+from fp8rl_jax.config import FIELDS, saved_config
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.model_source import identity
+from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.warmup import cache_directory
+
+
+@pytest.fixture(autouse=True)
+def _reader(monkeypatch):
+    tiny_checkpoint.install(monkeypatch)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return tiny_checkpoint.write(tmp_path / "model")
+
+
+def _config(**sections: dict) -> ml_collections.ConfigDict:
+    """The tiny run with other fields; `model` as given, alone."""
+    fields = tiny_config.get_config().to_dict()
+    fields["model"] = {}
+    for name, values in sections.items():
+        fields[name] = fields.get(name, {}) | values
+    return saved_config(fields, "here")
+
+
+def _pretrained(checkpoint, tmp_path, **sections) -> ml_collections.ConfigDict:
+    """The tiny run from a checkpoint, without a warm-up."""
+    given = {
+        "model": {"checkpoint": str(checkpoint)},
+        "data": {"tokenizer": "checkpoint"},
+        "run": {"dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "steps": 1},
+        "warmup": {"steps": 0},
+        "rollout": {"max_prompt_tokens": 40, "max_new_tokens": 4},
+    }
+    return _config(
+        **{name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
+    )
+
+
+def test_every_shape_is_a_field():
+    """Each field of ModelConfig can be set, under its name and with its default."""
+    fields = {f.name: f.default for f in dataclasses.fields(models.ModelConfig)}
+    del fields["vocab_size"]
+    assert set(FIELDS["model"]) - {"checkpoint", "name"} == set(fields)
+    for name, default in fields.items():
+        if default is not dataclasses.MISSING:
+            assert FIELDS["model"][name][0] == default, name
+            assert type(FIELDS["model"][name][0]) is type(default), name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_shapes_by_name(name):
+    """A name gives the preset, whose vocabulary holds the tokenizer's."""
+    config = _config(model={"name": name}, precision={"rollout": "bf16", "learner": "bf16"})
+    assert model_config(config, 259) == models.ModelConfig(**PRESETS[name])
+
+
+def test_a_preset_has_shapes_without_memory():
+    """A large model can be looked at: shapes of all parameters, none of them made."""
+    runtime = make_runtime(_config(model={"name": "qwen3_0p6b"}))
+    count = sum(x.size for x in jax.tree.leaves(runtime.param_shapes))
+    assert 590e6 < count < 600e6
+    assert runtime.model.vocab_size == 151_936 and runtime.tokenizer.vocab_size == 259
+
+
+_REFUSED = {
+    "both": ({"name": "qwen3_0p6b", "checkpoint": "x"}, ["model.checkpoint", "model.name"]),
+    "unknown name": ({"name": "qwen9"}, ["model.name", "qwen9", "qwen3_0p6b"]),
+    "field beside a name": (
+        {"name": "qwen3_0p6b", "hidden_size": 64},
+        ["model.hidden_size is 64", "model.name", "leave"],
+    ),
+    "missing directory": (
+        {"checkpoint": "nowhere"},
+        ["model.checkpoint", "nowhere", "no directory"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_sources_that_contradict(case):
+    fields, words = _REFUSED[case]
+    with pytest.raises(UserError) as error:
+        check_config(_config(model=fields))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_fields_beside_a_checkpoint(checkpoint, tmp_path):
+    """Another shape than the checkpoint's is refused; a field at its default says nothing."""
+    check_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 128}))
+    with pytest.raises(UserError, match=r"model\.hidden_size is 64.*its own shapes"):
+        check_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 64}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"data": {"tokenizer": "byte"}}, r"data\.tokenizer='checkpoint'"),
+        ({"rollout": {"max_new_tokens": 100}}, r"= 140 is more than the 128 positions"),
+        ({"rollout": {"cache_slots": 129}}, r"= 129 is more than the 128 positions"),
+        ({"data": {"system_prompt": "be brief"}}, r"data\.system_prompt.*data\.chat=True"),
+        ({"data": {"chat_options": {"a": 1}}}, r"data\.chat_options is \{'a': 1\}"),
+    ],
+)
+def test_config_beside_a_checkpoint(sections, words, checkpoint, tmp_path):
+    with pytest.raises(UserError, match=words):
+        make_runtime(_pretrained(checkpoint, tmp_path, **sections))
+
+
+_LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"mesh": {"tensor": 2}}, ["mesh.tensor is 2", "write 1"]),
+        ({"precision": {"attention": "fp8"}}, ["precision.attention", "'bf16'"]),
+        ({"precision": {"kv_cache": "fp8_calibrated"}}, ["precision.kv_cache", "kv_cache='fp8'"]),
+    ],
+)
+def test_what_latent_attention_lacks(sections, words):
+    """One sentence each; the same setting with grouped-query attention is accepted."""
+    with pytest.raises(UserError) as error:
+        check_config(_config(model=_LATENT, **sections))
+    for word in (*words, "latent"):
+        assert word in str(error.value)
+    check_config(_config(**sections))
+    check_config(_config(model=_LATENT))
+
+
+# Questions as conversations.
+
+
+def test_questions_as_conversations(checkpoint, tmp_path):
+    """With data.chat the prompt is the rendered conversation, and nothing is put before it."""
+    data = {"chat": True, "system_prompt": "be brief", "chat_options": {"enable_thinking": False}}
+    config = _pretrained(checkpoint, tmp_path, data=data, rollout={"max_prompt_tokens": 90})
+    runtime = make_runtime(config)
+    question = runtime.questions["eval"][0]
+    tokens, lengths = runtime.pad_prompts([question])
+    text = runtime.tokenizer._reader.decode(tokens[0, : lengths[0]], skip_special_tokens=False)
+    assert text == (
+        f"<|turn|>system\nbe brief<|stop|>\n<|turn|>user\n{question.text}<|stop|>\n"
+        "<|turn|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+# Training from a checkpoint.
+
+
+@pytest.fixture
+def only_begin(monkeypatch):
+    """Runs end where the RL steps would begin; gives their states."""
+    states = []
+    monkeypatch.setattr(train._Run, "_rl", lambda run, state: states.append(state) or state)
+    monkeypatch.setattr(train, "write_report", lambda directory: None)
+    return states
+
+
+def _assert_same(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def test_training_begins_with_the_checkpoint(checkpoint, tmp_path, only_begin):
+    """RL starts from the loaded parameters; the reference policy is these; resuming reads the run's
+    own checkpoint, and the weights never again."""
+    config = _pretrained(checkpoint, tmp_path, algo={"kl_coef": 0.1})
+    train.train(config)
+    expected = models.hf.load(checkpoint)[1]
+    (state,) = only_begin
+    _assert_same(state.params, expected)
+    reference = train.Checkpoints(tmp_path / "run" / "reference", keep=1)
+    policy = {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+    _assert_same(reference.restore(0, policy)["params"], expected)
+    reference.close()
+
+    tiny_checkpoint.LOADED.clear()
+    settings = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(settings | {"seed": 1}))  # other weights
+    train.train(config, resume=True)
+    assert tiny_checkpoint.LOADED == []
+    _assert_same(only_begin[1].params, expected)
+
+
+def test_resuming_notices_other_shapes(checkpoint, tmp_path, only_begin):
+    """A shape that no array shows, such as rope_theta, is noticed too."""
+    config = _pretrained(checkpoint, tmp_path)
+    train.train(config)
+    tiny_checkpoint.write(checkpoint, config={"rope_theta": 500_000.0})
+    with pytest.raises(UserError, match=r"rope_theta = 500000\.0.*began with 10000\.0"):
+        train.train(config, resume=True)
+
+
+def test_warmup_begins_with_the_checkpoint(checkpoint, tmp_path, monkeypatch):
+    """A warm-up of pretrained weights starts from them."""
+    states = []
+
+    def warmup(runtime, state, *_):
+        states.append(state)
+        return state
+
+    monkeypatch.setattr(train, "run_warmup", warmup)
+    monkeypatch.setattr(train, "write_report", lambda directory: None)
+    monkeypatch.setattr(train._Run, "_rl", lambda run, state: state)
+    fields = {"steps": 8, "questions": 16}
+    train.train(_pretrained(checkpoint, tmp_path, warmup=fields))
+    _assert_same(states[0].params, models.hf.load(checkpoint)[1])
+
+
+def test_the_cached_warmup_is_of_one_checkpoint(checkpoint, tmp_path):
+    """Other weights, another config.json or another template find no old warm-up."""
+    (checkpoint / "model.safetensors").write_bytes(b"0" * 8)
+    config = _pretrained(checkpoint, tmp_path, warmup={"steps": 2})
+    seen = [cache_directory(config)]
+    assert cache_directory(config) == seen[0]
+    os.utime(checkpoint / "model.safetensors", ns=(1, 1))
+    seen.append(cache_directory(config))
+    (checkpoint / "chat_template.jinja").write_text("x")
+    seen.append(cache_directory(config))
+    before = identity(str(checkpoint))
+    tiny_checkpoint.write(checkpoint, config={"rope_theta": 5.0})
+    assert identity(str(checkpoint)) != before
+    seen.append(cache_directory(config))
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.slow
+def test_a_whole_run_from_a_checkpoint(checkpoint, tmp_path):
+    """RL on a checkpoint, in its own tokens and template, with zero drift, killed and resumed."""
+    sections = {"data": {"chat": True}, "rollout": {"max_prompt_tokens": 90, "max_new_tokens": 6}}
+    sections["run"] = {"steps": 2, "checkpoint_every": 1}
+    train.train(_pretrained(checkpoint, tmp_path, **sections))
+    records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 2
+    assert all(r["train_rollout_logprob_abs_diff_max"] == 0.0 for r in records)
+    assert all(r["refit_checksum_ok"] for r in records)

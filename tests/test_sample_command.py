@@ -1,0 +1,259 @@
+"""`fp8rl sample` and `fp8rl eval` of a directory by its name, a Hugging Face model's or a run's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+import tiny_checkpoint
+import tiny_config
+
+from fp8rl_jax import cli, generate, policy, train
+from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.config import saved_config
+from fp8rl_jax.metrics import RunLogs
+from fp8rl_jax.optimizer import optimizer_of_phase
+from fp8rl_jax.runtime import make_runtime
+
+_OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-']"
+
+
+@pytest.fixture(autouse=True)
+def _reader(monkeypatch):
+    tiny_checkpoint.install(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Hugging Face directory."""
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("pretrained") / "model")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with one checkpoint, of an untrained state."""
+    directory = tmp_path_factory.mktemp("run") / "run"
+    fields = tiny_config.get_config().to_dict()
+    fields["model"] |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    fields["run"]["dir"] = str(directory)
+    config = saved_config(ml_collections.ConfigDict(fields).to_dict(), "here")
+    runtime = make_runtime(config)
+    train.open_run(config, resume=False)
+    state = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, "rl")[0])
+    logs = RunLogs(directory, None)
+    checkpoints = Checkpoints(directory / "checkpoints", keep=1)
+    checkpoints.save(8, state, {"phase": "rl", "step": 0, "offsets": logs.offsets()})
+    checkpoints.close()
+    logs.close()
+    return directory
+
+
+def _run(capsys, *arguments: str) -> tuple[str, str]:
+    capsys.readouterr()
+    status = cli.run([str(a) for a in arguments])
+    output, error = capsys.readouterr()
+    assert status == 0, error
+    return output, error
+
+
+def _answers(output: str) -> dict[str, str]:
+    """{prompt: text} of several prompts' output."""
+    parts = re.split(r"^--- (.*)$", output, flags=re.M)[1:]
+    return {eval(p): t[1:-1] for p, t in zip(parts[::2], parts[1::2], strict=True)}
+
+
+_COMMON = ["--precision=f32", "--max-new-tokens=20", "--temperature=1", "--seed=3"]
+
+
+def test_sample_is_the_sampler(model, capsys):
+    """What is shown in pieces is the decoding of what the sampler of training draws."""
+    prompts = ["the cat", "Calculate 3 + 4 and what is 12?", "漢字"]
+    arguments = [*(f"--prompt={p}" for p in prompts), *_COMMON]
+    output, error = _run(capsys, "sample", "--checkpoint", model, *arguments)
+    assert re.search(r"\d+ prompt tokens in .* tokens/s", error)
+
+    fields = {"rollout.max_new_tokens": 20, "run.seed": 3}
+    fields |= {"precision.rollout": "f32", "precision.learner": "f32"}
+    config = policy.policy_config(str(model), fields)
+    with policy.prepare(config, prompts) as (runtime, weights, rows, usual):
+        assert usual == 0.0, "generation_config.json does not ask for sampling"
+        tokens, lengths = policy.pad(runtime, rows)
+        config.rollout.max_prompt_tokens = tokens.shape[1]
+        ones = np.ones(3, np.float32)
+        rollout = runtime.make_sampler(1, 0, 1.0)(
+            weights, tokens, lengths, runtime.keys["rollout"], np.arange(3, dtype=np.int32), ones,
+            np.full(3, 20, np.int32), runtime.rope,
+        )  # fmt: skip
+        expected = runtime.decode(jax.device_get(rollout))
+        pieces: dict[int, list[str]] = {row: [] for row in range(3)}
+        ended: list[int] = []
+        timing = generate.generate(
+            runtime, weights, rows, 1.0, lambda row, text: pieces[row].append(text),
+            lambda row, by_itself: ended.append(row),
+        )  # fmt: skip
+    assert len(set(expected)) == 3
+    assert ["".join(texts) for texts in pieces.values()] == expected
+    assert any(len([t for t in texts if t]) > 1 for texts in pieces.values()), pieces
+    assert sorted(ended) == [0, 1, 2] and timing.prompt_tokens == sum(map(len, rows))
+    assert list(_answers(output).items()) == list(zip(prompts, expected, strict=True))
+
+
+def test_sample_chat_shows_the_conversation_to_the_model(model, capsys, monkeypatch):
+    """--chat, --system and --chat-options make the prompt; the answer alone is printed."""
+    seen = []
+    monkeypatch.setattr(
+        generate, "generate", lambda runtime, weights, rows, *_: seen.append((runtime, rows))
+    )
+    _run(
+        capsys, "sample", "--checkpoint", model, "--prompt=hi", "--chat", "--system=be brief",
+        "--chat-options=enable_thinking=False", "--precision=f32",
+    )  # fmt: skip
+    ((runtime, rows),) = seen
+    text = runtime.tokenizer._reader.decode(rows[0], skip_special_tokens=False)
+    assert text == (
+        "<|turn|>system\nbe brief<|stop|>\n<|turn|>user\nhi<|stop|>\n<|turn|>assistant\n"
+        "<think>\n\n</think>\n\n"
+    )
+
+
+def test_settings_of_the_released_model(model, tmp_path):
+    """generation_config.json says how a model is sampled when nobody does."""
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    path = tiny_checkpoint.write(tmp_path / "other", generation_config=settings)
+    config = policy.policy_config(str(path), {})
+    assert (config.rollout.top_k, config.rollout.top_p) == (20, 0.95)
+    assert policy.usual_temperature(config) == 0.6
+    assert policy.policy_config(str(path), {"rollout.top_k": 3}).rollout.top_k == 3
+    assert policy.policy_config(str(model), {}).rollout.top_k == 0
+
+
+@pytest.mark.slow
+def test_sample_of_a_run_by_either_name(run_dir, capsys):
+    """A run directory brings its configuration; its own command gives the same greedy answer."""
+    question = "Calculate 4 + 5 + 6."
+    output, error = _run(
+        capsys, "sample", "--checkpoint", run_dir, "--temperature=0", "--prompt", question
+    )
+    assert "weights of" in error and "rl step 0" in error
+    (run_dir.parent / "c.py").write_text(
+        "import ml_collections, json\n"
+        f"def get_config(): return ml_collections.ConfigDict(json.load(open({str(run_dir)!r}"
+        " + '/config.json')))\n"
+    )
+    old, _ = _run(
+        capsys, "sample", "--config", run_dir.parent / "c.py", "--config.eval.batch_size=1",
+        "--config.rollout.top_k=1", question,
+    )  # fmt: skip
+    assert old.rstrip("\n") == f"{question!r} -> {output[:-1]!r}"
+
+
+def test_eval_of_a_model(model, capsys):
+    """One line of JSON; the number of questions and the recipe are those asked for."""
+    output, _ = _run(
+        capsys, "eval", "--checkpoint", model, "--task=basic_arithmetic",
+        f"--task-options={_OPTIONS}", "--questions=3", "--batch-size=2", "--chat",
+        "--max-new-tokens=4", "--precision=f32",
+    )  # fmt: skip
+    (line,) = output.splitlines()
+    record = json.loads(line)
+    assert record["questions"] == 3 and record["precision"] == "f32"
+    assert record["checkpoint"] == str(model) and record["task"] == "basic_arithmetic"
+    assert 0 <= record["accuracy_greedy"] <= 1 and 0 < record["response_len_mean"] <= 4
+    assert record["tokens_per_s_eval"] > 0
+
+
+def test_run_by_its_directory(run_dir, capsys, monkeypatch):
+    """A run directory brings its configuration; prompts are its questions, with a line feed."""
+    seen = []
+    monkeypatch.setattr(
+        generate, "generate", lambda runtime, _, rows, *rest: seen.append((runtime, rows, rest[0]))
+    )
+    _, error = _run(capsys, "sample", "--checkpoint", run_dir, "1 + 1", "--max-new-tokens=9")
+    assert "weights of" in error and "rl step 0" in error
+    ((runtime, rows, temperature),) = seen
+    assert rows == [[257, *b"1 + 1\n"]]
+    assert temperature == runtime.config.rollout.temperature
+    assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 32
+
+
+# What cannot work.
+
+_REFUSED = {
+    "no such directory": (["sample", "--checkpoint=nope", "--prompt=x"], ["nope", "no directory"]),
+    "no model": (["sample", "--checkpoint=empty", "--prompt=x"], ["empty", "no config.json"]),
+    "no prompt": (["sample", "--checkpoint=model"], ["--prompt"]),
+    "blank prompt": (["sample", "--checkpoint=model", "--prompt="], ["prompt", "no token"]),
+    "config as well": (
+        ["sample", "--checkpoint=model", "--config=c.py", "--prompt=x"],
+        ["--config", "--checkpoint", "leave one out"],
+    ),
+    "option without a checkpoint": (["sample", "--chat", "--config=c.py", "x"], ["--chat"]),
+    "prompt without a checkpoint": (["sample", "--prompt=x"], ["--prompt", "--checkpoint"]),
+    "system without chat": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--system=y"],
+        ["--system", "--chat"],
+    ),
+    "chat without a template": (
+        ["sample", "--checkpoint=plain", "--prompt=x", "--chat"],
+        ["data.chat", "no chat template"],
+    ),
+    "options that are none": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--chat", "--chat-options=3"],
+        ["--chat-options", "NAME=VALUE"],
+    ),
+    "temperature": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--temperature=-1"],
+        ["--temperature", "above 0"],
+    ),
+    "no new tokens": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--max-new-tokens=0"],
+        ["rollout.max_new_tokens", "at least 1"],
+    ),
+    "too many tokens": (
+        ["sample", "--checkpoint=model", "--prompt=the cat", "--max-new-tokens=128"],
+        ["128 positions", "max_new_tokens"],
+    ),
+    "top-k": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--top-k=100000"],
+        ["rollout.top_k", "100000", "vocabulary"],
+    ),
+    "precision": (
+        ["sample", "--checkpoint=model", "--prompt=x", "--precision=fp9"],
+        ["fp9", "'fp8'"],
+    ),
+    "a tokenizer too large": (
+        ["sample", "--checkpoint=small", "--prompt=x"],
+        ["data.tokenizer", "vocabulary has 100"],
+    ),
+    "a damaged tokenizer": (["sample", "--checkpoint=damaged", "--prompt=x"], ["tokenizer.json"]),
+    "no task": (["eval", "--checkpoint=model"], ["--task"]),
+    "unknown task": (["eval", "--checkpoint=model", "--task=zzz"], ["env.task", "zzz"]),
+    "task options": (
+        ["eval", "--checkpoint=model", "--task=basic_arithmetic", "--task-options=nope=3"],
+        ["env.task_options", "nope"],
+    ),
+    "eval without a checkpoint": (["eval", "--task=basic_arithmetic"], ["--task", "--checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_refused(case, model, tmp_path, monkeypatch, capsys):
+    """One sentence, status 2, before weights are read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(model, "model")
+    tiny_checkpoint.write(tmp_path / "plain", tokenizer_config={"chat_template": None})
+    tiny_checkpoint.write(tmp_path / "small", config={"vocab_size": 100})
+    (tiny_checkpoint.write(tmp_path / "damaged") / "tokenizer.json").write_text("{}")
+    arguments, words = _REFUSED[case]
+    assert cli.run(arguments) == 2
+    output, error = capsys.readouterr()
+    assert output == "" and re.fullmatch(r"error: [^\n]+\n", error), error
+    for word in words:
+        assert word in error, error
+    assert tiny_checkpoint.LOADED == []
