@@ -257,9 +257,8 @@ def _convert(arguments: Sequence[str]) -> int:
         "dtype": ("string", None, "bf16 or fp8"),
         "max_shard_gb": ("float", 5.0, "size of a file above which there are several"),
     }
-    arguments = [a.replace("--max-shard-gb", "--max_shard_gb", 1) for a in arguments]
-    values, overrides, paths = _parse("convert", arguments, options)
-    _no_positional("convert", overrides)
+    values, overrides, paths = parse("convert", arguments, options)
+    no_positional("convert", overrides)
     if len(paths) != 2 or values.dtype not in ("bf16", "fp8"):
         raise UserError(
             "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"

@@ -86,6 +86,15 @@ def load(
     return config, load_from(source, config, tensors, name, shardings, str(directory))
 
 
+def read_model_config(path: str | pathlib.Path) -> ModelConfig:
+    """The shapes of a checkpoint, from its config.json alone.
+
+    Raises:
+      UserError: it is missing or damaged, or the model is not supported.
+    """
+    return read_config(read_fields(pathlib.Path(path)))
+
+
 def _further_layers(fields: Fields) -> int:
     return max(fields.integer("num_nextn_predict_layers", 1), 1)
 
