@@ -277,6 +277,7 @@ def test_rules_name_fields_that_exist():
 
 # Configs that start from a checkpoint, which is not here: the published shapes in its place.
 _PUBLISHED = {
+    "smollm2_135m": "smollm2_135m",
     "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
     "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
     "moonlight_16b": "moonlight_16b_a3b",
