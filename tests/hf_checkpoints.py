@@ -44,7 +44,8 @@ CONFIGS = {
     "moonlight": ModelConfig(**_DEEPSEEK),
     # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
     "latent_fp8": ModelConfig(**_DEEPSEEK | dict(
-        hidden_size=136, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        hidden_size=136, num_hidden_layers=2, first_k_dense_replace=0,
+        num_attention_heads=2, num_key_value_heads=2,
         qk_nope_head_dim=128, v_head_dim=128, kv_lora_rank=40, q_lora_rank=24,
     )),
 }  # fmt: skip
@@ -114,6 +115,11 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
 
 def fp8_tensors(name: str) -> dict[str, np.ndarray]:
     """An FP8 checkpoint of CONFIGS[name]: linear layers in E4M3 with scales, the rest in bf16."""
+    return dict(_fp8_tensors(name))
+
+
+@functools.cache
+def _fp8_tensors(name: str) -> dict[str, np.ndarray]:
     out = {}
     for key, value in named(CONFIGS[name], params_of(name)).items():
         if key.endswith("e_score_correction_bias"):

@@ -49,6 +49,7 @@ from fp8rl_jax.models.hf.tables import (
     LINEAR,
     SMALL,
     Path,
+    Piece,
     Tensor,
     leaf_shapes,
     model_tensors,
@@ -162,6 +163,10 @@ def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
                 f"params: leaf {name} has shape {leaf.shape}, and this config makes it "
                 f"{shapes[path]}; give the config of these parameters"
             )
+        if not all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(leaf)):
+            raise UserError(
+                f"params: leaf {name} lies on devices of several processes: gather it to one first"
+            )
         if isinstance(leaf, QArray):
             written = leaf.block_shape == BLOCKS and leaf.qvalue.dtype == FP8
             if not written:
@@ -210,28 +215,36 @@ def _once(make: Callable[[], tuple]) -> Callable[[], tuple]:
 
 
 @functools.cache
-def _taker(transposed: bool, dtype: np.dtype | None):
-    """The program that takes a matrix out of a stack, in a checkpoint's orientation."""
+def _taker(dtype: np.dtype | None):
+    """The program that takes a matrix out of a stack."""
 
     def take(leaf, index):
         for axis in index:
             leaf = lax.dynamic_index_in_dim(leaf, axis, keepdims=False)
-        if dtype is not None:
-            leaf = round_bf16(leaf) if dtype == _BF16 else leaf.astype(dtype)
-        return leaf.T if transposed else leaf
+        if dtype is None:
+            return leaf
+        return round_bf16(leaf) if dtype == _BF16 else leaf.astype(dtype)
 
     return exact_jit(take)
 
 
-def _take(leaf: Any, index: tuple[int, ...], transposed: bool, dtype=None) -> np.ndarray:
-    take = _taker(transposed, dtype)
-    places = tuple(np.int32(i) for i in index)
-    if not isinstance(leaf, QArray):
-        return np.asarray(take(leaf, places))
-    assert dtype is not None
-    value, scale = (_taker(transposed, None)(x, places) for x in (leaf.qvalue, leaf.scale))
-    whole = QArray(value, scale, BLOCKS)
-    return np.asarray(_dequantiser(dtype)(whole))
+def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
+    """A matrix of a stack, in `dtype`; of a sharded one from its shards, without a collective."""
+    if isinstance(leaf, QArray):
+        assert dtype is not None
+        value, scale = (jnp.asarray(_take(x, index)) for x in (leaf.qvalue, leaf.scale))
+        return np.asarray(_dequantiser(dtype)(QArray(value, scale, BLOCKS)))
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return np.asarray(_taker(dtype)(leaf, tuple(np.int32(i) for i in index)))
+    whole = np.empty(leaf.shape[len(index) :], dtype or leaf.dtype)
+    for shard in leaf.addressable_shards:
+        spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
+        front, inner = spans[: len(index)], spans[len(index) :]
+        held = all(start <= i < stop for i, (start, stop) in zip(index, front, strict=True))
+        if held and shard.replica_id == 0:
+            own = tuple(i - start for i, (start, _) in zip(index, front, strict=True))
+            whole[tuple(slice(*span) for span in inner)] = _take(shard.data, own, dtype)
+    return whole
 
 
 @functools.cache
@@ -245,8 +258,7 @@ def _dequantiser(dtype: np.dtype):
 
 def _values(tensor: Tensor, leaves: dict[Path, Any], dtype: np.dtype) -> np.ndarray:
     """A tensor, rounded to `dtype`."""
-    parts = [_take(leaves[p.path], p.index, p.transposed, dtype) for p in tensor.pieces]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _joined(tensor, lambda piece: _take(leaves[piece.path], piece.index, dtype))
 
 
 def _quantised(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -257,12 +269,15 @@ def _quantised(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.
 
 def _stored(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and scales of a tensor whose pieces are QArrays."""
-    parts = []
-    for piece in tensor.pieces:
-        leaf = leaves[piece.path]
-        parts.append([_take(x, piece.index, piece.transposed) for x in (leaf.qvalue, leaf.scale)])
-    first, second = (np.concatenate(half) for half in zip(*parts, strict=True))
-    return first, second
+    values = _joined(tensor, lambda piece: _take(leaves[piece.path].qvalue, piece.index))
+    scales = _joined(tensor, lambda piece: _take(leaves[piece.path].scale, piece.index))
+    return values, scales
+
+
+def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
+    """The pieces of a tensor, in a checkpoint's orientation."""
+    parts = [take(piece).T if piece.transposed else take(piece) for piece in tensor.pieces]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _check_borders(tensor: Tensor) -> None:

@@ -63,7 +63,7 @@ def _fields(name: str, fp8: bool = False) -> dict:
     return fields
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe", "llama", "deepseek_v3"])
 def test_float32_is_exact_both_ways(name, tmp_path):
     """The table's names and layouts are those of loops written out."""
     params = params_of(name)
@@ -147,12 +147,15 @@ def test_fp8_export_is_a_fresh_quantisation(name, tmp_path):
 
 
 def test_export_is_what_the_sampler_serves(tmp_path):
-    """QArrays of `quantize_params` and the masters they come from give the same files."""
+    """QArrays of `quantize_params` and their masters give the same files, and come back."""
     params = params_of("qwen3")
     weights = quantize_params(params, "fp8_blockwise")
     for folder, tree in (("masters", params), ("served", weights)):
         hf.save(tmp_path / folder, CONFIGS["qwen3"], tree, dtype="fp8")
     assert _read(tmp_path / "masters") == _read(tmp_path / "served")
+    loaded = hf.load(tmp_path / "masters", dtype="fp8")[1]
+    _equal(loaded, weights)
+    assert [x.dtype for x in jax.tree.leaves(loaded)] == [x.dtype for x in jax.tree.leaves(weights)]
 
 
 def test_slices_do_not_show(tmp_path, monkeypatch):
@@ -201,14 +204,14 @@ def test_names_that_are_passed_over(tmp_path):
 
 
 _SHARDED = """
-import sys
+import pathlib, sys
 import jax, numpy as np
 from fp8rl_jax.models import hf
 from fp8rl_jax.sharding import make_mesh, param_shardings
 
 def compare(path, dtype, **mesh):
-    mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1, "expert": 1} | mesh)
-    one, wanted = hf.load(path, dtype=dtype)[1], []
+    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | mesh)
+    (config, one), wanted = hf.load(path, dtype=dtype), []
     def place(shapes):
         wanted.append(param_shardings(mesh, shapes))
         return wanted[0]
@@ -217,11 +220,15 @@ def compare(path, dtype, **mesh):
         assert y.sharding == sharding and x.shape == y.shape and x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     assert any(not y.is_fully_replicated for y in jax.tree.leaves(many))
+    for params, folder in ((one, "_one"), (many, "_many")):
+        hf.save(path + dtype + folder, config, params, dtype=dtype)
+    files = [pathlib.Path(path + dtype + f, "model.safetensors") for f in ("_one", "_many")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     return wanted[0]
 
 plain, fp8 = sys.argv[1:]
 compare(plain, "float32", expert=2)
-compare(fp8, "float32", tensor=2)
+compare(fp8, "float32", fsdp=2)
 tree = compare(fp8, "fp8", tensor=2)
 hf.load(fp8, dtype="fp8", shardings=tree)
 try:
@@ -232,13 +239,13 @@ except ValueError as error:
 
 
 def test_sharded_is_the_same(tmp_path):
-    """On four devices with features, vocabulary and experts in parts; FP8 blocks too."""
+    """On two devices with features, vocabulary or experts in parts; FP8 blocks too."""
     write(tmp_path / "a", _fields("moonlight"), named(CONFIGS["moonlight"], params_of("moonlight")))
     write(tmp_path / "b", _fields("qwen3", fp8=True), fp8_tensors("qwen3"))
     done = subprocess.run(
         [sys.executable, "-c", _SHARDED, str(tmp_path / "a"), str(tmp_path / "b")],
         capture_output=True, text=True,
-        env=_environment(XLA_FLAGS="--xla_force_host_platform_device_count=4"),
+        env=_environment(XLA_FLAGS="--xla_force_host_platform_device_count=2"),
     )  # fmt: skip
     assert done.returncode == 0 and "shardings has 21 leaves" in done.stdout, done.stderr
 
