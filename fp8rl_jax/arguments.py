@@ -50,8 +50,10 @@ def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
     from fp8rl_jax.config import load_config
 
     if not values.config:
+        directory = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
         raise UserError(
             f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
+            + directory
         )
     return load_config(values.config, overrides)
 

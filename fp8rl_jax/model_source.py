@@ -12,8 +12,11 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
+from jax.sharding import Mesh
 
 from fp8rl_jax.config import FIELDS
 from fp8rl_jax.errors import UserError
@@ -90,7 +93,9 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
     """
     from fp8rl_jax.models import hf
 
-    return hf.load(config.model.checkpoint, dtype=jnp.float32, shardings=shardings)[1]
+    no_mesh = Mesh(np.empty((), object), ())  # a reader fills each device's part by itself
+    with jax.set_mesh(no_mesh):
+        return hf.load(config.model.checkpoint, dtype=jnp.float32, shardings=shardings)[1]
 
 
 def check_positions(config: ml_collections.ConfigDict, slots: int) -> None:

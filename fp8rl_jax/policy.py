@@ -160,8 +160,8 @@ def load_weights(runtime: Runtime, prompts, lengths, note: Callable[[str], None]
     """
     config = runtime.config
     if is_released(config):
-        note(f"weights of {config.model.checkpoint}")
         params, scaling = runtime.initial_params(), None
+        note(f"weights of {config.model.checkpoint}")
     else:
         params, scaling = trained_params(config, pathlib.Path(config.run.dir), note)
     state = runtime.new_state(params, optax.identity(), scaling)

@@ -19,6 +19,7 @@ from fp8rl_jax.config import FIELDS, saved_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.model_source import identity
 from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.run_directory import first_difference
 from fp8rl_jax.runtime import make_runtime
 from fp8rl_jax.warmup import cache_directory
 
@@ -146,6 +147,16 @@ def test_what_latent_attention_lacks(sections, words):
         assert word in str(error.value)
     check_config(_config(**sections))
     check_config(_config(model=_LATENT))
+
+
+def test_a_field_that_an_older_version_lacks_had_its_default():
+    """Fields that were added since neither forbid to resume, nor hide a change."""
+    ours = _config().to_dict()
+    theirs = {name: dict(fields) for name, fields in ours.items()}
+    del theirs["data"]["chat"], theirs["model"]["checkpoint"]
+    assert first_difference(theirs, ours) is None
+    ours["data"] = ours["data"] | {"chat": True}
+    assert first_difference(theirs, ours) == ("data.chat", False, True)
 
 
 # Questions as conversations.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import ml_collections
@@ -179,6 +182,35 @@ def test_run_by_its_directory(run_dir, capsys, monkeypatch):
     assert rows == [[257, *b"1 + 1\n"]]
     assert temperature == runtime.config.rollout.temperature
     assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 32
+
+
+_TWO_DEVICES = """\
+import sys
+import pytest, tiny_checkpoint
+from fp8rl_jax import cli
+tiny_checkpoint.install(pytest.MonkeyPatch())
+sys.exit(cli.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_sample_on_two_devices(model):
+    """Rows that do not divide over the devices, and layers in parts: the text of one device."""
+    shown = []
+    arguments = ["sample", "--checkpoint", str(model), *_COMMON]
+    arguments += ["--prompt=the cat", "--prompt=Calculate", "--prompt=on the mat"]
+    for count, fields in ((1, []), (2, ["data=2"]), (2, ["data=1", "tensor=2"]), (2, ["fsdp=2"])):
+        flags = f"--xla_force_host_platform_device_count={count}"
+        paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        process = subprocess.run(
+            [sys.executable, "-c", _TWO_DEVICES, *arguments]
+            + [f"--config.mesh.{field}" for field in fields],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert process.returncode == 0, process.stderr
+        shown.append(process.stdout)
+    assert len(shown[0]) > 40 and set(shown) == {shown[0]}
 
 
 # What cannot work.
