@@ -9,6 +9,7 @@ devices whose shard it touches, and only as much of it as they hold.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from fp8rl_jax.exact_jit import exact_jit
+
+_SMALL = 2**20  # bytes
 
 
 class Filling:
@@ -39,7 +42,7 @@ class Filling:
             spans = tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
             self._spans[device] = spans
             own = tuple(stop - start for start, stop in spans)
-            self._shards[device] = jnp.zeros(own, dtype, device=SingleDeviceSharding(device))
+            self._shards[device] = _zeros(own, self.dtype, device)
 
     def write(
         self,
@@ -89,6 +92,13 @@ class Filling:
         """The array."""
         shards = list(self._shards.values())
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
+    """An array to be written; a small one comes from the host, which needs no compiling."""
+    if math.prod(shape) * dtype.itemsize > _SMALL:
+        return jnp.zeros(shape, dtype, device=SingleDeviceSharding(device))
+    return jax.device_put(np.zeros(shape, dtype), device)
 
 
 @functools.cache

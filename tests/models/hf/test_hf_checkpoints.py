@@ -124,7 +124,7 @@ def test_fp8_files_come_back(name, tmp_path):
         np.testing.assert_array_equal(np.asarray(value), expected, key)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "latent_fp8"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "latent_fp8"])
 def test_fp8_export_is_a_fresh_quantisation(name, tmp_path):
     """Of the BF16 weights, in the matrices that the checkpoint holds; the rest is named."""
     params = params_of(name)
@@ -206,7 +206,9 @@ def test_names_that_are_passed_over(tmp_path):
 _SHARDED = """
 import pathlib, sys
 import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from fp8rl_jax.models import hf
+from fp8rl_jax.models.hf.placement import Filling
 from fp8rl_jax.sharding import make_mesh, param_shardings
 
 def compare(path, dtype, **mesh):
@@ -228,7 +230,21 @@ def compare(path, dtype, **mesh):
 
 plain, fp8 = sys.argv[1:]
 compare(plain, "float32", expert=2)
-compare(fp8, "float32", fsdp=2)
+
+# Rows that a device holds a part of, which begins and ends within blocks of 128.
+mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1, "expert": 1})
+rng = np.random.default_rng(0)
+rows, scales = rng.random((4, 300), np.float32), rng.random((4, 3), np.float32)
+for transposed, spec in ((True, ("fsdp", None)), (False, (None, "fsdp"))):
+    expected = rows * np.repeat(scales, 128, 1)[:, :300]
+    expected = expected.T if transposed else expected
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec))
+    filling = Filling((2, *expected.shape), np.float32, sharding)
+    for start in (0, 3):
+        part = slice(start, start + 3)
+        filling.write((1,), start, rows[part], transposed, scales[part])
+    np.testing.assert_array_equal(np.asarray(filling.finish())[1], expected)
+
 tree = compare(fp8, "fp8", tensor=2)
 hf.load(fp8, dtype="fp8", shardings=tree)
 try:
