@@ -52,8 +52,8 @@ class Detokenizer:
             return ""
         self._all.append(token)
         self._waiting.append(token)
-        if self._is_byte(token):
-            return ""
+        if self._is_byte(token) or not self._decode([token]):
+            return ""  # the run may go on behind a token without text
         before = self._decode(self._context)
         text = self._decode(self._context + self._waiting)
         if text.endswith(_REPLACEMENT) or not text.startswith(before) or text == before:

@@ -211,6 +211,14 @@ def test_pieces_make_the_whole(name, data):
     assert "".join(pieces) == whole
 
 
+def test_a_run_of_bytes_goes_on_behind_a_special_token():
+    """Special tokens are left out before bytes are decoded: the run around one is a single run."""
+    reader, _ = _READERS["byte fallback"]
+    good, bad = 100, 182
+    for ids in ([good, 262, bad], [good, 262, 999, bad, 258], [good, 262, 258]):
+        assert "".join(_pieces(stream(reader, lambda _: False), ids, [1, 1])) == reader.decode(ids)
+
+
 @pytest.mark.parametrize("name", ["byte level", "bytes"])
 @hypothesis.settings(deadline=None, max_examples=100)
 @hypothesis.given(st.text(max_size=12))
