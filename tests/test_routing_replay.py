@@ -24,7 +24,9 @@ _DEEPSEEK = dataclasses.replace(_EXPERTS, family="deepseek", layers=3, extra_slo
     ],
     ids=["softmax", "sigmoid", "fp8, micro-batches"],
 )
-@pytest.mark.parametrize("replayed", [1, 2], ids=["experts", "weights"])
+@pytest.mark.parametrize(
+    "replayed", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["experts", "weights"]
+)
 def test_replay_changes_nothing_at_zero_drift(case, replayed):
     """Log-probabilities and logits have the same bits; the update is the same but for rounding.
 
@@ -38,6 +40,7 @@ def test_replay_changes_nothing_at_zero_drift(case, replayed):
     assert close.mean() > 0.999
 
 
+@pytest.mark.slow
 def test_replay_lowers_drift_between_recipes():
     """An FP8 rollout and a bf16 learner choose other experts; replayed, they cannot."""
     case = dataclasses.replace(_EXPERTS, recipe="bf16", group_size=8, experts=16)

@@ -134,7 +134,7 @@ _EXPERTS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[] if name in ("f32", "fp8") else pytest.mark.slow)
+        pytest.param(case, id=name, marks=[] if name == "fp8" else pytest.mark.slow)
         for name, case in _EXPERTS.items()
     ],
 )
@@ -170,9 +170,7 @@ _FAMILIES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=name, marks=[] if name in ("f32 deepseek", "fp8 llama") else pytest.mark.slow
-        )
+        pytest.param(case, id=name, marks=[] if name == "f32 deepseek" else pytest.mark.slow)
         for name, case in _FAMILIES.items()
     ],
 )
