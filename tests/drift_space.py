@@ -176,7 +176,7 @@ def main() -> None:
         print("| " + " | ".join(cells) + " |")
     for number in numbers:
         choice = choices()[number]
-        result = run(case_of(choice))
+        result = run(case_of(choice, tap_logits=True))
         logp, logits = result.differing()
         assert result.checksum_ok and np.isfinite(result.rollout_logp).all()
         cells = (number, *choice_cells(choice), result.rollout_logp.size, logp, logits)
