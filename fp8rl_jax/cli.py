@@ -45,7 +45,8 @@ commands:
   recipe   fp8rl recipe list: the names of all recipes
            fp8rl recipe show NAME: formats, blocks and scaling policies of every GEMM
   convert  fp8rl convert SRC DST --dtype bf16|fp8: a checkpoint in Hugging Face's format in another
-           number format; SRC is its directory, or a GGUF file of the llama architecture
+           number format; SRC is its directory, a run whose newest weights to export, or a GGUF
+           file of the llama architecture
            [--max-shard-gb=5]  size of a file above which there are several
   report   fp8rl report RUN_DIR [OTHER_RUN ...]: writes RUN_DIR/report.html again, with a
            comparison if other runs are named
@@ -263,9 +264,13 @@ def _convert(arguments: Sequence[str]) -> int:
         raise UserError(
             "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
         )
+    from fp8rl_jax.export import export_run, is_run
     from fp8rl_jax.models import hf
 
-    print(hf.convert(*paths, values.dtype, values.max_shard_gb))
+    if is_run(paths[0]):
+        print(export_run(*paths, values.dtype, values.max_shard_gb, note))
+    else:
+        print(hf.convert(*paths, values.dtype, values.max_shard_gb))
     return 0
 
 

@@ -18,7 +18,8 @@ _PROGRAM = {
     "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
     "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
     "progress", "report", "run_directory", "sharding", "summary",
-    "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "bench",
+    "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
+    "bench",
     _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -58,6 +59,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
             "drift",
             "train",
             "inference",
+            "export",
             "policy",
             "generate",
             "bench",

@@ -7,18 +7,22 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
 import tiny_checkpoint
 import tiny_config
 
-from fp8rl_jax import models, train
+from fp8rl_jax import cli, models, train
+from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.checks import check_config, model_config
 from fp8rl_jax.config import FIELDS, saved_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.model_source import identity
+from fp8rl_jax.models import quantize_params
 from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.run_directory import first_difference
 from fp8rl_jax.runtime import make_runtime
 from fp8rl_jax.warmup import cache_directory
@@ -26,7 +30,7 @@ from fp8rl_jax.warmup import cache_directory
 
 @pytest.fixture(autouse=True)
 def _reader(monkeypatch):
-    tiny_checkpoint.install(monkeypatch)
+    tiny_checkpoint.record_loads(monkeypatch)
 
 
 @pytest.fixture
@@ -253,6 +257,36 @@ def test_the_cached_warmup_is_of_one_checkpoint(checkpoint, tmp_path):
     assert identity(str(checkpoint)) != before
     seen.append(cache_directory(config))
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
+    """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
+    config = _pretrained(checkpoint, tmp_path)
+    runtime = make_runtime(config)
+    train.open_run(config, resume=False)
+    params = jax.tree.map(lambda x: x * 1.5, runtime.initial_params())
+    state = runtime.new_state(params, optimizer_of_phase(config, "rl")[0])
+    if dtype == "fp8":
+        expected = quantize_params(params, "fp8")  # what the sampler serves
+    else:
+        expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    store = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
+    store.save(1, state, {"phase": "rl", "step": 1, "offsets": {}})
+    store.close()
+    target = tmp_path / "exported"
+    assert cli.run(["convert", str(tmp_path / "run"), str(target), "--dtype", dtype]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{target}\n" and "after rl step 1" in captured.err
+    model, found = models.hf.load(target, dtype="fp8")
+    assert model == runtime.model
+    pairs = zip(*(jax.tree.leaves(tree["layers"]) for tree in (found, expected)), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (target / name).read_bytes() == (checkpoint / name).read_bytes()
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["max_position_embeddings"] == 128
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ _OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-
 
 @pytest.fixture(autouse=True)
 def _reader(monkeypatch):
-    tiny_checkpoint.install(monkeypatch)
+    tiny_checkpoint.record_loads(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +184,6 @@ def test_run_by_its_directory(run_dir, capsys, monkeypatch):
     assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 32
 
 
-_TWO_DEVICES = """\
-import sys
-import pytest, tiny_checkpoint
-from fp8rl_jax import cli
-tiny_checkpoint.install(pytest.MonkeyPatch())
-sys.exit(cli.run(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_sample_on_two_devices(model):
     """Rows that do not divide over the devices, and layers in parts: the text of one device."""
@@ -203,7 +194,7 @@ def test_sample_on_two_devices(model):
         flags = f"--xla_force_host_platform_device_count={count}"
         paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
         process = subprocess.run(
-            [sys.executable, "-c", _TWO_DEVICES, *arguments]
+            [sys.executable, "-m", "fp8rl_jax.cli", *arguments]
             + [f"--config.mesh.{field}" for field in fields],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
             capture_output=True, text=True, timeout=300,

@@ -1,21 +1,21 @@
-"""A Hugging Face directory made by a test: config.json, a trained BPE tokenizer, a chat template.
-
-`install` puts a reader of such directories in the place of `fp8rl_jax.models.hf`, with random
-weights that follow from a seed in config.json.
-"""
+"""A Hugging Face directory made by a test: a small Qwen3 with random weights, a trained BPE
+tokenizer, a chat template."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-import sys
-import types
 
 import jax
+import numpy as np
 import tokenizers
+from hf_checkpoints import named
+from oracles.decoder_oracle import random_params
+from safetensors.numpy import save_file
 from tokenizers import decoders, pre_tokenizers, trainers
 
 from fp8rl_jax import models
+from fp8rl_jax.models import hf
 
 SENTENCES = [
     "Calculate 12 + 7 and 3 + 4.", "the cat sat on the mat", "a naïve café: 漢字 and 🦜 Ω",
@@ -70,7 +70,7 @@ def write(directory: pathlib.Path, **changes) -> pathlib.Path:
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
             "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-            "max_position_embeddings": 128, "seed": 0,
+            "max_position_embeddings": 128,
         },
         "tokenizer_config": {
             "eos_token": "<|stop|>", "pad_token": {"content": "<|pad|>"}, "bos_token": None,
@@ -82,29 +82,24 @@ def write(directory: pathlib.Path, **changes) -> pathlib.Path:
         content |= changes.get(name, {})
         content = {key: value for key, value in content.items() if value is not None}
         (directory / f"{name}.json").write_text(json.dumps(content))
+    config = hf.read_config(directory)
+    shapes = jax.eval_shape(lambda: models.init_params(config, jax.random.key(0)))
+    weights = named(config, random_params(shapes, 0))
+    weights = {name: np.ascontiguousarray(value) for name, value in weights.items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory
-
-
-def _read_config(path) -> models.ModelConfig:
-    fields = json.loads((pathlib.Path(path) / "config.json").read_text())
-    names = models.ModelConfig.__dataclass_fields__
-    return models.ModelConfig(**{k: v for k, v in fields.items() if k in names})
-
-
-def _load(path, *, dtype="float32", shardings=None):
-    LOADED.append(str(path))
-    config = _read_config(path)
-    seed = json.loads((pathlib.Path(path) / "config.json").read_text())["seed"]
-    params = models.init_params(config, jax.random.key(seed))
-    return config, params if shardings is None else jax.device_put(params, shardings)
 
 
 LOADED: list[str] = []
 
 
-def install(monkeypatch) -> None:
-    """Puts the reader of these directories in the place of the library's; see LOADED."""
-    module = types.SimpleNamespace(read_config=_read_config, load=_load)
-    monkeypatch.setitem(sys.modules, "fp8rl_jax.models.hf", module)
-    monkeypatch.setattr(models, "hf", module, raising=False)
+def record_loads(monkeypatch) -> None:
+    """From now on LOADED names every directory whose weights are read."""
+    load = hf.load
+
+    def recording(path, **options):
+        LOADED.append(str(path))
+        return load(path, **options)
+
+    monkeypatch.setattr(hf, "load", recording)
     LOADED.clear()

@@ -45,7 +45,7 @@ def convert(
     path = pathlib.Path(source)
     check_target(pathlib.Path(target), max_shard_gb)
     name = dtype_name(dtype)
-    also: Callable[[pathlib.Path], None] = functools.partial(_copy, path)
+    also: Callable[[pathlib.Path], None] = functools.partial(copy_tokenizer, path)
     if path.suffix == ".gguf" and not path.is_dir():
         file = GGUF(path)
         fields, also = file.fields(), file.write_tokenizer
@@ -59,7 +59,8 @@ def convert(
     )  # fmt: skip
 
 
-def _copy(source: pathlib.Path, directory: pathlib.Path) -> None:
+def copy_tokenizer(source: pathlib.Path, directory: pathlib.Path) -> None:
+    """Copies what a checkpoint has of `COPIED`."""
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

@@ -1,0 +1,65 @@
+"""A run's newest weights as a checkpoint in Hugging Face's format: `fp8rl convert RUN_DIR DST`."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from fp8rl_jax.config import default_config, saved_config
+from fp8rl_jax.inference import trained_params
+from fp8rl_jax.model_source import pretrained_config
+from fp8rl_jax.models import hf
+from fp8rl_jax.models.hf.convert import copy_tokenizer
+from fp8rl_jax.models.hf.writer import check_target
+from fp8rl_jax.run_directory import read_saved_config
+from fp8rl_jax.runtime import make_runtime
+
+
+def is_run(directory: str | pathlib.Path) -> bool:
+    """Whether this is the directory of a run."""
+    return (pathlib.Path(directory) / "checkpoints").is_dir() and not pretrained_config(directory)
+
+
+def export_run(
+    directory: str | pathlib.Path,
+    target: str | pathlib.Path,
+    dtype: str,
+    max_shard_gb: float,
+    note: Callable[[str], None],
+) -> pathlib.Path:
+    """Writes the parameters of a run's newest checkpoint, and the tokenizer that it began with.
+
+    Under 'fp8' the file's bytes are those that the sampler serves under the recipe `fp8`.
+
+    Args:
+      directory: of the run.
+      target, dtype, max_shard_gb: as for `hf.convert`.
+      note: told which weights they are, and what is missing.
+
+    Returns:
+      The target.
+
+    Raises:
+      UserError: the run has no checkpoint, or the target cannot be made.
+    """
+    path, target = pathlib.Path(directory), pathlib.Path(target)
+    check_target(target, max_shard_gb)
+    saved = path / "config.json"
+    config = saved_config(read_saved_config(saved), str(saved))
+    config.run.dir, config.mesh = str(path), default_config().mesh
+    runtime = make_runtime(config, with_questions=False)
+    with jax.set_mesh(runtime.mesh):
+        params, _ = trained_params(config, path, note)
+    begun = pathlib.Path(config.model.checkpoint)
+    also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
+    if fields is not None:
+        also = functools.partial(copy_tokenizer, begun)
+    else:
+        note("without a tokenizer: the run did not begin with a checkpoint that has one")
+    return hf.save(
+        target, runtime.model, jax.device_get(params),
+        dtype=dtype, max_shard_gb=max_shard_gb, fields=fields, also=also,
+    )  # fmt: skip
