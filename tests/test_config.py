@@ -285,6 +285,7 @@ _SHAPES_ALONE = (
     "--config.model.checkpoint=",
     "--config.data.tokenizer=byte",
     "--config.data.chat=False",
+    "--config.data.system_prompt=",
 )
 
 
