@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fp8rl_jax import user_code
 from fp8rl_jax.envs.tasks import Question
@@ -20,12 +21,33 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
 
 
 def math_equal(prompt: str, response: str, answer: str) -> float:
-    """1 if math-verify finds response and answer mathematically equal; else 0."""
+    """1 if math-verify finds response and answer mathematically equal; else 0.
+
+    Where the answer is a number, the response must give a number: "7 + 8 =" is equal to 15, and a
+    policy that is rewarded for it learns to repeat the question (docs/smollm2.md).
+    """
     import math_verify  # pulls in sympy: only when asked for
 
     del prompt
     gold, given = math_verify.parse(answer), math_verify.parse(response)
-    return float(bool(gold) and bool(given) and math_verify.verify(gold, given))
+    if not gold or not given or _is_number(gold[0]) > _is_number(given[0]):
+        return 0.0
+    return float(math_verify.verify(gold, given))
+
+
+def _is_number(parsed: Any) -> bool:
+    """Whether math-verify read a number, and not an expression that has its value.
+
+    A fraction such as 1/2 or 50% is a number, and 8/2 is not: it is a sum that is not done.
+    """
+    if getattr(parsed, "is_Number", False):
+        return True
+    if not getattr(parsed, "is_Mul", False):
+        return False
+    numbers = [x for x in parsed.args if x.is_Number]
+    divisors = [x for x in parsed.args if not x.is_Number]  # 1/n of a fraction or a percentage
+    plain = all(len(x.atoms()) <= 2 and x.doit().is_Rational for x in divisors)
+    return len(numbers) == len(divisors) == 1 and plain and not parsed.doit().is_Integer
 
 
 _BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "math_equal": math_equal}

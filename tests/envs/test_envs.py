@@ -200,6 +200,15 @@ def test_exact_match(response, answer, value):
         ("0.5", "1/2", 1.0),
         (r"$\frac{1}{2}$", "0.5", 1.0),
         ("the answer is 4", "4", 1.0),
+        ("50%", "0.5", 1.0),
+        ("-1/2", "-0.5", 1.0),
+        ("2 + 4 = 6.", "6", 1.0),
+        ("2 + 4 =", "6", 0.0),
+        ("6 + 0", "6", 0.0),
+        ("2 * 3", "6", 0.0),
+        ("8 / 2 =", "4", 0.0),
+        ("2^3", "8", 0.0),
+        ("$x + 1$", "$1 + x$", 1.0),
         ("1/3", "0.5", 0.0),
         ("5", "4", 0.0),
         ("", "4", 0.0),
@@ -208,7 +217,8 @@ def test_exact_match(response, answer, value):
     ],
 )
 def test_math_equal(response, answer, value):
-    """Equal as mathematics; what holds no mathematics earns nothing, even against itself."""
+    """Equal as mathematics; what holds no mathematics earns nothing, even against itself, and
+    where a number is asked for, neither does the question that it answers."""
     assert load_reward("math_equal")("question", response, answer) == value
 
 
