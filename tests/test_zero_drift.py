@@ -32,7 +32,7 @@ def _assert_exact(case: Case) -> None:
     assert result.differing() == (0, 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["f32", "fp8", pytest.param("bf16", marks=_SLOW)])
 def test_past_128_keys(recipe):
     """Prompts 1..40, response past 128 keys, rows in another order and number."""
     _assert_exact(Case(recipe, prompts=(1, 13, 40), group_size=1, new_tokens=100))
@@ -51,10 +51,12 @@ def test_batch_sizes(recipe, batch):
     "case",
     [
         Case("f32", cache_slots=2 * 64, remat="full", extra_slots=65),
-        Case("fp8", cache_slots=2 * 64, remat="full", extra_slots=65),
-        Case("fp8", tied=True, kv_heads=1, temperature=0.7, top_k=20, top_p=0.9),
+        pytest.param(Case("fp8", cache_slots=2 * 64, remat="full", extra_slots=65), marks=_SLOW),
+        pytest.param(
+            Case("fp8", tied=True, kv_heads=1, temperature=0.7, top_k=20, top_p=0.9), marks=_SLOW
+        ),
         Case("f32", kv_heads=4, temperature=1.3, micro_batches=3, updates=2),
-        Case("fp8", outliers=True, micro_batches=3, updates=2),
+        pytest.param(Case("fp8", outliers=True, micro_batches=3, updates=2), marks=_SLOW),
     ],
     ids=["f32-cache-remat", "fp8-cache-remat", "fp8-tied-top", "f32-micro", "fp8-outliers"],
 )

@@ -14,7 +14,7 @@ from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, tap_names
 
-_QUICK = ("bf16 learner", "stale weights", "router in bf16")
+_QUICK = ("bf16 learner", "router in bf16")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,7 @@ def test_questions_are_limited_by_memory(monkeypatch):
     assert affordable(programs.runtime, questions) == questions[:1]
 
 
+@pytest.mark.slow
 def test_calibrated_scales_and_micro_batches():
     """Calibrated KV scales and FP8 attention: all values equal, q as read among them."""
     programs = _programs(
