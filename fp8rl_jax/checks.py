@@ -45,10 +45,10 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
-    model_config(config, vocab_size=1)
-    _check_experts(config)
+    model = model_config(config, vocab_size=1)
+    _check_experts(config, model.num_experts)
     _check_precision(config)
-    _check_latent(config)
+    _check_latent(config, model)
     _check_chat(config)
     _check_rollout(config)
     _check_batches(config)
@@ -56,9 +56,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     load_reward(config.env.reward)
 
 
-def _check_experts(config) -> None:
-    devices, experts = config.mesh.expert, model_shapes(config).num_experts
-    replay = config.algo.routing_replay
+def _check_experts(config, experts: int) -> None:
+    devices, replay = config.mesh.expert, config.algo.routing_replay
     if not experts and replay != "none":
         raise UserError(
             f"algo.routing_replay is {replay!r}, and a dense model has no routers: write 'none'"
@@ -99,9 +98,9 @@ def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelCon
     return model
 
 
-def _check_latent(config) -> None:
+def _check_latent(config, model: ModelConfig) -> None:
     """What multi-head latent attention does not have."""
-    if not model_shapes(config).latent:
+    if not model.latent:
         return
     where = "and the model has multi-head latent attention (kv_lora_rank above 0), which"
     if config.mesh.tensor != 1:

@@ -179,7 +179,7 @@ def trained_params(
     theirs = _require_same(directory, config, ("model", "data"), "--checkpoint")
     theirs = saved_config(theirs, f"{directory}/config.json")
     theirs.mesh = config.mesh
-    saved = make_runtime(theirs)
+    saved = make_runtime(theirs, with_questions=False)
     state, meta = _load_state(saved, directory)
     note(f"weights of {directory} after {meta['phase']} step {meta['step']}")
     same = side_recipe(config, "learner") == saved.learner_recipe

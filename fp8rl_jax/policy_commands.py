@@ -86,7 +86,7 @@ def _only_with_checkpoint(command: str, values: flags.FlagValues) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-
+    """`fp8rl eval`; returns the exit status."""
     options = {
         **_POLICY,
         "task": ("string", None, "a task of reasoning_gym"),
@@ -118,6 +118,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def sample(arguments: Sequence[str]) -> int:
+    """`fp8rl sample`; returns the exit status."""
     options = {
         **_POLICY,
         "prompt": ("strings", [], "a prompt; may be given several times"),

@@ -185,7 +185,7 @@ class _Run:
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
-        counts = parameter_counts(model)
+        counts = parameter_counts(model, rt.param_shapes)
         active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "

@@ -15,6 +15,7 @@ Not read: SentencePiece's tokenizer.model, and code that comes with a model.
 
 from __future__ import annotations
 
+import abc
 import json
 import pathlib
 import re
@@ -70,7 +71,34 @@ def _token_ids(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-class PretrainedTokenizer:
+class ReaderTokenizer(abc.ABC):
+    """Text and ids by a tokenizer of the `tokenizers` library."""
+
+    _reader: Any
+
+    @abc.abstractmethod
+    def is_end(self, token: int) -> bool:
+        """Whether a text ends at this id."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens that are written out in it become their ids."""
+        return self._reader.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text up to the first end token; special tokens, and ids of the model that the tokenizer
+        lacks, have no text."""
+        out = []
+        for token in ids:
+            if self.is_end(token):
+                break
+            out.append(int(token))
+        return self._reader.decode(out)
+
+    def detokenizer(self) -> Detokenizer:
+        return stream(self._reader, self.is_end)
+
+
+class PretrainedTokenizer(ReaderTokenizer):
     """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
 
     Attributes:
@@ -136,25 +164,8 @@ class PretrainedTokenizer:
             wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
         return bos if wanted else None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens that are written out in it become their ids."""
-        return self._reader.encode(text, add_special_tokens=False).ids
-
     def is_end(self, token: int) -> bool:
         return token in self.eos_ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first end token; special tokens, and ids of the model that the tokenizer
-        lacks, have no text."""
-        out = []
-        for token in ids:
-            if self.is_end(token):
-                break
-            out.append(int(token))
-        return self._reader.decode(out)
-
-    def detokenizer(self) -> Detokenizer:
-        return stream(self._reader, self.is_end)
 
 
 def stream(reader, is_end) -> Detokenizer:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
-from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer, read_reader, stream
+from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer, ReaderTokenizer, read_reader
 from fp8rl_jax.errors import UserError
 
 
@@ -69,7 +69,7 @@ class ByteTokenizer:
         return Detokenizer(self.decode, self.is_end)
 
 
-class FileTokenizer:
+class FileTokenizer(ReaderTokenizer):
     """A `tokenizer.json` of the tokenizers library, its special tokens named by the config."""
 
     chat_template = None
@@ -91,22 +91,8 @@ class FileTokenizer:
             raise UserError(f"data.tokenizer: {path} has no token {token!r}; name one that it has")
         return found
 
-    def encode(self, text: str) -> list[int]:
-        return self._reader.encode(text, add_special_tokens=False).ids
-
     def is_end(self, token: int) -> bool:
         return token in (self.eos_id, self.pad_id)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        out = []
-        for token in ids:
-            if self.is_end(token):
-                break
-            out.append(int(token))
-        return self._reader.decode(out)
-
-    def detokenizer(self) -> Detokenizer:
-        return stream(self._reader, self.is_end)
 
 
 def tokenizer_path(name: str, checkpoint: str = "") -> str:

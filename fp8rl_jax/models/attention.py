@@ -18,7 +18,7 @@ from fp8rl_jax.models.kv_cache import StoredKV, write
 from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import Recipe, compute_value, quantize_kv
+from fp8rl_jax.quant import Recipe, compute_value, dequantize_kv, quantize_kv
 from fp8rl_jax.quant.varying import share
 
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
@@ -54,18 +54,11 @@ def _scales(kv: StoredKV, scales: Scales | None):
     return (kv.k_scale, kv.v_scale) if scales is None else (scales["k"], scales["v"])
 
 
-def _dequantise(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    x = x.astype(jnp.float32)
-    if scale is None:
-        return x
-    return x * (scale[..., None] if scale.ndim else scale)
-
-
 def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
     """q, k or v (B, T, H, Dh) in the values that attention reads, float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
-    return _dequantise(*quantize_kv(x, recipe, (scales or {}).get(name)))
+    return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -106,7 +99,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
     (q, q_scale), kv, positions, scales, like = residual
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
-        _dequantise(q, q_scale), _dequantise(kv.k, k_scale), _dequantise(kv.v, v_scale),
+        dequantize_kv(q, q_scale), dequantize_kv(kv.k, k_scale), dequantize_kv(kv.v, v_scale),
         positions, cotangent, scale=scale,
     )  # fmt: skip
     return (*(g.astype(like.dtype) for g in grads), None, None)

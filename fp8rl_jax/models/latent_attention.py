@@ -30,7 +30,14 @@ from fp8rl_jax.models.kv_cache import StoredLatent, write
 from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul, quantize_kv
+from fp8rl_jax.quant import (
+    Recipe,
+    Weight,
+    compute_value,
+    dequantize_kv,
+    grouped_matmul,
+    quantize_kv,
+)
 from fp8rl_jax.quant.varying import share
 
 _LATENT_EPS = 1e-6
@@ -44,9 +51,7 @@ def _store(latent: jax.Array, rope: jax.Array, recipe: Recipe) -> StoredLatent:
 
 def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
     """Latents (B, T, R) in the values that attention reads, float32."""
-    stored, scale = quantize_kv(latent, recipe)
-    value = stored.astype(jnp.float32)
-    return value if scale is None else value * scale[..., None]
+    return dequantize_kv(*quantize_kv(latent, recipe))
 
 
 def _attend(q, q_rope, stored: StoredLatent, positions, scale: float) -> jax.Array:
@@ -93,9 +98,7 @@ def _forward(recipe, scale, q, q_rope, latent, rope, positions):
 
 def _backward(recipe, scale, residual, cotangent):
     q, q_rope, stored, positions = residual
-    latent = stored.latent.astype(jnp.float32)
-    if stored.scale is not None:
-        latent = latent * stored.scale[..., None]
+    latent = dequantize_kv(stored.latent, stored.scale)
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)
     dqueries, dkeys, dvalues = kernels.attention_vjp(

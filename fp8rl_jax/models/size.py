@@ -23,9 +23,15 @@ class ParameterCounts(NamedTuple):
     tables: int
 
 
-def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counts of a model's parameters; allocates nothing."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+def parameter_counts(config: ModelConfig, shapes=None) -> ParameterCounts:
+    """Counts of a model's parameters; allocates nothing.
+
+    Args:
+      config: of the model.
+      shapes: of its parameters (`init_params`), where they are known already.
+    """
+    if shapes is None:
+        shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     total = idle = tables = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names, count = [entry.key for entry in path], math.prod(leaf.shape)

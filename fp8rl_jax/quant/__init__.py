@@ -17,6 +17,7 @@ from fp8rl_jax.quant.grouped_dot import grouped_matmul
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
+    dequantize_kv,
     kv_health,
     missing_scales,
     quantize_kv,
@@ -58,6 +59,7 @@ __all__ = [
     "calibrated_scales",
     "compute_value",
     "delayed",
+    "dequantize_kv",
     "dynamic",
     "gemm_table",
     "get_policy",

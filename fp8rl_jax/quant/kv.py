@@ -96,6 +96,14 @@ def quantize_kv(
     return formats.cast_at_scale(x.astype(jnp.float32), s, formats.E4M3), scale
 
 
+def dequantize_kv(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The values that attention reads, float32 (..., Dh), of what `quantize_kv` returned."""
+    x = stored.astype(jnp.float32)
+    if scale is None:
+        return x
+    return x * (scale[..., None] if scale.ndim else scale)
+
+
 def kv_health(
     x: jax.Array, stored: jax.Array, scale: jax.Array, recipe: Recipe
 ) -> dict[str, jax.Array]:

@@ -8,12 +8,12 @@ the files. What the host holds beyond the result is a few slices, whatever the m
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import Sharding
 
 from fp8rl_jax.errors import UserError
@@ -123,7 +123,8 @@ def load_from(
     if config.tie_word_embeddings and source.has(HEAD):
         _check_tied(source, config, where)
     types = _leaf_types(source, tensors, dtype, where)
-    tree = _tree({path: _abstract(s, types[path]) for path, s in leaf_shapes(config).items()})
+    shapes = {path: _abstract(s, types[path]) for path, s in leaf_shapes(config).items()}
+    tree = traverse_util.unflatten_dict(shapes)
     if callable(shardings):
         shardings = shardings(tree)
     placed = jax.tree.map(lambda _: None, tree) if shardings is None else shardings
@@ -135,7 +136,7 @@ def load_from(
             else:
                 _copy_values(source, tensor, piece, leaves[piece.path][0])
     done = {path: [filling.finish() for filling in own] for path, own in leaves.items()}
-    return _tree(
+    return traverse_util.unflatten_dict(
         {
             path: QArray(own[0], own[1], BLOCKS) if len(own) > 1 else own[0]
             for path, own in done.items()
@@ -186,17 +187,6 @@ def _abstract(shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
     scale = jax.ShapeDtypeStruct((*shape[:-2], *grid(shape[-2:], BLOCKS)), jnp.float32)
     return QArray(jax.ShapeDtypeStruct(shape, FP8), scale, BLOCKS)  # type: ignore[arg-type]
-
-
-def _tree(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """{path: leaf} as nested dictionaries."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 def _allocate(tree: Any, shardings: Any) -> dict[Path, list[Filling]]:
