@@ -41,7 +41,8 @@ def guard(product: jax.Array) -> jax.Array:
     return jnp.maximum(product, jnp.float32(_GUARD))
 
 
-def _pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """`x` with zeros behind, up to a multiple of so many entries along an axis."""
     missing = -x.shape[axis] % multiple
     if not missing:
         return x
@@ -95,14 +96,14 @@ def block_matmul(
     rows, columns = lhs.shape[0], rhs.shape[1]
     lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
-    lhs = _pad_to(lhs, 1, K_BLOCK)
+    lhs = pad_to(lhs, 1, K_BLOCK)
     if rows < _MIN_ROWS:
         lhs = jnp.pad(lhs, ((0, _MIN_ROWS - rows), (0, 0)))
         if lhs_scale is not None:
             lhs_scale = jnp.pad(lhs_scale, ((0, _MIN_ROWS - rows), (0, 0)))
-    rhs = _pad_to(_pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
+    rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
     if rhs_scale is not None:
-        rhs_scale = _pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
+        rhs_scale = pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
     blocks = lhs.shape[1] // K_BLOCK
 
     def partial(block: int | jax.Array) -> jax.Array:
@@ -188,14 +189,14 @@ def attention(
     mask_rows = jnp.repeat(positions, groups, axis=1)
     mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_ROWS - rows, 0))))
     stored = k.dtype
-    k, v = (_pad_to(as_bytes(x), 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
+    k, v = (pad_to(as_bytes(x), 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
     k_scale, v_scale = (
-        _pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) if x is not None and x.ndim else x
+        pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) if x is not None and x.ndim else x
         for x in (k_scale, v_scale)
     )
     if q_rope is not None and k_rope is not None:
         q_rope = by_kv_head(q_rope)
-        k_rope = _pad_to(k_rope, 1, KV_CHUNK).transpose(0, 2, 1, 3)
+        k_rope = pad_to(k_rope, 1, KV_CHUNK).transpose(0, 2, 1, 3)
     chunks = k.shape[2] // KV_CHUNK
 
     def take(x: jax.Array, chunk: int | jax.Array, dtype=jnp.float32) -> jax.Array:

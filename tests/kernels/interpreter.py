@@ -1,0 +1,134 @@
+"""Runs Triton kernels on a CPU, in Triton's interpreter, behind the library's own wrappers.
+
+`Interpreter().triton_call` takes the place of `kernels.triton_call.triton_call`, so that a test
+covers a wrapper's padding, scales, grid and constants as well as the kernel. The kernels run in a
+process of their own (this file as a program), because TRITON_INTERPRET must be set before Triton is
+imported. The result's buffer holds NaN beforehand: what a kernel forgets to write is seen.
+
+In bf16 the interpreter multiplies wrongly (`tl.dot` takes the bits for integers) and cuts off where
+a GPU rounds: test with float32 and float16.
+"""
+
+import importlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+
+import numpy as np
+
+_NAMES = {
+    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "float32": "fp32", "float16": "fp16",
+    "bfloat16": "bf16", "int32": "i32", "uint8": "u8",
+}  # fmt: skip
+
+
+def _send(stream, value) -> None:
+    data = pickle.dumps(value)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream):
+    header = stream.read(8)
+    return pickle.loads(stream.read(struct.unpack("<Q", header)[0])) if header else None
+
+
+class Interpreter:
+    """A process that interprets kernels, one call after another."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def run(self, kernel, grid, arrays, out, constants):
+        """What the kernel writes, or raises AssertionError with what the other process said."""
+        place = (kernel.fn.__module__, kernel.fn.__name__)
+        _send(self._process.stdin, (*place, grid, arrays, out, constants))
+        answer = _receive(self._process.stdout)
+        assert isinstance(answer, np.ndarray), answer
+        return answer
+
+    def triton_call(self, kernel, *arrays, out, grid, warps, stages, **constants):
+        """Signature and result of `kernels.triton_call.triton_call`."""
+        import jax
+
+        del warps, stages
+
+        def call(*arrays):
+            arrays = [np.ascontiguousarray(x) for x in arrays]
+            return self.run(kernel, grid, arrays, (out.shape, np.dtype(out.dtype)), constants)
+
+        return jax.pure_callback(call, out, *arrays)
+
+
+class _Type(str):
+    """A dtype under Triton's name for it."""
+
+
+class _Tensor:
+    """What the interpreter asks of a torch tensor."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.dtype = _Type(_NAMES[str(array.dtype)])
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def element_size(self):
+        return self.array.itemsize
+
+    def size(self):
+        return self.array.shape
+
+    def storage_offset(self):
+        return 0
+
+    # On a GPU the interpreter would copy to the host and back; these arrays are there already.
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def stride(self):
+        return None
+
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_):
+        return self
+
+    def copy_(self, _):
+        return self
+
+
+def _serve(requests, answers) -> None:
+    import ml_dtypes  # noqa: F401  (numpy's FP8 types)
+
+    while (request := _receive(requests)) is not None:
+        module, name, grid, arrays, (shape, dtype), constants = request
+        try:
+            out = np.full(shape, np.nan, dtype)
+            kernel = getattr(importlib.import_module(module), name)
+            kernel[grid](*(_Tensor(x) for x in (*arrays, out)), **constants)
+            _send(answers, out)
+        except Exception as error:
+            _send(answers, f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints must not get between the replies
+    _serve(sys.stdin.buffer, replies)

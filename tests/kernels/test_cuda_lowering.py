@@ -1,0 +1,60 @@
+"""The kernels lowered for CUDA by the installed JAX, without a GPU: one kernel, no other dot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+
+from fp8rl_jax.kernels import matmul as kernels
+from hopper import lower, products
+
+E4M3 = jnp.float8_e4m3fn
+ONE = {"triton_kernel_call": 1}
+
+
+def _shape(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("rows, columns, depth", [(1, 4096, 1024), (300, 520, 1000)])
+@pytest.mark.parametrize("by_column", [False, True], ids=["blocks", "columns"])
+def test_fp8(rows, columns, depth, by_column):
+    blocks = -(-depth // 128)
+    scales = columns if by_column else -(-columns // 128)
+    text = lower(
+        lambda *a: kernels.matmul(*a, dtype=jnp.bfloat16),
+        _shape(rows, depth, dtype=E4M3), _shape(depth, columns, dtype=E4M3),
+        _shape(rows, blocks), _shape(blocks, scales),
+    )  # fmt: skip
+    assert products(text) == ONE
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_unscaled(dtype):
+    operands = _shape(64, 576, dtype=dtype), _shape(576, 1000, dtype=dtype)
+    assert products(lower(kernels.matmul, *operands)) == ONE
+
+
+def test_batch_is_one_kernel_in_a_loop():
+    operands = _shape(3, 64, 576), _shape(3, 576, 1000)
+    text = lower(jax.vmap(kernels.matmul), *operands)
+    assert products(text) == ONE and "stablehlo.while" in text
+
+
+def test_grouped():
+    x, w, experts = _shape(5, 64, 256, dtype=E4M3), _shape(4, 256, 384, dtype=E4M3), _shape(5)
+    text = lower(
+        kernels.grouped_matmul, x, w, jax.ShapeDtypeStruct(experts.shape, jnp.int32),
+        _shape(5, 64, 2), _shape(4, 2, 3),
+    )  # fmt: skip
+    assert products(text) == ONE
+
+
+def test_grouped_wgrad():
+    x, dy = _shape(5, 128, 256, dtype=E4M3), _shape(5, 128, 384, dtype=E4M3)
+    text = lower(
+        lambda x, dy, experts, *scales: kernels.grouped_wgrad(x, dy, experts, 4, *scales),
+        x, dy, _shape(5, dtype=jnp.int32), _shape(5, 1, 256), _shape(5, 1, 384),
+    )  # fmt: skip
+    assert products(text) == ONE
