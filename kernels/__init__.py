@@ -4,6 +4,7 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
+from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS, block_matmul, choose, resolve
 from fp8rl_jax.kernels.reference import (
     EXP_LANES,
     K_BLOCK,
@@ -11,19 +12,25 @@ from fp8rl_jax.kernels.reference import (
     as_bytes,
     attention,
     attention_vjp,
-    block_matmul,
     from_bytes,
     guard,
+    round_bf16,
+    rounded,
 )
 
 __all__ = [
     "EXP_LANES",
+    "IMPLEMENTATIONS",
     "KV_CHUNK",
     "K_BLOCK",
     "as_bytes",
     "attention",
     "attention_vjp",
     "block_matmul",
+    "choose",
     "from_bytes",
     "guard",
+    "resolve",
+    "round_bf16",
+    "rounded",
 ]

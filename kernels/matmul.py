@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
 from fp8rl_jax.kernels.reference import K_BLOCK, pad_to
 from fp8rl_jax.kernels.tiles import BAND, Tile, matmul_tile
 from fp8rl_jax.kernels.triton_call import triton_call
-from jax.custom_batching import sequential_vmap
 
 _ALIGNMENT = 16  # bytes: rows of K start where a 16-byte load may start
 

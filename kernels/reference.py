@@ -41,6 +41,18 @@ def guard(product: jax.Array) -> jax.Array:
     return jnp.maximum(product, jnp.float32(_GUARD))
 
 
+def round_bf16(x: jax.Array) -> jax.Array:
+    """Rounds to bf16, to nearest even, in a form that XLA does not simplify away."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    return lax.reduce_precision(x.astype(jnp.float32), 8, 7).astype(jnp.bfloat16)
+
+
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """`x` in `dtype`, rounded at this place."""
+    return round_bf16(x) if dtype == jnp.bfloat16 else x.astype(dtype)
+
+
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """`x` with zeros behind, up to a multiple of so many entries along an axis."""
     missing = -x.shape[axis] % multiple

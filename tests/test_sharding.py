@@ -156,6 +156,27 @@ def test_columns_equal_one_device():
     _assert_one_device(case, cut=8)  # seven layers and the head
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param({"recipe": "fp8", "meshes": [[1, 1, 1], [2, 4, 1]]}, id="fp8"),
+        pytest.param(
+            {"recipe": "f32", "meshes": [[1, 1, 1], [8, 1, 1], [1, 8, 1], [2, 2, 2]]},
+            marks=pytest.mark.slow, id="f32",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_by_hand_equal_one_device(case):
+    """Every device's rows under shard_map, as GPU kernels need it, without columns in parts."""
+    case = case | {"by_hand": True, "config": {"rollout.max_new_tokens": 4}}
+    first, *others = _script(8, "tensor_steps.py", json.dumps(case))
+    for result in others:
+        differing = {name: count for name, count in result.items() if name.endswith("_differing")}
+        assert len(differing) == 5 and not any(differing.values()), differing
+        assert result["drift"] == 0 and result["gradient_error"] < 0.08
+        assert result["health"] == first["health"]
+
+
 _MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]
 
 

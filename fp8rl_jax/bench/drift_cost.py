@@ -41,15 +41,19 @@ def naive_matmul(
     rhs: jax.Array,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    *,
+    implementation: str = "auto",
+    dtype=jnp.float32,
 ) -> jax.Array:
     """`kernels.block_matmul` as one dot; arguments and result are the same."""
+    del implementation
     depth, columns = rhs.shape
     if lhs_scale is not None:
         lhs = lhs.astype(jnp.float32) * _spread(lhs_scale, 1, depth)
     if rhs_scale is not None:
         rhs_scale = _spread(_spread(rhs_scale, 0, depth), 1, columns)
         rhs = rhs.astype(jnp.float32) * rhs_scale
-    return jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32)
+    return kernels.rounded(jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32), dtype)
 
 
 def naive_attention(

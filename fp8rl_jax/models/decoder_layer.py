@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        return x, (cache, tensor_parallel.combine(aux) if tensor > 1 else aux)
+        return x, (cache, tensor_parallel.combine(aux) if tensor_parallel.inside() else aux)
 
 
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:

@@ -92,7 +92,7 @@ def sparse_mlp(
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
-    logits = tap(module, "router_logits", token_logits(x, router.kernel))
+    logits = tap(module, "router_logits", token_logits(x, router.kernel, recipe.kernels))
     chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
     weights = tap(module, "router_weights", expert_weights(config, logits, chosen))
     y, tokens = mixture(config, recipe, x, valid, weights, chosen, experts)

@@ -113,11 +113,11 @@ def linear(
 ) -> nn.Module:
     """A bias-free `nn.Dense` under the recipe of the layer `name`; kernel (in, features).
 
-    Initial standard deviation: init_scale / sqrt(in). With `tensor` above 1 it is a `SplitLinear`
-    over the same parameters.
+    Initial standard deviation: init_scale / sqrt(in). Within `tensor_parallel.split_columns` it is
+    a `SplitLinear` over the same parameters.
     """
     recipe = recipe.for_module(name)
-    if tensor > 1:
+    if tensor_parallel.inside():
         return SplitLinear(recipe, tensor, name=name)
     return Linear(
         features,

@@ -31,7 +31,7 @@ def output_head(params, config: ModelConfig) -> Weight:
 def head_logits(hidden: jax.Array, head: Weight, recipe: Recipe) -> jax.Array:
     """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
     product = functools.partial(matmul, recipe.unquantized())
-    return tensor_parallel.split_head(product, hidden, head)
+    return tensor_parallel.split_head(recipe, product, hidden, head)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:

@@ -22,6 +22,8 @@ the selection is a constant), as in Hugging Face transformers.
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import flax.struct
 import jax
@@ -66,30 +68,30 @@ class Router(nn.Module):
         return RouterWeights(kernel, bias)
 
 
-@jax.custom_vjp
-def _router_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return block_matmul(x, kernel)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _router_product(implementation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return block_matmul(x, kernel, implementation=implementation)
 
 
-def _router_product_forward(x, kernel):
-    return _router_product(x, kernel), (x, kernel)
+def _router_product_forward(implementation, x, kernel):
+    return _router_product(implementation, x, kernel), (x, kernel)
 
 
-def _router_product_backward(residual, dy):
+def _router_product_backward(implementation, residual, dy):
     x, kernel = residual
-    dx = block_matmul(dy, kernel.T).astype(x.dtype)
+    dx = block_matmul(dy, kernel.T, implementation=implementation).astype(x.dtype)
     return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
 
 
 _router_product.defvjp(_router_product_forward, _router_product_backward)
 
 
-def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
     """(M, D) in the compute dtype times (D, E) float32 -> (M, E) float32, in canonical order.
 
-    Kept for the backward pass: x as it came.
+    `implementation` as in `Recipe.kernels`. Kept for the backward pass: x as it came.
     """
-    return _router_product(*share(x, kernel))
+    return _router_product(implementation, *share(x, kernel))
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
@@ -141,11 +143,12 @@ def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def token_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def token_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
     """`router_logits` of (B, T, D): (B, T, E) float32."""
 
     def run(x, kernel):
-        return (router_logits(_rows(x), kernel).reshape(*x.shape[:-1], -1),)
+        logits = router_logits(_rows(x), kernel, implementation)
+        return (logits.reshape(*x.shape[:-1], -1),)
 
     return by_own_rows(run, (x,), (kernel,), 0)[0]
 

@@ -7,8 +7,8 @@ Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs
 before each product; under an FP8 recipe after their quantisation, one byte an element
 (`quant.matmul` with `gather=`).
 
-Where the mesh axis `tensor` is above 1, `split_columns` runs the decoder under `jax.shard_map` over
-all axes. Within, it is written out who holds what:
+Where the mesh axis `tensor` is above 1, or GPU kernels multiply, `split_columns` runs the decoder
+under `jax.shard_map` over all axes. Within, it is written out who holds what:
 
 * every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
   trained lie in parts over `fsdp` too and are gathered layer by layer.
@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes
+from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.quant import BoundWeight, QArray, Recipe
@@ -63,6 +63,23 @@ def size() -> int:
     """Devices on the axis `tensor` of the mesh that is set; 1 without one or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(AXIS, 1)
+
+
+def by_hand(recipe: Recipe) -> bool:
+    """Whether `forward` writes out who computes what, under shard_map, on the mesh that is set.
+
+    For columns in parts; and for GPU kernels, which XLA's partitioner cannot cut: left alone, every
+    device would compute all rows.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or mesh.size == 1:
+        return False
+    return size() > 1 or resolve(recipe.kernels) != "reference"
+
+
+def inside() -> bool:
+    """Whether a module runs on one of several devices, within `split_columns`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _rows(count: int) -> tuple[str, ...] | None:
@@ -181,7 +198,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
 
 
 def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: int) -> Callable:
-    """`apply` of a Transformer with tensor=parts, on the devices of the axis.
+    """`apply` of a Transformer with tensor=parts, on the devices of a mesh (`by_hand`).
 
     Its arguments and results are those of the whole arrays; see `models.transformer`.
     """
@@ -304,13 +321,14 @@ def gather_stored(weight):
     )
 
 
-def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
+def split_head(recipe: Recipe, product: Callable, hidden: jax.Array, head) -> jax.Array:
     """``product(hidden, head)``, each device computing its columns of the vocabulary.
 
     Also where the head stays whole: the boundary of the shard_map keeps the storage of the head's
     gradient from spreading to the logits.
 
     Args:
+      recipe: of the product.
       product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
       hidden: (M, D); goes in as float32, for the sum of its gradient over devices.
       head: (D, V), an array or a BoundWeight.
@@ -318,10 +336,9 @@ def split_head(product: Callable, hidden: jax.Array, head) -> jax.Array:
     Returns:
       (M, V), all columns on every device of the axis.
     """
-    parts = size()
-    if parts == 1:
+    if not by_hand(recipe):
         return product(hidden, head)
-    vocabulary = head.shape[1]
+    vocabulary, parts = head.shape[1], size()
     spec, rows = head_spec(vocabulary, parts), PartitionSpec(_rows(hidden.shape[0]))
     return jax.shard_map(
         lambda hidden, head: hold(product(hidden, head), vocabulary),

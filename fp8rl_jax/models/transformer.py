@@ -57,8 +57,9 @@ class ForwardOutput:
 class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
-    Layers of one kind under one recipe are one scan (models/stacks.py). With `tensor` above 1 it
-    runs within `tensor_parallel.split_columns`, on parameters that exist already.
+    Layers of one kind under one recipe are one scan (models/stacks.py). With `tensor` above 1, or
+    GPU kernels on several devices, it runs within `tensor_parallel.split_columns`, on parameters
+    that exist already.
     """
 
     config: ModelConfig
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
                 in_axes=(0, 0) + (nn.broadcast,) * 4,
                 length=run.span.stop - run.span.start,
                 # That check traces without the types that tell who holds what under shard_map.
-                check_constancy_invariants=self.tensor == 1,
+                check_constancy_invariants=not tensor_parallel.inside(),
             )(
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK,
                 self.collect_health, self.collect_amax, self.collect_load, self.tensor,
@@ -204,10 +205,11 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
-    parts = tensor_parallel.size()
-    if parts > 1 and (taps or swaps):
+    parts, by_hand = tensor_parallel.size(), tensor_parallel.by_hand(recipe)
+    if by_hand and (taps or swaps):
         raise ValueError(
-            "intermediate values lie in parts where mesh.tensor is above 1; set it to 1"
+            "intermediate values lie in parts where mesh.tensor is above 1, and where GPU kernels "
+            "run on several devices: set mesh.tensor to 1, or use one device"
         )
     module = Transformer(config, recipe, remat, collect_health, collect_amax, collect_load, parts)
     runs = layer_runs(layer_stacks(config), recipe)
@@ -222,7 +224,7 @@ def forward(
         found = {name: values[name] for name in taps if name in values}
         return hidden, cache, aux | {"taps": found}
 
-    if parts > 1:
+    if by_hand:
         apply = tensor_parallel.split_columns(apply, config, recipe, parts)
     hidden, cache, aux = apply(params, tokens, cache, scales, positions, cos, sin, valid)
     logits = None

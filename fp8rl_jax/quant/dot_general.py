@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import K_BLOCK, as_bytes, block_matmul, from_bytes
+from fp8rl_jax.kernels import K_BLOCK, as_bytes, block_matmul, choose, from_bytes
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import FLOAT32, Recipe
@@ -143,34 +143,58 @@ def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> j
     return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
 
 
-def scaled_matmul(x: QArray, w: QArray) -> jax.Array:
-    """(M, K) times (K, N), both quantised -> (M, N) float32, in canonical order.
+def scaled_matmul(
+    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32
+) -> jax.Array:
+    """(M, K) times (K, N), both quantised -> (M, N) in `dtype`, in canonical order.
 
     Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
     are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
     """
+    multiply = functools.partial(block_matmul, implementation=implementation, dtype=dtype)
     (rows, depth), columns = x.shape, w.shape[1]
     (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
     coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
     if not all(coarse):
-        return block_matmul(x.dequantize(), w.dequantize())
+        return multiply(x.dequantize(), w.dequantize())
     left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
     left = _spread(left, 0, x_rows, 1, rows)
     right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
     per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
     right = _spread(right, 1, w_columns, per, columns)
-    return block_matmul(x.qvalue, w.qvalue, left, right)
+    return multiply(x.qvalue, w.qvalue, left, right)
 
 
-def _product(recipe: Recipe, x: QArray, w: QArray) -> jax.Array:
-    """fprop or dgrad of quantised operands: the FP8 product, or its bf16 imitation."""
+def _multiply(recipe: Recipe, x: jax.Array, w: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """(M, K) times (K, N) of values in the compute dtype."""
+    return block_matmul(x, w, implementation=recipe.kernels, dtype=dtype)
+
+
+def _product(recipe: Recipe, x: QArray, w: QArray, dtype=jnp.float32) -> jax.Array:
+    """A GEMM of quantised operands: the FP8 product, or its bf16 imitation."""
     if recipe.fake:
         x_value, w_value = (formats.round_bf16(operand.dequantize()) for operand in (x, w))
-        return block_matmul(x_value, w_value)
-    return scaled_matmul(x, w)
+        return _multiply(recipe, x_value, w_value, dtype)
+    return scaled_matmul(x, w, recipe.kernels, dtype)
 
 
-def _bind(w: Weight) -> BoundWeight:
+def _wgrad(recipe: Recipe, x: QArray | jax.Array, dy: QArray | jax.Array) -> jax.Array:
+    """``x^T dy`` in float32: (tokens, K), (tokens, N), quantised along tokens or in bf16."""
+
+    def kernel(x, dy):
+        if isinstance(x, QArray) and isinstance(dy, QArray):
+            return _product(recipe, x.T, dy)
+        return _multiply(recipe, x.T, dy)
+
+    def plain(x, dy):
+        values = [plain_value(operand) for operand in (x, dy)]
+        return _contract_rows(*map(formats.round_bf16, values) if recipe.fake else values)
+
+    return choose(recipe.kernels, kernel, plain, x, dy)
+
+
+def bind(w: Weight) -> BoundWeight:
+    """`w` as a BoundWeight, for any form that the learner may hold."""
     assert not isinstance(w, Widened)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
@@ -183,8 +207,12 @@ def _kind(w: Weight) -> str:
     return "bound bytes" if isinstance(w.value, QArray) else "bound"
 
 
-def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -> jax.Array:
-    """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) float32.
+def matmul(
+    recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None, dtype=jnp.float32
+) -> jax.Array:
+    """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
+
+    The sum is float32 and is rounded once.
 
     Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master). Under
     shard_map the gradient of an operand that all devices share is summed over them, and what a
@@ -196,13 +224,13 @@ def matmul(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None) -
     """
     if isinstance(w, Widened):
         assert recipe.activation is None
-        return block_matmul(_gathered(compute_value(x, recipe), gather), w.value)
-    return _matmul(recipe, gather, *share(x, w))
+        return _multiply(recipe, _gathered(compute_value(x, recipe), gather), w.value, dtype)
+    return _matmul(recipe, gather, dtype, *share(x, w))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(recipe: Recipe, gather: str | None, x: jax.Array, w: Weight) -> jax.Array:
-    return _forward(recipe, x, _bind(w), gather)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _matmul(recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: Weight) -> jax.Array:
+    return _forward(recipe, x, bind(w), gather, dtype)[0]
 
 
 def _gathered(x: QArray | jax.Array, axis: str | None):
@@ -226,12 +254,13 @@ class _Operands:
 
 
 def _forward(
-    recipe: Recipe, x: jax.Array, w: BoundWeight, gather: str | None
+    recipe: Recipe, x: jax.Array, w: BoundWeight, gather: str | None, dtype
 ) -> tuple[jax.Array, _Operands]:
     x_value = compute_value(x, recipe)
     if recipe.activation is None:
-        weight = compute_value(_plain(w.value), recipe)
-        return block_matmul(_gathered(x_value, gather), weight), _Operands(x_value)
+        weight = compute_value(plain_value(w.value), recipe)
+        y = _multiply(recipe, _gathered(x_value, gather), weight, dtype)
+        return y, _Operands(x_value)
     state = None if w.scaling is None else w.scaling.activation
     rows = quantize_operand(x_value, recipe.activation, state)
     columns: tuple[QArray, jax.Array | None]
@@ -239,11 +268,11 @@ def _forward(
         columns = w.value, None
     else:
         columns = quantize_weight(w.value, recipe, w.scaling)
-    y = _product(recipe, _gathered(rows[0], gather), columns[0])
+    y = _product(recipe, _gathered(rows[0], gather), columns[0], dtype)
     return y, _Operands(x_value, rows, columns)
 
 
-def _plain(w: QArray | jax.Array) -> jax.Array:
+def plain_value(w: QArray | jax.Array) -> jax.Array:
     """A weight as an array, for what is not computed on its bytes."""
     return w.dequantize() if isinstance(w, QArray) else w
 
@@ -279,18 +308,19 @@ class _Residual:
     weight_dtype: jnp.dtype | None
 
 
-def matmul_forward(recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None):
+def matmul_forward(
+    recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None, dtype=jnp.float32
+):
     """`matmul` and what its backward pass needs."""
-    x, bound = _first_order(x), _bind(w)
+    x, bound = _first_order(x), bind(w)
     bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
-    y, operands = _forward(recipe, x, bound, gather)
+    y, operands = _forward(recipe, x, bound, gather, dtype)
     parameter = bound.value if bound.master is None else bound.master
-    dtype = None if isinstance(parameter, QArray) else parameter.dtype
     residual = functools.partial(
         _Residual,
         x_dtype=x.dtype,
         weight_kind=_kind(w),
-        weight_dtype=dtype,
+        weight_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
         seen=_observe_forward(recipe, operands, bound),
     )
     if operands.x is None or operands.w is None or recipe.gradient is None:
@@ -333,23 +363,19 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
     seen = dict(residual.seen)
     if recipe.gradient is None or recipe.weight is None:
         assert not isinstance(residual.x, QArray)
-        dx = block_matmul(dy, compute_value(_plain(residual.weight), recipe).T)
-        dw = _contract_rows(_gathered(residual.x, gather), dy)
+        dx = _multiply(recipe, dy, compute_value(plain_value(residual.weight), recipe).T)
+        dw = _wgrad(recipe, _gathered(residual.x, gather), dy)
     else:
         rows, amax = quantize_operand(dy, recipe.gradient, residual.gradient)
         if residual.probe is not None:
             seen["gradient"] = observe(dy, rows, amax, recipe.gradient, residual.probe)
         weight = residual.weight
         if not isinstance(weight, QArray) or not recipe.weight.transposes:
-            weight, _ = quantize_operand(_plain(weight), recipe.weight.turned, None)
+            weight, _ = quantize_operand(plain_value(weight), recipe.weight.turned, None)
         dx = _product(recipe, rows, weight.T)
         turned = recipe.gradient.turned
         columns = rows if turned == recipe.gradient else quantize_operand(dy, turned, None)[0]
-        assert isinstance(residual.x, QArray)
-        left, right = _gathered(residual.x, gather).dequantize(), columns.dequantize()
-        if recipe.fake:
-            left, right = formats.round_bf16(left), formats.round_bf16(right)
-        dw = _contract_rows(left, right)
+        dw = _wgrad(recipe, _gathered(residual.x, gather), columns)
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
     dx = dx.astype(residual.x_dtype)
@@ -368,8 +394,8 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
 
 
 _matmul.defvjp(
-    lambda recipe, gather, x, w: matmul_forward(recipe, x, w, gather),
-    lambda recipe, gather, residual, dy: matmul_backward(recipe, residual, dy, gather),
+    lambda recipe, gather, dtype, x, w: matmul_forward(recipe, x, w, gather, dtype),
+    lambda recipe, gather, dtype, residual, dy: matmul_backward(recipe, residual, dy, gather),
 )
 
 
@@ -434,13 +460,12 @@ def make_dot_general(
                 f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
                 f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
             )
+        dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
-            product = jax.vmap(functools.partial(matmul, recipe))
+            product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
             y = product(x.reshape(-1, rows, depth), _flatten_batch(w, len(batch)))
         else:
-            y = matmul(recipe, x.reshape(rows, depth), w, gather)
-        dtype = preferred_element_type or lhs.dtype
-        y = formats.round_bf16(y) if dtype == jnp.bfloat16 else y.astype(dtype)
+            y = matmul(recipe, x.reshape(rows, depth), w, gather, dtype)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
         return y.reshape(batch + free)
 

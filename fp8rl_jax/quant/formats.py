@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8rl_jax.kernels import round_bf16 as round_bf16  # a format's rounding, like those below
+
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
@@ -66,13 +68,6 @@ def floor_power_of_two(s: jax.Array) -> jax.Array:
     """Rounds positive float32 values down to a power of two, on the bits."""
     bits = lax.bitcast_convert_type(s, jnp.uint32) & np.uint32(0xFF800000)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def round_bf16(x: jax.Array) -> jax.Array:
-    """Rounds to bf16, to nearest even, in a form that XLA does not simplify away."""
-    if x.dtype == jnp.bfloat16:
-        return x
-    return lax.reduce_precision(x.astype(jnp.float32), 8, 7).astype(jnp.bfloat16)
 
 
 def saturating_cast(x: jax.Array, dtype) -> jax.Array:

@@ -6,7 +6,8 @@ zeros (padding) give zeros and move no gradient; tiles without rows are left out
 `lax.ragged_dot` is not used: its bits depend on the sizes of the groups.
 
 wgrad quantises along the tokens of a tile, so tiles of 128 rows give it the blocks of a dense
-layer. Tiles run one after another (`lax.map`); kept for the backward pass: x in the compute dtype.
+layer. Tiles run one after another (`lax.map`); on a GPU the grouped kernels take them all at once
+where the recipe allows it. Kept for the backward pass: x in the compute dtype.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bytes, from_bytes
-from fp8rl_jax.quant import formats
+from fp8rl_jax.kernels import as_bytes, choose, from_bytes
+from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.dot_general import (
     BoundWeight,
     Weight,
@@ -61,14 +62,20 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
-    nothing, _ = share(jnp.zeros((x.shape[1], w.shape[-1])), x)
+    def by_tile(x, w, experts):
+        nothing, _ = share(jnp.zeros((x.shape[1], w.shape[-1])), x)
 
-    def product(tile):
-        rows, expert = tile
-        used = expert < w.shape[0]
-        return lax.cond(used, lambda: matmul(recipe, rows, _expert(w, expert)), lambda: nothing)
+        def product(tile):
+            rows, expert = tile
+            used = expert < w.shape[0]
+            return lax.cond(used, lambda: matmul(recipe, rows, _expert(w, expert)), lambda: nothing)
 
-    return lax.map(product, (x, experts))
+        return lax.map(product, (x, experts))
+
+    if not grouped_kernels.applies(recipe):
+        return by_tile(x, w, experts)
+    at_once = functools.partial(grouped_kernels.forward, recipe)
+    return choose(recipe.kernels, at_once, by_tile, x, w, experts)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
@@ -130,7 +137,22 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
     shapes = jax.eval_shape(tile_gradients, *tile)[1]
     zeros = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), parts(shapes))
     zeros, _ = share(zeros, (x, dy))
-    (sums, probes), dx = lax.scan(step, zeros, (x, dy, experts))
+
+    def by_tile(x, w, experts, dy):
+        del w  # `add_tile` takes each tile's from it
+        return lax.scan(step, zeros, (x, dy, experts))
+
+    def at_once(x, w, experts, dy):
+        dx, dw, seen = grouped_kernels.backward(recipe, x, w, experts, dy)
+        sums, probes = zeros
+        if probes is not None:
+            probes = dataclasses.replace(probes, **seen)
+        return (jax.tree.map(lambda _: dw, sums), probes), dx.astype(like.dtype)
+
+    if grouped_kernels.differentiates(recipe, x.shape[1]):
+        (sums, probes), dx = choose(recipe.kernels, at_once, by_tile, x, w, experts, dy)
+    else:
+        (sums, probes), dx = by_tile(x, w, experts, dy)
     if isinstance(w, QArray):
         return dx, None, None
     if not isinstance(w, BoundWeight):

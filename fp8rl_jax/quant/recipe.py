@@ -15,6 +15,7 @@ import fnmatch
 import jax.numpy as jnp
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.kernels import IMPLEMENTATIONS
 from fp8rl_jax.quant import formats, scaling
 
 BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -82,6 +83,8 @@ class Recipe:
       fp8_attention: q too is E4M3 (with dynamic or calibrated scales as `kv` says).
       first_layers, last_layers: so many layers at either end run their linear layers in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
+      kernels: who multiplies: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
+        'reference' or 'triton'. Their bits differ.
 
     Raises:
       UserError: a combination that cannot work.
@@ -99,6 +102,7 @@ class Recipe:
     first_layers: int = 0
     last_layers: int = 0
     bf16_modules: tuple[str, ...] = ()
+    kernels: str = "auto"
 
     def __post_init__(self):
         if (self.weight is None) != (self.activation is None):
@@ -106,6 +110,11 @@ class Recipe:
         if self.kv not in KV_KINDS:
             raise UserError(
                 f"recipe {self.name!r}: kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
+            )
+        if self.kernels not in IMPLEMENTATIONS:
+            raise UserError(
+                f"recipe {self.name!r}: kernels is {self.kernels!r}; write one of "
+                + ", ".join(IMPLEMENTATIONS)
             )
         if self.fp8_attention and self.kv == "none":
             raise UserError(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
     KVCache,
     ModelConfig,
@@ -131,9 +132,10 @@ def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return functools.reduce(jnp.logical_or, found) if found else jnp.zeros(token.shape, bool)
 
 
-def _converts_each_step() -> bool:
+def _converts_each_step(recipe: Recipe) -> bool:
     """Whether the platform's products read weights in another type than they are stored in."""
-    return jax.default_backend() == "cpu" and tensor_parallel.size() == 1
+    on_cpu = jax.default_backend() == "cpu" and resolve(recipe.kernels) == "reference"
+    return on_cpu and tensor_parallel.size() == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Loop:
         kv_scales = weights.get("kv_scales")
         weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         head = output_head(weights, self.model)
-        if _converts_each_step():
+        if _converts_each_step(self.recipe):
             weights = widen_linears(weights)
             head = widen(head) if isinstance(head, jax.Array) else head
         return Prepared(weights, head, kv_scales)

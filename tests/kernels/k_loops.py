@@ -13,10 +13,10 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fp8rl_jax.kernels import reference
 from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import reference
 
 ROWS = (8, 16, 33, 128, 512)
 SHAPES = ((1024, 128), (2048, 256), (1024, 1408))

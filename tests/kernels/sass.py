@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Iterator
 
 import triton
-from fp8rl_jax.kernels import tiles
-from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from fp8rl_jax.kernels import tiles
+from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _HOPPER = GPUTarget("cuda", 90, 32)

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
 
-from fp8rl_jax.kernels import matmul as kernels
 from hopper import lower, products
+
+from fp8rl_jax.kernels import matmul as kernels
 
 E4M3 = jnp.float8_e4m3fn
 ONE = {"triton_kernel_call": 1}

@@ -11,9 +11,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from fp8rl_jax.kernels import reference
 
 from fp8rl_jax import kernels
+from fp8rl_jax.kernels import reference
 
 _FORMS = ("unrolled", "looped", "scanned", "grouped")
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8rl_jax.kernels import reference
 
 from fp8rl_jax import kernels
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import reference
 from fp8rl_jax.quant import get_recipe, quantize_kv
 
 

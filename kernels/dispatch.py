@@ -1,0 +1,73 @@
+"""Which implementation a product takes: the reference in jnp, or the Triton kernel.
+
+``auto`` follows the platform that a program is lowered for: kernels on CUDA, the reference
+elsewhere. Where JAX has no GPU, or jax-triton is not installed, it is the reference outright, so
+that a program for a CPU does not carry kernels that it cannot run. ``triton`` names the kernels
+whatever the backend: for compiling for a GPU on a machine without one. The two are not the same
+bits; rollout and learner must take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels import matmul, reference
+from fp8rl_jax.kernels.triton_call import installed
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+def resolve(implementation: str) -> str:
+    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run.
+
+    Raises:
+      ValueError: no such implementation.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r}: write one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "auto" and not (jax.default_backend() == "gpu" and installed()):
+        return "reference"
+    return implementation
+
+
+def choose(implementation: str, kernel: Callable, plain: Callable, *operands):
+    """``kernel(*operands)`` or ``plain(*operands)``, by implementation and platform."""
+    chosen = resolve(implementation)
+    if chosen == "auto":
+        return lax.platform_dependent(*operands, cuda=kernel, default=plain)
+    return (kernel if chosen == "triton" else plain)(*operands)
+
+
+def block_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    *,
+    implementation: str = "auto",
+    dtype=jnp.float32,
+) -> jax.Array:
+    """`reference.block_matmul` by the implementation of choice, rounded once to `dtype`.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale: as for the reference.
+      implementation: one of `IMPLEMENTATIONS`.
+      dtype: of the result, float32 or bf16.
+
+    Returns:
+      (M, N) in `dtype`.
+    """
+
+    def kernel(*operands):
+        return matmul.matmul(*operands, dtype=dtype)
+
+    def plain(*operands):
+        return reference.rounded(reference.block_matmul(*operands), dtype)
+
+    return choose(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
