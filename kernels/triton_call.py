@@ -16,6 +16,7 @@ import importlib.util
 from typing import Any
 
 import jax
+from jax import lax
 
 HOPPER = 90
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
@@ -46,22 +47,25 @@ def _compute_capability() -> int | None:
 def triton_call(
     kernel,
     *arrays: jax.Array,
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     grid: tuple[int, ...],
     warps: int,
     stages: int,
-    **constants: int | bool | str,
-) -> jax.Array:
+    **constants: int | float | bool | str,
+) -> Any:
     """Calls a Triton kernel on arrays; what it writes is the result.
 
     Args:
-      kernel: a `triton.jit` function: pointers to the arrays in order, then to the result, then
+      kernel: a `triton.jit` function: pointers to the arrays in order, then to the results, then
         the constants by name.
       arrays: row-major operands.
-      out: shape and dtype of the result.
+      out: shape and dtype of the result, or a tuple of them for several.
       grid: programs along up to three axes.
       warps, stages: of a program, and depth of its software pipeline.
       constants: values of the kernel's `tl.constexpr` parameters.
+
+    Returns:
+      An array, or a tuple of them as in `out`.
 
     Raises:
       ImportError: jax-triton, Triton or JAX's CUDA plugin is not installed.
@@ -73,7 +77,7 @@ def triton_call(
         keywords = {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
     else:
         keywords = {"out_shape": out, "enable_fp_fusion": False}
-    return library.triton_call(
+    results = library.triton_call(
         *arrays,
         kernel=kernel,
         grid=grid,
@@ -83,3 +87,6 @@ def triton_call(
         **keywords,
         **constants,
     )
+    # Under shard_map jax-triton types its results as equal on every device.
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return lax.pcast(results, tuple(sorted(axes)), to="varying") if axes else results

@@ -1,0 +1,106 @@
+"""Compiling for H200 GPUs on a machine without one: whole programs, to machine code.
+
+JAX's CUDA plugin (`pip install 'jax[cuda13-local]'`, a part of the extra `gpu_proofs`) compiles for
+a described device. What comes out has the memory a device needs, the collectives and the kernels of
+the program; nothing can be run. XLA chooses its own kernels without timing them, so compiled text
+may differ from a real GPU's in those; ours are the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.sharding import MESH_AXES
+
+# An H200 (SXM) in the terms of XLA's GpuTargetConfigProto. Sources: NVIDIA's H200 datasheet, the
+# CUDA programming guide's table for compute capability 9.0.
+_H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 62914560
+  memory_bandwidth: 4800000000000
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 }
+"""
+
+
+def h200_mesh(axes: dict[str, int]) -> Mesh:
+    """A mesh of H200s that are not there, of one host.
+
+    Args:
+      axes: {mesh axis: devices}; axes that are left out are 1.
+
+    Raises:
+      UserError: JAX's CUDA plugin is not installed.
+    """
+    from jax._src import xla_bridge  # no public way to name the plugin's topologies
+    from jax.experimental import topologies
+
+    jax.devices()  # finds the plugins
+    if "cuda" not in xla_bridge._topology_factories:
+        raise UserError(
+            "compiling for a GPU that is not there needs JAX's CUDA plugin: install it with "
+            "pip install 'fp8rl_jax[gpu_proofs]', and set JAX_PLATFORMS=cpu"
+        )
+    sizes = [axes.get(name, 1) for name in MESH_AXES]
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_H200, topology=f"1x1x{int(np.prod(sizes))}"
+    )
+    devices = np.array(topology.devices).reshape(sizes)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+
+
+def collectives(program: str) -> dict[str, int]:
+    """How often each collective stands in the text of a compiled program: {'all-gather u8': 3}."""
+    found = [f"{kind} {dtype}" for dtype, kind in re.findall(
+        rf" = \(*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", program
+    )]  # fmt: skip
+    return {name: found.count(name) for name in sorted(set(found))}
+
+
+def products(program: str) -> dict[str, list[str]]:
+    """Every product of a compiled program: {what computes it: the JAX operations it stands for}.
+
+    'triton_kernel_call' are this library's kernels; 'dot', 'gemm fusion' and custom calls that
+    begin with '__' are XLA's own.
+    """
+    found: dict[str, list[str]] = {}
+    called = re.compile(r'custom_call_target="([\w$.]+)"')
+    for line in program.splitlines():
+        kind = None
+        if match := called.search(line):
+            kind = match.group(1)
+        elif re.search(r" = [^=]*? (dot|convolution)\(", line):
+            kind = "dot"
+        elif "gemm_fusion" in line and " fusion(" in line:
+            kind = "gemm fusion"
+        if kind:
+            name = re.search(r'op_name="([^"]*)"', line)
+            found.setdefault(kind, []).append(name.group(1) if name else "")
+    return found
