@@ -19,7 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8rl_jax import deviceless, sharding
 from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
-from fp8rl_jax.models import init_params, quantize_params, rope_tables, weight_specs
+from fp8rl_jax.models import (
+    init_params,
+    kernel_formats,
+    quantize_params,
+    rope_tables,
+    weight_specs,
+)
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.quant import get_recipe
@@ -65,7 +71,8 @@ class Programs:
         weights = _shapes(lambda p: quantize_params(p, self.recipe), self.params)
         parts = self.mesh.shape["tensor"]
         specs = weight_specs(weights, self.model, self.recipe, parts)
-        weights = _laid_out(weights, sharding.named(self.mesh, specs))
+        named = sharding.named(self.mesh, specs)
+        weights = _laid_out(weights, kernel_formats(weights, named))
 
         def requests(rope):
             ids, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)

@@ -27,11 +27,13 @@ from fp8rl_jax.envs import Question, load_reward, make_questions
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import resolve
 from fp8rl_jax.model_source import load_params
 from fp8rl_jax.models import (
     ModelConfig,
     init_params,
     init_scaling,
+    kernel_formats,
     quantize_params,
     rope_tables,
     weight_specs,
@@ -85,7 +87,8 @@ class Runtime:
 
     @functools.cached_property
     def weight_shardings(self):
-        """Of what the sampler holds: in parts over `tensor`, whole over the other axes."""
+        """Of what the sampler holds: in parts over `tensor`, whole over the other axes; on a GPU
+        with the layouts that its kernels read."""
 
         def weights(params):
             scaling = init_scaling(params, self.learner_recipe)
@@ -93,10 +96,11 @@ class Runtime:
             return with_kv_scales(weights, self.missing_kv_scales())
 
         shapes = jax.eval_shape(weights, self.param_shapes)
-        return sharding.named(
-            self.mesh,
-            weight_specs(shapes, self.model, self.rollout_recipe, self.mesh.shape["tensor"]),
-        )
+        specs = weight_specs(shapes, self.model, self.rollout_recipe, self.mesh.shape["tensor"])
+        shardings = sharding.named(self.mesh, specs)
+        if resolve(self.rollout_recipe.kernels) == "reference":
+            return shardings
+        return kernel_formats(shapes, shardings)
 
     def state_shardings(self, state_shapes):
         """Shardings of a TrainState: optimiser moments lie as their parameters do."""

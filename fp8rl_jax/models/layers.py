@@ -27,7 +27,14 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax.kernels import guard
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, keep_dtypes, make_dot_general
+from fp8rl_jax.quant import (
+    BoundWeight,
+    LayerOf,
+    Recipe,
+    compute_value,
+    keep_dtypes,
+    make_dot_general,
+)
 from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
 
@@ -58,6 +65,14 @@ def gather_kernel(*args: Any, dtype: Any = None, inexact: bool = True) -> list[A
     return [inputs, replicate(kernel), bias]
 
 
+def named_layer(module: nn.Module) -> LayerOf | None:
+    """A module's kernel where it is one layer of a stack; Flax checks the shapes of others."""
+    if not module.has_variable("params", "kernel"):
+        return None
+    kernel: Any = module.get_variable("params", "kernel")
+    return kernel if isinstance(kernel, LayerOf) else None
+
+
 class Linear(nn.Dense):
     """A bias-free `nn.Dense` that taps its input, as quantised, and its output."""
 
@@ -65,6 +80,10 @@ class Linear(nn.Dense):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """(..., in) -> (..., features), both in the compute dtype."""
+        named = named_layer(self)
+        if named is not None:
+            assert self.dot_general is not None
+            return self.dot_general(inputs, named, (((inputs.ndim - 1,), (0,)), ((), ())))
         inputs = tap(self, "input", inputs, self._as_multiplied)
         return tap(self, "output", super().__call__(inputs))
 
@@ -147,6 +166,9 @@ class Kernel(nn.Module):
 
     @nn.compact
     def __call__(self) -> Any:
+        named = named_layer(self)
+        if named is not None:
+            return named
         init = kernel_init(self.init_scale, len(self.shape) - 2)
         return replicate(self.param("kernel", init, self.shape))
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Format, Layout
 
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.rope import rope_tables
@@ -211,6 +212,37 @@ def widen_linears(weights):
         return widen(leaf)
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=_is_weight)
+
+
+def kernel_formats(weights, shardings):
+    """Shardings of rollout weights with the layouts that the GPU kernels read without a copy.
+
+    The kernels read the (in, out) matrices of linear layers and head column by column. A buffer
+    that lies row by row would be copied in every rollout.
+
+    Args:
+      weights: of `quantize_params`, or their shapes.
+      shardings: of every array.
+
+    Returns:
+      The shardings, as `Format`s where a layout is asked for.
+    """
+
+    def by_column(x, sharding):
+        axes = list(range(x.ndim))
+        return Format(Layout(major_to_minor=(*axes[:-2], axes[-1], axes[-2])), sharding)
+
+    def visit(path, weight, sharding):
+        names = _names(path)
+        matrix = (names[-1] == "kernel" and "router" not in names) or names == ["lm_head"]
+        if not matrix:
+            return sharding
+        if isinstance(weight, BoundWeight):
+            value = visit(path, weight.value, sharding.value)
+            return dataclasses.replace(sharding, value=value)
+        return jax.tree.map(by_column, weight, sharding)
+
+    return jax.tree_util.tree_map_with_path(visit, weights, shardings, is_leaf=_is_weight)
 
 
 def _is_weight(x) -> bool:

@@ -12,7 +12,9 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
@@ -20,9 +22,18 @@ from fp8rl_jax.models.kv_cache import KVCache
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import STACK, layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import STACK, Run, layer_runs, layer_stacks
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
-from fp8rl_jax.quant import BoundWeight, KVScales, Recipe, compute_value, get_recipe
+from fp8rl_jax.quant import (
+    BoundWeight,
+    KVScales,
+    LayerOf,
+    QArray,
+    Recipe,
+    compute_value,
+    get_recipe,
+    take_layer,
+)
 from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
@@ -77,27 +88,20 @@ class Transformer(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         table = replicate(self.param("embed_tokens", init, shape))
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
-        layer = DecoderLayer
-        if self.remat == "full":
-            layer = nn.remat(layer, prevent_cse=False)
         caches, auxes = [], []
         for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
-            layers = nn.scan(
-                layer,
-                variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
-                split_rngs={"params": True},
-                in_axes=(0, 0) + (nn.broadcast,) * 4,
-                length=run.span.stop - run.span.start,
-                # That check traces without the types that tell who holds what under shard_map.
-                check_constancy_invariants=not tensor_parallel.inside(),
-            )(
+            settings = (
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK,
                 self.collect_health, self.collect_amax, self.collect_load, self.tensor,
-                name=run.name,
             )  # fmt: skip
             stored = cache.runs[index] if cache is not None else None
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
-            x, (stored, aux) = layers(x, stored, scales, positions, cos, sin, valid)
+            arguments = (x, stored, scales, positions, cos, sin, valid)
+            if cache is not None and self._reads_in_place(run.recipe):
+                layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
+                x, (stored, aux) = _scan_in_place(layer, stack[run.name], *arguments)
+            else:
+                x, (stored, aux) = self._scan(settings, run)(*arguments)
             caches.append(stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
@@ -105,6 +109,51 @@ class Transformer(nn.Module):
             self.param("lm_head", kernel_init(), shape[::-1])
         cache = KVCache(tuple(caches)) if cache is not None else None
         return x, cache, _join(auxes)
+
+    def _scan(self, settings: tuple, run: Run) -> nn.Module:
+        """The layers of a run as a module over stacked parameters."""
+        layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat == "full" else DecoderLayer
+        return nn.scan(
+            layer,
+            variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
+            split_rngs={"params": True},
+            in_axes=(0, 0) + (nn.broadcast,) * 4,
+            length=run.span.stop - run.span.start,
+            # That check traces without the types that tell who holds what under shard_map.
+            check_constancy_invariants=not tensor_parallel.inside(),
+        )(*settings, name=run.name)
+
+    def _reads_in_place(self, recipe: Recipe) -> bool:
+        """Whether kernels read a rollout's layers in their stack. Taps and swaps take the scan
+        over modules, which knows them; the bits are the same."""
+        watched = self.is_mutable_collection(TAPS) or SWAPS in self.variables
+        return not watched and resolve(recipe.kernels) != "reference"
+
+
+def _scan_in_place(layer: DecoderLayer, stack, x, stored, scales, *others):
+    """`Transformer._scan` of a forward pass whose linear layers stay in their stack (`LayerOf`).
+
+    Arguments and result are those of the scanned module, with its parameters in front.
+    """
+
+    def is_weight(leaf) -> bool:
+        return isinstance(leaf, QArray | BoundWeight)
+
+    def one(path, leaf, index: jax.Array):
+        names = [entry.key for entry in path]
+        if names[-1] == "kernel" and names[-2] != "router" and not isinstance(leaf, BoundWeight):
+            return LayerOf(leaf, index)
+        return take_layer(leaf, index)
+
+    def step(x, scanned):
+        index, stored, scales = scanned
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: one(path, leaf, index), stack, is_leaf=is_weight
+        )
+        return layer.apply({"params": params}, x, stored, scales, *others)
+
+    count = jax.tree.leaves(stack)[0].shape[0]
+    return lax.scan(step, x, (jnp.arange(count, dtype=jnp.int32), stored, scales))
 
 
 def _join(auxes: list[dict]) -> dict:

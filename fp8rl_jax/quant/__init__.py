@@ -3,16 +3,7 @@
 Knows arrays; knows nothing of models.
 """
 
-from fp8rl_jax.quant.dot_general import (
-    BoundWeight,
-    Weight,
-    compute_value,
-    keep_dtypes,
-    make_dot_general,
-    matmul,
-    quantize_weight,
-    scaled_matmul,
-)
+from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general, matmul, scaled_matmul
 from fp8rl_jax.quant.grouped_dot import grouped_matmul
 from fp8rl_jax.quant.kv import (
     KVScales,
@@ -42,11 +33,20 @@ from fp8rl_jax.quant.site import (
     merge_probes,
     update_site,
 )
+from fp8rl_jax.quant.weights import (
+    BoundWeight,
+    LayerOf,
+    Weight,
+    compute_value,
+    quantize_weight,
+    take_layer,
+)
 from fp8rl_jax.quant.widened import widen
 
 __all__ = [
     "BoundWeight",
     "KVScales",
+    "LayerOf",
     "Operand",
     "OperandProbe",
     "QArray",
@@ -82,6 +82,7 @@ __all__ = [
     "same_forward",
     "scaled_matmul",
     "static",
+    "take_layer",
     "update_site",
     "widen",
 ]

@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import K_BLOCK, as_bytes, block_matmul, choose, from_bytes
-from fp8rl_jax.quant import formats
+from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.qarray import QArray
-from fp8rl_jax.quant.recipe import FLOAT32, Recipe
+from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
 from fp8rl_jax.quant.site import (
     OperandProbe,
@@ -49,60 +49,16 @@ from fp8rl_jax.quant.site import (
     quantize_operand,
 )
 from fp8rl_jax.quant.varying import share
-from fp8rl_jax.quant.widened import Widened
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "master", "scaling", "probe"],
-    meta_fields=[],
+from fp8rl_jax.quant.weights import (
+    BoundWeight,
+    LayerOf,
+    Weight,
+    bind,
+    compute_value,
+    plain_value,
+    quantize_weight,
 )
-@dataclasses.dataclass(frozen=True)
-class BoundWeight:
-    """A weight as the forward pass sees it, with all that belongs to it and its call site.
-
-    Attributes:
-      value: QArray (quantised once per update: exactly what the rollout holds), or an array.
-      master: float32 parameter that `value` stands for. Receives the gradient; its value is read
-        only by the backward pass of recipes that need the bf16 weight. None: `value` receives the
-        gradient if it is an array.
-      scaling: states of the site's policies, frozen; None if no policy keeps any.
-      probe: its cotangent is what the site observed; None observes nothing.
-    """
-
-    value: QArray | jax.Array
-    master: jax.Array | None = None
-    scaling: SiteScaling | None = None
-    probe: SiteProbe | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def T(self) -> BoundWeight:
-        """Transpose of a two-dimensional weight (a tied output head)."""
-        return BoundWeight(self.value.T, None if self.master is None else self.master.T)
-
-
-Weight = jax.Array | QArray | Widened | BoundWeight
-
-
-def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """`x` in the recipe's compute dtype (rounded to bf16, or float32 as it is)."""
-    return x.astype(jnp.float32) if recipe.compute_dtype == FLOAT32 else formats.round_bf16(x)
-
-
-def quantize_weight(
-    w: jax.Array, recipe: Recipe, scaling: SiteScaling | None = None
-) -> tuple[QArray, jax.Array]:
-    """Rounds a weight (..., K, N) to bf16 and quantises it; returns it and the amax per block."""
-    assert recipe.weight is not None
-    return quantize_operand(w, recipe.weight, None if scaling is None else scaling.weight)
+from fp8rl_jax.quant.widened import Widened
 
 
 @jax.custom_jvp
@@ -193,12 +149,6 @@ def _wgrad(recipe: Recipe, x: QArray | jax.Array, dy: QArray | jax.Array) -> jax
     return choose(recipe.kernels, kernel, plain, x, dy)
 
 
-def bind(w: Weight) -> BoundWeight:
-    """`w` as a BoundWeight, for any form that the learner may hold."""
-    assert not isinstance(w, Widened)
-    return w if isinstance(w, BoundWeight) else BoundWeight(w)
-
-
 def _kind(w: Weight) -> str:
     if not isinstance(w, BoundWeight):
         return "bytes" if isinstance(w, QArray) else "array"
@@ -225,7 +175,24 @@ def matmul(
     if isinstance(w, Widened):
         assert recipe.activation is None
         return _multiply(recipe, _gathered(compute_value(x, recipe), gather), w.value, dtype)
+    if isinstance(w, LayerOf):
+        if gather is None and grouped_kernels.applies(recipe):
+            x, w = share(x, w)
+            return choose(recipe.kernels, *_named_layer(recipe, dtype), x, w)
+        w = w.taken()
     return _matmul(recipe, gather, dtype, *share(x, w))
+
+
+def _named_layer(recipe: Recipe, dtype):
+    """`matmul` by a LayerOf, as two functions: read in its stack by a kernel, and cut out."""
+
+    def in_place(x, w):
+        return grouped_kernels.forward(recipe, x[None], w, jnp.zeros(1, jnp.int32), dtype)[0]
+
+    def cut_out(x, w):
+        return matmul(recipe, x, w.taken(), None, dtype)
+
+    return in_place, cut_out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -270,11 +237,6 @@ def _forward(
         columns = quantize_weight(w.value, recipe, w.scaling)
     y = _product(recipe, _gathered(rows[0], gather), columns[0], dtype)
     return y, _Operands(x_value, rows, columns)
-
-
-def plain_value(w: QArray | jax.Array) -> jax.Array:
-    """A weight as an array, for what is not computed on its bytes."""
-    return w.dequantize() if isinstance(w, QArray) else w
 
 
 @functools.partial(
@@ -445,7 +407,7 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         rows = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | Widened | BoundWeight):
+        if not isinstance(rhs, QArray | Widened | BoundWeight | LayerOf):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix

@@ -19,27 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bytes, choose, from_bytes
+from fp8rl_jax.kernels import choose
 from fp8rl_jax.quant import formats, grouped_kernels
-from fp8rl_jax.quant.dot_general import (
-    BoundWeight,
-    Weight,
-    compute_value,
-    matmul,
-    matmul_backward,
-    matmul_forward,
-)
+from fp8rl_jax.quant.dot_general import matmul, matmul_backward, matmul_forward
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.site import OperandProbe
 from fp8rl_jax.quant.varying import share
-
-
-def _expert(w: Weight, expert: jax.Array) -> Weight:
-    def take(x: jax.Array) -> jax.Array:
-        return from_bytes(lax.dynamic_index_in_dim(as_bytes(x), expert, 0, keepdims=False), x.dtype)
-
-    return jax.tree.map(take, w)
+from fp8rl_jax.quant.weights import BoundWeight, LayerOf, Weight, compute_value, take_layer
 
 
 def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
@@ -48,8 +35,8 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
     Args:
       recipe: numerics.
       x: (tiles, R, K).
-      w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
-        (`init_site` and `init_probe` of the shape (E, K, N) make such states).
+      w: (E, K, N): an array, a QArray, a LayerOf, or a BoundWeight whose arrays all have the E axis
+        in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32; E or more where a tile has no rows: it gives zeros, costs nothing,
         and moves and observes nothing.
 
@@ -63,12 +50,13 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
     def by_tile(x, w, experts):
+        w = w.taken() if isinstance(w, LayerOf) else w
         nothing, _ = share(jnp.zeros((x.shape[1], w.shape[-1])), x)
 
         def product(tile):
             rows, expert = tile
-            used = expert < w.shape[0]
-            return lax.cond(used, lambda: matmul(recipe, rows, _expert(w, expert)), lambda: nothing)
+            used, one = expert < w.shape[0], functools.partial(take_layer, w, expert)
+            return lax.cond(used, lambda: matmul(recipe, rows, one()), lambda: nothing)
 
         return lax.map(product, (x, experts))
 
@@ -101,7 +89,7 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
     x, like, w, experts = residual
 
     def tile_gradients(x, dy, expert):
-        _, kept = matmul_forward(recipe, x, _expert(w, expert))
+        _, kept = matmul_forward(recipe, x, take_layer(w, expert))
         if kept.weight_dtype is not None:  # sums of many tiles: cast once, at the end
             kept = dataclasses.replace(kept, weight_dtype=jnp.dtype(jnp.float32))
         kept = dataclasses.replace(kept, x_dtype=like.dtype)

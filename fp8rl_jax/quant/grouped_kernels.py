@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad
 from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.dot_general import Weight, bind, compute_value, plain_value
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Operand, Recipe
 from fp8rl_jax.quant.site import OperandProbe, observe, quantize_operand
+from fp8rl_jax.quant.weights import LayerOf, Weight, bind, compute_value, plain_value
 
 _ROW, _SQUARE = (1, K_BLOCK), (K_BLOCK, K_BLOCK)
 
@@ -42,11 +42,13 @@ def _by_rows(x: jax.Array, operand: Operand) -> QArray:
     return quantize_operand(x, operand, None)[0]
 
 
-def _product(recipe: Recipe, x: QArray, w: QArray, experts: jax.Array) -> jax.Array:
+def _product(
+    recipe: Recipe, x: QArray, w: QArray, experts: jax.Array, dtype=jnp.float32
+) -> jax.Array:
     if recipe.fake:
         x_value, w_value = (formats.round_bf16(operand.dequantize()) for operand in (x, w))
-        return grouped_matmul(x_value, w_value, experts)
-    return grouped_matmul(x.qvalue, w.qvalue, experts, x.scale, w.scale)
+        return grouped_matmul(x_value, w_value, experts, dtype=dtype)
+    return grouped_matmul(x.qvalue, w.qvalue, experts, x.scale, w.scale, dtype)
 
 
 def _quantized_weight(recipe: Recipe, w: Weight) -> QArray:
@@ -55,14 +57,20 @@ def _quantized_weight(recipe: Recipe, w: Weight) -> QArray:
     return value if isinstance(value, QArray) else quantize_operand(value, recipe.weight, None)[0]
 
 
-def forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
-    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N) float32."""
+def forward(
+    recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array, dtype=jnp.float32
+) -> jax.Array:
+    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N)."""
+    if isinstance(w, LayerOf):
+        count = w.shape[0] if w.ndim == 3 else 1  # a dense layer is an expert alone
+        experts = jnp.where(experts < count, w.layer * count + experts, w.stack.shape[0] * count)
+        w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[-2:]), w.stack)
     value = compute_value(x, recipe)
     if recipe.activation is None:
         weight = compute_value(plain_value(bind(w).value), recipe)
-        return grouped_matmul(value, weight, experts)
+        return grouped_matmul(value, weight, experts, dtype=dtype)
     rows = _by_rows(value, recipe.activation)
-    return _product(recipe, rows, _quantized_weight(recipe, w), experts)
+    return _product(recipe, rows, _quantized_weight(recipe, w), experts, dtype)
 
 
 def _transposed(w: QArray) -> QArray:

@@ -1,0 +1,86 @@
+"""Layers that stay in their stack (`LayerOf`) give the bits of layers that are cut out of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import (
+    ModelConfig,
+    forward,
+    init_cache,
+    init_params,
+    init_scaling,
+    quantize_params,
+    transformer,
+)
+from fp8rl_jax.quant import LayerOf, get_recipe, grouped_matmul, make_dot_general, quantize
+
+_DENSE = ModelConfig(
+    vocab_size=96, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, intermediate_size=256,
+)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+_LATENT = dict(
+    kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, qk_norm=False,
+    first_k_dense_replace=1, **_EXPERTS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        pytest.param("fp8", {}, id="dense"),
+        pytest.param("bf16", {}, id="bf16"),
+        pytest.param("fp8_delayed", {}, id="states"),  # cut out: each layer has a state beside it
+        pytest.param("fp8", _EXPERTS, id="experts"),
+        pytest.param("fp8", _LATENT, id="latent"),
+    ],
+)
+def test_forward(monkeypatch, recipe, more):
+    config, recipe = dataclasses.replace(_DENSE, **more), get_recipe(recipe)
+    params = init_params(config, jax.random.key(0))
+    weights = quantize_params(params, recipe, init_scaling(params, recipe))
+    tokens = jax.random.randint(jax.random.key(1), (3, 20), 0, config.vocab_size)
+
+    def run(weights, tokens):
+        cache = init_cache(config, recipe, 3, 32)
+        out = forward(weights, tokens, config, recipe, cache=cache)
+        return out.logits, jax.tree.leaves(out.cache)
+
+    used = []
+    scan = transformer._scan_in_place
+    monkeypatch.setattr(transformer, "_scan_in_place", lambda *args: used.append(1) or scan(*args))
+    cut_out = exact_jit(run)(weights, tokens)
+    assert not used
+    monkeypatch.setattr(transformer, "resolve", lambda _: "triton")  # as on a GPU
+    in_place = exact_jit(lambda *args: run(*args))(weights, tokens)
+    assert used
+    for one, other in zip(jax.tree.leaves(cut_out), jax.tree.leaves(in_place), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_shape_is_the_layers():
+    stack = quantize(jnp.ones((5, 256, 384)), (128, 128))
+    layer = LayerOf(stack, jnp.int32(2))
+    assert layer.shape == (256, 384) and layer.ndim == 2
+    assert layer.taken().scale.shape == (2, 3)
+
+
+def test_products():
+    rng = np.random.default_rng(0)
+    stack = quantize(jnp.asarray(rng.standard_normal((3, 4, 128, 256)), jnp.float32), (128, 128))
+    x = jnp.asarray(rng.standard_normal((2, 8, 128)), jnp.float32)
+    recipe, experts = get_recipe("fp8"), jnp.asarray([3, 1], jnp.int32)
+    want = grouped_matmul(recipe, x, LayerOf(stack, jnp.int32(1)).taken(), experts)
+    got = grouped_matmul(recipe, x, LayerOf(stack, jnp.int32(1)), experts)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
+    dot_general = make_dot_general(recipe)
+    contracted = (((1,), (0,)), ((), ()))
+    want = dot_general(x[0], LayerOf(dense, jnp.int32(2)).taken(), contracted)
+    got = dot_general(x[0], LayerOf(dense, jnp.int32(2)), contracted)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
