@@ -16,8 +16,7 @@ Invariants:
 No clipping stands before the cast: |x| <= amax and s <= fl(max / amax), so |x * s| exceeds the
 largest FP8 value by at most one float32 ulp and rounds to it. exp and rsqrt are the hardware's
 approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22), the same bits for the same
-value wherever it stands, but not a CPU's. Multiply-adds are not fused (see
-triton_call.py).
+value wherever it stands, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
 
 Not done: gradients; the residual addition in front of a norm; rows too wide for the registers of
 one program.

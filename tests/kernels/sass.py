@@ -1,7 +1,7 @@
 """Compiles Triton kernels to Hopper machine code without a GPU, and reads what came out.
 
-`python tests/kernels/sass.py` prints the tables of docs/kernels.md. Triton carries the assembler and
-the disassembler that this needs.
+`python tests/kernels/sass.py` prints the tables of docs/kernels.md. Triton carries the assembler
+and the disassembler that this needs.
 """
 
 from __future__ import annotations
