@@ -3,10 +3,12 @@
 `Interpreter().triton_call` takes the place of `kernels.triton_call.triton_call`, so that a test
 covers a wrapper's padding, scales, grid and constants as well as the kernel. The kernels run in a
 process of their own (this file as a program), because TRITON_INTERPRET must be set before Triton is
-imported. The result's buffer holds NaN beforehand: what a kernel forgets to write is seen.
+imported. The buffers of results hold NaN beforehand: what a kernel forgets to write is seen.
 
-In bf16 the interpreter multiplies wrongly (`tl.dot` takes the bits for integers) and cuts off where
-a GPU rounds: test with float32 and float16.
+In bf16 the interpreter multiplies wrongly (`tl.dot` takes the bits for integers): test products
+with float32 and float16. Its conversions between float types cut off where a GPU rounds and know no
+NaN in FP8; `_convert` takes their place. It follows the PTX instructions that the kernels compile
+to (`cvt.rn`, with `.satfinite` for FP8), which test_sass.py finds in them.
 """
 
 import importlib
@@ -55,7 +57,7 @@ class Interpreter:
         place = (kernel.fn.__module__, kernel.fn.__name__)
         _send(self._process.stdin, (*place, grid, arrays, out, constants))
         answer = _receive(self._process.stdout)
-        assert isinstance(answer, np.ndarray), answer
+        assert not isinstance(answer, str), answer
         return answer
 
     def triton_call(self, kernel, *arrays, out, grid, warps, stages, **constants):
@@ -66,7 +68,9 @@ class Interpreter:
 
         def call(*arrays):
             arrays = [np.ascontiguousarray(x) for x in arrays]
-            return self.run(kernel, grid, arrays, (out.shape, np.dtype(out.dtype)), constants)
+            shapes = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(out)]
+            results = self.run(kernel, grid, arrays, shapes, constants)
+            return tuple(results) if isinstance(out, tuple) else results[0]
 
         return jax.pure_callback(call, out, *arrays)
 
@@ -114,16 +118,33 @@ class _Tensor:
         return self
 
 
+def _convert(bits: np.ndarray, source, target, rounding) -> np.ndarray:
+    """Bits of a float type as those of another: to nearest even, FP8 saturating, NaN stays NaN."""
+    import ml_dtypes
+
+    assert rounding is None or rounding.name == "RTNE", rounding
+    types = {short: np.dtype(name) for name, short in _NAMES.items()}
+    value = np.ascontiguousarray(bits).view(types[str(source)])
+    target = types[str(target)]
+    with np.errstate(over="ignore"):
+        if target.itemsize == 1:
+            largest = float(ml_dtypes.finfo(target).max)
+            value = np.clip(value.astype(np.float32), -largest, largest)
+        return value.astype(target).view(f"u{target.itemsize}")
+
+
 def _serve(requests, answers) -> None:
     import ml_dtypes  # noqa: F401  (numpy's FP8 types)
+    import triton.runtime.interpreter
 
+    triton.runtime.interpreter._convert_float = _convert
     while (request := _receive(requests)) is not None:
-        module, name, grid, arrays, (shape, dtype), constants = request
+        module, name, grid, arrays, shapes, constants = request
         try:
-            out = np.full(shape, np.nan, dtype)
+            outs = [np.full(shape, np.nan, dtype) for shape, dtype in shapes]
             kernel = getattr(importlib.import_module(module), name)
-            kernel[grid](*(_Tensor(x) for x in (*arrays, out)), **constants)
-            _send(answers, out)
+            kernel[grid](*(_Tensor(x) for x in (*arrays, *outs)), **constants)
+            _send(answers, outs)
         except Exception as error:
             _send(answers, f"{type(error).__name__}: {error}")
 

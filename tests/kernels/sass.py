@@ -1,7 +1,7 @@
 """Compiles Triton kernels to Hopper machine code without a GPU, and reads what came out.
 
-`python tests/kernels/sass.py` prints the table of docs/kernels.md. Triton carries the assembler and
-the disassembler that this needs.
+`python tests/kernels/sass.py` prints the tables of docs/kernels.md. Triton carries the assembler
+and the disassembler that this needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8rl_jax.kernels import tiles
+from fp8rl_jax.kernels import norm, tiles, triton_norm
 from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -38,6 +38,8 @@ class Machine:
     local_bytes: int  # stack and spills
     shared_bytes: int
     ptx: str
+    memory: frozenset[str]  # full names of the loads and stores of global memory
+    sums: tuple[str, ...]  # shape of each float32 reduction, and which thread holds which element
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -70,7 +72,19 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         usage["STACK"] + usage["LOCAL"],
         compiled.metadata.shared,
         compiled.asm["ptx"],
+        frozenset(re.findall(r"\b((?:LDG|STG)\.[\w.]+)", code)),
+        _sums(compiled.asm["ttgir"]),
     )
+
+
+def _sums(text: str) -> tuple[str, ...]:
+    """The operand types of the float32 reductions of TTGIR, layouts written out.
+
+    Triton's lowering of a reduction orders it by operand type, axis and warps alone.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    operands = re.findall(r"\"tt\.reduce\".*?\}\) : \((tensor<\w+xf32, .*?>)\) ->", text, re.DOTALL)
+    return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +147,58 @@ def variants() -> Iterator[Variant]:
         yield Variant("float32", tile, "float32", "float32", "float32", "float32")
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A kernel of triton_norm.py in one of the ways in which the library calls it."""
+
+    kernel: str
+    width: int
+    rows: int = 8192
+    keep: bool = True
+    quantize: bool = True
+    fp8: str = "fp8"
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        y = " y" * (self.keep and self.kernel in ("rms_norm", "gated_silu"))
+        q = f" {self.fp8}" * self.quantize
+        return f"{self.kernel} {self.rows}x{self.width}:{y}{q}" + " 2^n" * self.power_of_two
+
+    def compile(self) -> Machine:
+        whole, q = {"M": self.rows, "D": self.width}, {"q": _POINTERS[self.fp8], "scale": "*fp32"}
+        scaling = {"FP8_MAX": 448.0, "POWER_OF_TWO": self.power_of_two}
+        flags = {"KEEP": self.keep, "QUANTIZE": self.quantize}
+        tile = {"ROWS": norm.TILE_ROWS, "warps": 4}
+        if self.kernel == "rms_norm":
+            tile = norm.norm_tile(self.width)
+            pointers = {"x": "*bf16", "weight": "*fp32", "y": "*bf16"}
+            flags["EPS"] = 1e-6
+        elif self.kernel == "gated_silu":
+            pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
+        else:
+            pointers, flags = {"x": "*bf16"}, {}
+        if self.kernel == "quantize_columns":
+            whole = {"T": self.rows, "D": self.width}
+            tile = {"COLUMNS": norm.TILE_COLUMNS, "warps": 4}
+        warps = tile.pop("warps")
+        kernel = getattr(triton_norm, f"{self.kernel}_kernel")
+        return compile_kernel(kernel, pointers | q, whole | scaling | flags | tile, warps, 1)
+
+
+def passes() -> Iterator[Pass]:
+    """Every kernel of triton_norm.py, stored and quantised, at widths of all tiles."""
+    for width in (128, 4096, 5120, 8192, norm.MAX_WIDTH):
+        yield Pass("rms_norm", width, quantize=False)
+        yield Pass("rms_norm", width)
+    yield Pass("rms_norm", 4096, keep=False)
+    yield Pass("gated_silu", 4096, quantize=False)
+    yield Pass("gated_silu", 4096)
+    yield Pass("gated_silu", 4096, keep=False)
+    for kernel in ("quantize_rows", "quantize_columns"):
+        yield Pass(kernel, 4096)
+        yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)
+
+
 def table() -> str:
     """Markdown: one row a variant."""
     lines = [
@@ -149,5 +215,22 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def pass_table() -> str:
+    """Markdown: one row for each of `passes`; instructions without the padding at the end."""
+    lines = [
+        "| kernel, shape, results | global memory | instructions | registers | spills | shared |",
+        "|---|---|---|---|---|---|",
+    ]
+    for variant in passes():
+        machine = variant.compile()
+        count = sum(machine.opcodes.values()) - machine.opcodes["NOP"]
+        lines.append(
+            f"| {variant} | {', '.join(sorted(machine.memory))} | {count} | {machine.registers} | "
+            f"{machine.local_bytes} B | {machine.shared_bytes / 1024:.1f} KiB |"
+        )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
+    print(pass_table())

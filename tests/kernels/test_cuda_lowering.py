@@ -9,6 +9,7 @@ pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_j
 from hopper import lower, products
 
 from fp8rl_jax.kernels import matmul as kernels
+from fp8rl_jax.kernels import norm
 
 E4M3 = jnp.float8_e4m3fn
 ONE = {"triton_kernel_call": 1}
@@ -59,3 +60,33 @@ def test_grouped_wgrad():
         x, dy, _shape(5, dtype=jnp.int32), _shape(5, 1, 256), _shape(5, 1, 384),
     )  # fmt: skip
     assert products(text) == ONE
+
+
+_ROWS = _shape(300, 1000, dtype=jnp.bfloat16)
+_PASSES = {
+    "rms_norm": lambda x: norm.rms_norm(x, x[0], 1e-6),
+    "rms_norm_quantized": lambda x: norm.rms_norm_quantized(x, x[0], 1e-6),
+    "rms_norm_quantized alone": lambda x: norm.rms_norm_quantized(x, x[0], 1e-6, keep=False),
+    "gated_silu": lambda x: norm.gated_silu(x, x),
+    "gated_silu_quantized": lambda x: norm.gated_silu_quantized(x, x, jnp.float8_e5m2, True),
+    "quantize_rows": norm.quantize_rows,
+    "quantize_columns": norm.quantize_columns,
+}
+
+
+@pytest.mark.parametrize("function", _PASSES.values(), ids=_PASSES)
+def test_pass_over_memory(function):
+    text = lower(function, _ROWS)
+    assert products(text) == ONE
+    assert "stablehlo.reduce" not in text and "stablehlo.divide" not in text
+
+
+def test_quantised_rows_enter_a_matmul_as_they_are():
+    """The two transposes of the scale follow one another: XLA removes them."""
+
+    def f(x, w, w_scale):
+        q, scale = norm.quantize_rows(x)
+        return kernels.matmul(q, w, scale.T, w_scale)
+
+    text = lower(f, _ROWS, _shape(1000, 512, dtype=E4M3), _shape(8, 4))
+    assert products(text) == {"triton_kernel_call": 2}

@@ -91,20 +91,21 @@ def test_no_tile_changes_a_bit():
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_result_in_sixteen_bits_is_rounded_once():
-    """In float16: the interpreter cuts bf16 off; test_sass.py reads how a GPU rounds to it."""
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_result_in_sixteen_bits_is_rounded_once(dtype):
     case = _fp8_case(20, 128, 256)
-    whole, rounded = kernels.matmul(*case), kernels.matmul(*case, dtype=jnp.float16)
-    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(whole.astype(jnp.float16)))
+    whole, rounded = kernels.matmul(*case), kernels.matmul(*case, dtype=dtype)
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(whole.astype(dtype)))
 
 
 def test_bad_values_stay_in_their_rows_and_columns():
     lhs, rhs, lhs_scale, rhs_scale = _fp8_case(40, 160, 256)
-    lhs_scale = lhs_scale.at[3, 1].set(jnp.nan)  # the interpreter reads the byte NaN as 480
+    lhs_scale = lhs_scale.at[3, 1].set(jnp.nan)
+    lhs = lhs.at[5, 200].set(jnp.nan)
     rhs_scale = rhs_scale.at[1, 1].set(jnp.nan)
     got = np.isnan(np.asarray(kernels.matmul(lhs, rhs, lhs_scale, rhs_scale)))
     want = np.zeros_like(got)
-    want[3], want[:, 128:] = True, True
+    want[[3, 5]], want[:, 128:] = True, True
     np.testing.assert_array_equal(got, want)
 
 
