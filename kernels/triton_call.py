@@ -46,22 +46,25 @@ def _compute_capability() -> int | None:
 def triton_call(
     kernel,
     *arrays: jax.Array,
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     grid: tuple[int, ...],
     warps: int,
     stages: int,
     **constants: int | bool | str,
-) -> jax.Array:
+) -> Any:
     """Calls a Triton kernel on arrays; what it writes is the result.
 
     Args:
-      kernel: a `triton.jit` function: pointers to the arrays in order, then to the result, then
+      kernel: a `triton.jit` function: pointers to the arrays in order, then to the results, then
         the constants by name.
       arrays: row-major operands.
-      out: shape and dtype of the result.
+      out: shape and dtype of the result, or a tuple of them.
       grid: programs along up to three axes.
       warps, stages: of a program, and depth of its software pipeline.
       constants: values of the kernel's `tl.constexpr` parameters.
+
+    Returns:
+      A `jax.Array`, or a tuple of them where `out` is one.
 
     Raises:
       ImportError: jax-triton, Triton or JAX's CUDA plugin is not installed.

@@ -50,12 +50,15 @@ class Interpreter:
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
-    def run(self, kernel, grid, arrays, out, constants):
-        """What the kernel writes, or raises AssertionError with what the other process said."""
+    def run(self, kernel, grid, arrays, outs, constants):
+        """The arrays that the kernel writes, given (shape, dtype) of each.
+
+        Raises AssertionError with what the other process said.
+        """
         place = (kernel.fn.__module__, kernel.fn.__name__)
-        _send(self._process.stdin, (*place, grid, arrays, out, constants))
+        _send(self._process.stdin, (*place, grid, arrays, outs, constants))
         answer = _receive(self._process.stdout)
-        assert isinstance(answer, np.ndarray), answer
+        assert isinstance(answer, list), answer
         return answer
 
     def triton_call(self, kernel, *arrays, out, grid, warps, stages, **constants):
@@ -66,7 +69,10 @@ class Interpreter:
 
         def call(*arrays):
             arrays = [np.ascontiguousarray(x) for x in arrays]
-            return self.run(kernel, grid, arrays, (out.shape, np.dtype(out.dtype)), constants)
+            outs = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(out)]
+            return jax.tree.unflatten(
+                jax.tree.structure(out), self.run(kernel, grid, arrays, outs, constants)
+            )
 
         return jax.pure_callback(call, out, *arrays)
 
@@ -118,12 +124,12 @@ def _serve(requests, answers) -> None:
     import ml_dtypes  # noqa: F401  (numpy's FP8 types)
 
     while (request := _receive(requests)) is not None:
-        module, name, grid, arrays, (shape, dtype), constants = request
+        module, name, grid, arrays, outs, constants = request
         try:
-            out = np.full(shape, np.nan, dtype)
+            outs = [np.full(shape, np.nan, dtype) for shape, dtype in outs]
             kernel = getattr(importlib.import_module(module), name)
-            kernel[grid](*(_Tensor(x) for x in (*arrays, out)), **constants)
-            _send(answers, out)
+            kernel[grid](*(_Tensor(x) for x in (*arrays, *outs)), **constants)
+            _send(answers, outs)
         except Exception as error:
             _send(answers, f"{type(error).__name__}: {error}")
 
