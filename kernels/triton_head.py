@@ -1,19 +1,22 @@
 """The Triton kernels of the fused output head: logits to log-probabilities, tile by tile.
 
-For each row and each `columns` neighbouring columns (a tile of the vocabulary, part of the numeric
-contract) a kernel keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m)
-and the sum of exp(x - m) * (x - m). `combine_kernel` makes the row's log-probability and entropy
-of them. The logits come out of the tensor core (`head_statistics_kernel`) or out of memory
+For each row and each 128 columns of the vocabulary (a tile, part of the numeric contract) a kernel
+keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
+exp(x - m) * (x - m). `combine_kernel` makes the row's log-probability and entropy of them. The
+logits come out of the tensor core (`head_statistics_kernel`) or out of memory
 (`logits_statistics_kernel`), and the three numbers have the same bits both ways:
 
-* The product is `matmul_kernel`'s without scales: same instruction, K ascending.
-* A maximum is exact in any order. A sum is not, and `tl.sum` adds in the order in which the tile
-  lies in registers, which differs between an accumulator and a load. So each term is cut into a
-  multiple of 2**-16 and one of 2**-33, small enough that float32 holds every partial sum of up to
-  256 of them (see `_exact_sum`): then any order gives the same bits.
+* The product is `matmul_kernel`'s without scales: the same instruction, K ascending.
+* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order in which the
+  tile lies in registers, which differs between an accumulator and a load. So terms become integers
+  first (`_steps`); those have no order.
 * A row of `combine_kernel` is one program, the same one whatever the number of rows.
 
-A logit of -inf counts as probability 0; NaN and +inf make their row NaN.
+A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
+a sum of integers would not.
+
+Not done: a tile's arithmetic does not run beside the next tile's product within a program; that is
+left to the other programs on the multiprocessor.
 """
 
 import triton
@@ -50,22 +53,36 @@ def _logits_tile(
 
 @triton.jit
 def _larger(a, b):
+    """The larger one; NaN if either is NaN (`tl.max` would drop it)."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _steps(x, ONE: tl.constexpr, BITS: tl.constexpr):
-    """x, between 0 and ONE or so, as a number of steps in which float32 counts beside ONE."""
+    """x as an integer, in the steps in which float32 counts from ONE, whose bits are BITS.
+
+    The addition rounds x to such a step, and neighbouring floats have neighbouring bits. Costs two
+    instructions; a conversion to int64 would be slower than the exponential.
+    """
     return (x + ONE).to(tl.int32, bitcast=True) - BITS
 
 
 @triton.jit
-def _exact_sum(x):
-    """Sum along axis 1 of up to 128 values from 0 to 1, in steps of 2**-46."""
-    coarse = _steps(x, 1.0, 0x3F800000)
-    rest = x - ((x + 1.0) - 1.0)  # exact, between -2**-24 and 2**-24
-    fine = _steps(rest, 1.5 * 2.0**-23, 0x34400000)
-    return tl.sum(coarse, 1).to(tl.float32) * 2.0**-23 + tl.sum(fine, 1).to(tl.float32) * 2.0**-46
+def _sum_coarse(x):
+    """Sum along axis 1 of up to 128 values from 0 to 1, in steps of 2**-23; as int32."""
+    return tl.sum(_steps(x, 1.0, 0x3F800000), 1)
+
+
+@triton.jit
+def _sum_fine(x):
+    """The same sum as float32, in steps of 2**-46.
+
+    In coarse steps alone a tile that one column dominates could lose 127 others of 2**-24 each:
+    7.6e-6 of a log-probability.
+    """
+    rest = x - ((x + 1.0) - 1.0)  # what rounding to coarse steps left: exact, up to 2**-24
+    rest = tl.sum(_steps(rest, 1.5 * 2.0**-23, 0x34400000), 1)
+    return _sum_coarse(x).to(tl.float32) * 2.0**-23 + rest.to(tl.float32) * 2.0**-46
 
 
 @triton.jit
@@ -84,10 +101,11 @@ def _store_statistics(
     weight = tl.exp(below)
     at = tl.cast(row, tl.int64) * TILES + tile
     tl.store(top + at, maximum, mask=row_ok)
-    tl.store(total + at, _exact_sum(weight), mask=row_ok)
-    # 0 * -inf is no contribution, not NaN.
-    terms = _steps(tl.where(weight > 0, -weight * below, 0.0), 1.0, 0x3F800000)
-    tl.store(moment + at, tl.sum(terms, 1).to(tl.float32) * -(2.0**-23), mask=row_ok)
+    tl.store(total + at, _sum_fine(weight), mask=row_ok)
+    # Terms lie between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
+    # coarse steps will do.
+    terms = tl.where(weight > 0, -weight * below, 0.0)
+    tl.store(moment + at, _sum_coarse(terms).to(tl.float32) * -(2.0**-23), mask=row_ok)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -17,6 +18,12 @@ from collections.abc import Iterator
 
 import triton
 from fp8rl_jax.kernels import tiles
+from fp8rl_jax.kernels.triton_head import (
+    combine_kernel,
+    head_gradient_kernel,
+    head_statistics_kernel,
+    logits_statistics_kernel,
+)
 from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -37,6 +44,7 @@ class Machine:
     local_bytes: int  # stack and spills
     shared_bytes: int
     ptx: str
+    ttir: str  # Triton's own form of the kernel, before layouts
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -69,6 +77,7 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         usage["STACK"] + usage["LOCAL"],
         compiled.metadata.shared,
         compiled.asm["ptx"],
+        compiled.asm["ttir"],
     )
 
 
@@ -132,13 +141,82 @@ def variants() -> Iterator[Variant]:
         yield Variant("float32", tile, "float32", "float32", "float32", "float32")
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadVariant:
+    """A kernel of the output head, for 151,936 columns; the product's tile, if it has one."""
+
+    name: str
+    tile: tiles.Tile | None = None
+    kind: str = "bf16"
+    depth: int = 1024
+
+    def __str__(self) -> str:
+        t = self.tile
+        return (
+            f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
+            if t
+            else (f"{self.name} w4")
+        )
+
+    def compile(self) -> Machine:
+        columns = 151_936
+        types = dict.fromkeys(_HEAD_FLOAT32, "*fp32") | {"targets": "*i32"}
+        operand = _POINTERS[self.kind]
+        types |= {"x": operand, "w": operand, "dlogits": operand, "dlogits_t": operand}
+        constants: dict = {"M": 1024, "N": columns}
+        kernel = _HEAD_KERNELS[self.name.split(",")[0]]
+        warps, stages = 4, 1
+        if tile := self.tile:
+            warps, stages = tile.warps, tile.stages
+            constants |= {
+                "K": self.depth, "WIDTH": columns, "BM": tile.rows, "BN": tile.columns,
+                "BK": tile.depth, "BAND": tiles.BAND,
+                "PRECISION": "ieee" if self.kind == "float32" else "tf32",
+            }  # fmt: skip
+        elif kernel is logits_statistics_kernel:
+            constants |= {"BM": 8, "BN": tiles.HEAD_COLUMNS}
+        else:
+            constants |= {"TILES": 1187, "WIDTH": 2048}
+        names = kernel.arg_names
+        return compile_kernel(
+            kernel,
+            {name: types[name] for name in names if name in types},
+            {name: value for name, value in constants.items() if name in names},
+            warps,
+            stages,
+        )
+
+
+_HEAD_FLOAT32 = (
+    "inverse_temperature", "logits", "top", "total", "moment", "chosen", "logp", "entropy",
+    "logsumexp", "dlogp",
+)  # fmt: skip
+_HEAD_KERNELS = {
+    "head": head_statistics_kernel,
+    "head gradient": head_gradient_kernel,
+    "head of logits": logits_statistics_kernel,
+    "head combine": combine_kernel,
+}
+
+
+def head_variants() -> Iterator[HeadVariant]:
+    """The output head's kernels with every tile of theirs."""
+    for name in ("head", "head gradient"):
+        for tile in tiles.HEAD:
+            yield HeadVariant(name, tile)
+            yield HeadVariant(f"{name}, ragged K", tile, depth=1000)
+        yield HeadVariant(f"{name}, float32", tiles.HEAD_FLOAT32, "float32")
+    yield HeadVariant("head of logits")
+    yield HeadVariant("head combine")
+
+
 def table() -> str:
     """Markdown: one row a variant."""
     lines = [
         "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
         "|---|---|---|---|---|",
     ]
-    for variant in variants():
+    for variant in itertools.chain(variants(), head_variants()):
         machine = variant.compile()
         matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
         lines.append(

@@ -1,11 +1,13 @@
 """The Triton kernels as Hopper machine code, compiled without a GPU: instructions and resources."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 import sass
-from sass import SHARED_LIMIT, variants
+from sass import SHARED_LIMIT, head_variants, variants
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +50,31 @@ def test_too_few_rows_take_the_other_instruction():
     """What tiles.py forbids, so that the assertion above is known to be able to fail."""
     small = sass.Variant("fp8", sass.tiles.Tile(32, 128, 128, 4, 3), "fp8", "fp8", "fp8")
     assert not any(name.startswith("QGMMA") for name in small.compile().matrix)
+
+
+@pytest.mark.parametrize("variant", list(head_variants()), ids=str)
+def test_output_head(variant):
+    machine, tile = variant.compile(), variant.tile
+    assert machine.registers < 255
+    assert machine.shared_bytes <= SHARED_LIMIT
+    assert machine.local_bytes == 0
+    assert machine.opcodes["LDL"] == machine.opcodes["STL"] == 0
+    if tile is None:
+        assert not machine.matrix
+        return
+    if variant.kind == "float32":
+        assert not machine.matrix
+        assert machine.opcodes["FFMA"] >= tile.rows * tile.columns * tile.depth / 32 / tile.warps
+        return
+    assert machine.matrix == {f"HGMMA.64x{tile.columns}x16.F32.BF16"}
+    assert machine.opcodes["LDGSTS"] > 0
+    assert machine.opcodes["FFMA"] == 0  # a scaled logit is rounded before anything is taken off
+
+
+@pytest.mark.parametrize("name", ["head", "head of logits"])
+def test_sums_over_a_tile_are_of_integers(name):
+    """Three sums a row, which have no order, and a maximum that passes NaN on."""
+    machine = next(v for v in head_variants() if v.name == name).compile()
+    combiners = re.findall(r'"tt.reduce".*?= (arith\.\w+)', machine.ttir, re.DOTALL)
+    assert sorted(combiners) == ["arith.addi"] * 3 + ["arith.maximumf"]
+    assert "max.NaN.f32" in machine.ptx
