@@ -15,8 +15,9 @@ logits come out of the tensor core (`head_statistics_kernel`) or out of memory
 A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
 a sum of integers would not.
 
-Not done: a tile's arithmetic does not run beside the next tile's product within a program; that is
-left to the other programs on the multiprocessor.
+Not done: a vocabulary split over devices (its parts' three numbers could be gathered and combined,
+were the parts multiples of 128 columns). A tile's arithmetic runs beside the product of another
+program on the multiprocessor, if there is one, not beside its own program's next.
 """
 
 import triton
@@ -70,6 +71,7 @@ def _steps(x, ONE: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _sum_coarse(x):
     """Sum along axis 1 of up to 128 values from 0 to 1, in steps of 2**-23; as int32."""
+    tl.static_assert(x.shape[1] <= 128)
     return tl.sum(_steps(x, 1.0, 0x3F800000), 1)
 
 

@@ -151,12 +151,9 @@ class HeadVariant:
     depth: int = 1024
 
     def __str__(self) -> str:
-        t = self.tile
-        return (
-            f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
-            if t
-            else (f"{self.name} w4")
-        )
+        if not (t := self.tile):
+            return f"{self.name} w4"
+        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
 
     def compile(self) -> Machine:
         columns = 151_936
@@ -204,7 +201,7 @@ def head_variants() -> Iterator[HeadVariant]:
     for name in ("head", "head gradient"):
         for tile in tiles.HEAD:
             yield HeadVariant(name, tile)
-            yield HeadVariant(f"{name}, ragged K", tile, depth=1000)
+        yield HeadVariant(f"{name}, ragged K", tiles.HEAD[-1], depth=1000)
         yield HeadVariant(f"{name}, float32", tiles.HEAD_FLOAT32, "float32")
     yield HeadVariant("head of logits")
     yield HeadVariant("head combine")

@@ -71,7 +71,7 @@ def _equal(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-SHAPES = [(1, 128, 32), (33, 300, 70), (34, 641, 64), (9, 90, 100)]
+SHAPES = [(1, 128, 32), (33, 300, 70), (34, 400, 32), (9, 90, 100)]
 
 
 @pytest.mark.parametrize("rows, columns, depth", SHAPES)
@@ -95,15 +95,15 @@ def test_logits_in_memory_give_the_same_bits(rows, columns, depth):
 
 
 def test_rows_do_not_see_each_other():
-    hidden, head, *rest = _case(75, 300, 64, exact=True)
+    hidden, head, *rest = _case(45, 300, 32, exact=True)
     whole = api.head_logprobs(hidden, head, *rest)
     logits = kernels.matmul(hidden, head)
-    for start, stop in ((0, 1), (3, 40), (31, 33), (74, 75)):
+    for start, stop in ((0, 1), (3, 40), (31, 33), (44, 45)):
         part = slice(start, stop)
         few = [x[part] for x in rest]
         _equal(api.head_logprobs(hidden[part], head, *few), [x[part] for x in whole])
         _equal(api.logprobs_of_logits(logits[part], *few), [x[part] for x in whole])
-    order = np.random.default_rng(0).permutation(75)
+    order = np.random.default_rng(0).permutation(45)
     moved = api.head_logprobs(hidden[order], head, *[x[order] for x in rest])
     _equal(moved, [x[order] for x in whole])
 
