@@ -38,6 +38,11 @@ BF16_FEW_ROWS = (Tile(64, 32, 64, 4, 6), Tile(64, 64, 64, 4, 5), Tile(64, 128, 6
 BF16_MANY_ROWS = (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3))
 WGRAD = (Tile(64, 128, 128, 4, 4),)  # a scale per row and per column: twice the registers
 FLOAT32 = (Tile(32, 64, 32, 4, 3),)
+# The output head: the columns of a tile are part of the definition of a log-probability here, and
+# 128 is the most that `triton_head` can add up in 32 bits.
+HEAD_COLUMNS = 128
+HEAD = (Tile(64, HEAD_COLUMNS, 64, 4, 4), Tile(128, HEAD_COLUMNS, 64, 8, 4))
+HEAD_FLOAT32 = Tile(32, HEAD_COLUMNS, 32, 4, 3)
 
 
 def _widest_that_fills(tiles: tuple[Tile, ...], columns: int) -> Tile:
@@ -71,3 +76,10 @@ def matmul_tile(kind: str, rows: int, columns: int) -> Tile:
         if _programs(tile, rows, columns) >= _MULTIPROCESSORS:
             return tile
     return many[0]
+
+
+def head_tile(kind: str, rows: int) -> Tile:
+    """The tile of the fused output head over so many rows; `kind` 'bf16' or 'float32'."""
+    if kind == "float32":
+        return HEAD_FLOAT32
+    return HEAD[0] if rows <= HEAD[0].rows else HEAD[1]

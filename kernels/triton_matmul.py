@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: tl.constexpr):
+def tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: tl.constexpr):
     """Row tile and column tile of a program.
 
     Programs that run at the same time take few row tiles and few column tiles: both stay in L2.
@@ -53,7 +53,7 @@ def matmul_kernel(
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
     STEPS: tl.constexpr = (K + BK - 1) // BK
 
-    row_tile, column_tile = _tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
+    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
     group = row_tile // TILES_IN_GROUP
     local = (row_tile % TILES_IN_GROUP) * BM + tl.arange(0, BM)
     row_ok = local < GROUP
@@ -131,7 +131,7 @@ def grouped_wgrad_kernel(
     LOADS: tl.constexpr = 128 // BK
 
     expert = tl.program_id(1)
-    row_tile, column_tile = _tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
+    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
     row = row_tile * BM + tl.arange(0, BM)
     row_ok = row < K
     safe_row = tl.where(row_ok, row, 0)

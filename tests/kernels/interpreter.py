@@ -52,10 +52,13 @@ class Interpreter:
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
-    def run(self, kernel, grid, arrays, out, constants):
-        """What the kernel writes, or raises AssertionError with what the other process said."""
+    def run(self, kernel, grid, arrays, outs, constants):
+        """The arrays that the kernel writes, given (shape, dtype) of each.
+
+        Raises AssertionError with what the other process said.
+        """
         place = (kernel.fn.__module__, kernel.fn.__name__)
-        _send(self._process.stdin, (*place, grid, arrays, out, constants))
+        _send(self._process.stdin, (*place, grid, arrays, outs, constants))
         answer = _receive(self._process.stdout)
         assert not isinstance(answer, str), answer
         return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -20,6 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8rl_jax.kernels import norm, tiles, triton_norm
+from fp8rl_jax.kernels.triton_head import (
+    combine_kernel,
+    head_gradient_kernel,
+    head_statistics_kernel,
+    logits_statistics_kernel,
+)
 from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -40,6 +47,7 @@ class Machine:
     ptx: str
     memory: frozenset[str]  # full names of the loads and stores of global memory
     sums: tuple[str, ...]  # shape of each float32 reduction, and which thread holds which element
+    ttir: str  # Triton's own form of the kernel, before layouts
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -74,6 +82,7 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         compiled.asm["ptx"],
         frozenset(re.findall(r"\b((?:LDG|STG)\.[\w.]+)", code)),
         _sums(compiled.asm["ttgir"]),
+        compiled.asm["ttir"],
     )
 
 
@@ -199,13 +208,79 @@ def passes() -> Iterator[Pass]:
         yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadVariant:
+    """A kernel of the output head, for 151,936 columns; the product's tile, if it has one."""
+
+    name: str
+    tile: tiles.Tile | None = None
+    kind: str = "bf16"
+    depth: int = 1024
+
+    def __str__(self) -> str:
+        if not (t := self.tile):
+            return f"{self.name} w4"
+        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
+
+    def compile(self) -> Machine:
+        columns = 151_936
+        types = dict.fromkeys(_HEAD_FLOAT32, "*fp32") | {"targets": "*i32"}
+        operand = _POINTERS[self.kind]
+        types |= {"x": operand, "w": operand, "dlogits": operand, "dlogits_t": operand}
+        constants: dict = {"M": 1024, "N": columns}
+        kernel = _HEAD_KERNELS[self.name.split(",")[0]]
+        warps, stages = 4, 1
+        if tile := self.tile:
+            warps, stages = tile.warps, tile.stages
+            constants |= {
+                "K": self.depth, "WIDTH": columns, "BM": tile.rows, "BN": tile.columns,
+                "BK": tile.depth, "BAND": tiles.BAND,
+                "PRECISION": "ieee" if self.kind == "float32" else "tf32",
+            }  # fmt: skip
+        elif kernel is logits_statistics_kernel:
+            constants |= {"BM": 8, "BN": tiles.HEAD_COLUMNS}
+        else:
+            constants |= {"TILES": 1187, "WIDTH": 2048}
+        names = kernel.arg_names
+        return compile_kernel(
+            kernel,
+            {name: types[name] for name in names if name in types},
+            {name: value for name, value in constants.items() if name in names},
+            warps,
+            stages,
+        )
+
+
+_HEAD_FLOAT32 = (
+    "inverse_temperature", "logits", "top", "total", "moment", "chosen", "logp", "entropy",
+    "logsumexp", "dlogp",
+)  # fmt: skip
+_HEAD_KERNELS = {
+    "head": head_statistics_kernel,
+    "head gradient": head_gradient_kernel,
+    "head of logits": logits_statistics_kernel,
+    "head combine": combine_kernel,
+}
+
+
+def head_variants() -> Iterator[HeadVariant]:
+    """The output head's kernels with every tile of theirs."""
+    for name in ("head", "head gradient"):
+        for tile in tiles.HEAD:
+            yield HeadVariant(name, tile)
+        yield HeadVariant(f"{name}, ragged K", tiles.HEAD[-1], depth=1000)
+        yield HeadVariant(f"{name}, float32", tiles.HEAD_FLOAT32, "float32")
+    yield HeadVariant("head of logits")
+    yield HeadVariant("head combine")
+
+
 def table() -> str:
     """Markdown: one row a variant."""
     lines = [
         "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
         "|---|---|---|---|---|",
     ]
-    for variant in variants():
+    for variant in itertools.chain(variants(), head_variants()):
         machine = variant.compile()
         matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
         lines.append(

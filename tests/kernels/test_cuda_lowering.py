@@ -1,5 +1,7 @@
 """The kernels lowered for CUDA by the installed JAX, without a GPU: one kernel, no other dot."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_j
 
 from hopper import lower, products
 
+from fp8rl_jax.kernels import head_logprobs as head
 from fp8rl_jax.kernels import matmul as kernels
 from fp8rl_jax.kernels import norm
 
@@ -90,3 +93,28 @@ def test_quantised_rows_enter_a_matmul_as_they_are():
 
     text = lower(f, _ROWS, _shape(1000, 512, dtype=E4M3), _shape(8, 4))
     assert products(text) == {"triton_kernel_call": 2}
+
+
+def _head_case(rows: int, columns: int, depth: int, dtype):
+    per_row = _shape(rows, dtype=jnp.int32), _shape(rows)
+    return _shape(rows, depth, dtype=dtype), _shape(depth, columns, dtype=dtype), *per_row
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows, columns, depth", [(1, 4096, 576), (300, 1001, 100)])
+def test_head_is_two_kernels_and_its_logits_are_nowhere(rows, columns, depth, dtype):
+    text = lower(head.head_logprobs, *_head_case(rows, columns, depth, dtype))
+    assert products(text) == {"triton_kernel_call": 2}
+    assert f"tensor<{rows}x{columns}x" not in text
+    text = lower(head.logprobs_of_logits, _shape(rows, columns), *_head_case(rows, 1, 1, dtype)[2:])
+    assert products(text) == {"triton_kernel_call": 2}
+
+
+@pytest.mark.parametrize("rows", [8, 2500])
+def test_gradients_of_the_head_are_three_kernels_in_a_loop(rows):
+    case = _head_case(rows, 4096, 576, jnp.bfloat16)
+    text = lower(head.head_logprobs_vjp, *case, _shape(rows), _shape(rows))
+    assert products(text) == {"triton_kernel_call": 3} and "stablehlo.while" in text
+    chunk = str(min(rows, head.CHUNK))
+    assert set(re.findall(r"tensor<(\d+)x4096xbf16>", text)) == {chunk, "576"}
+    assert set(re.findall(r"tensor<(\d+)x4096xf32>", text)) == {"576"}  # the head's gradient

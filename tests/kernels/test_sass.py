@@ -1,11 +1,13 @@
 """The Triton kernels as Hopper machine code, compiled without a GPU: instructions and resources."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 import sass
-from sass import SHARED_LIMIT, Pass, passes, variants
+from sass import SHARED_LIMIT, Pass, head_variants, passes, variants
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +80,35 @@ def test_one_order_of_summation(width):
     first, *others = [Pass("rms_norm", width, *way).compile().sums for way in ways]
     assert len(first) == 2  # elements of a block, then blocks of a row
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("variant", list(head_variants()), ids=str)
+def test_output_head(variant):
+    machine, tile = variant.compile(), variant.tile
+    assert machine.registers < 255
+    assert machine.shared_bytes <= SHARED_LIMIT
+    assert machine.local_bytes == 0
+    assert machine.opcodes["LDL"] == machine.opcodes["STL"] == 0
+    if tile is None:
+        assert not machine.matrix
+        return
+    if variant.kind == "float32":
+        assert not machine.matrix  # TF32 would keep 10 bits of the mantissa
+        assert machine.opcodes["FFMA"] >= tile.rows * tile.columns * tile.depth / 32 / tile.warps
+        return
+    assert machine.matrix == {f"HGMMA.64x{tile.columns}x16.F32.BF16"}
+    assert machine.opcodes["LDGSTS"] > 0
+    assert machine.opcodes["FFMA"] == 0  # a scaled logit is rounded before anything is taken off
+
+
+def test_logits_of_the_product_and_of_memory_take_the_same_arithmetic():
+    """Three sums a row of integers, which have no order; no addition is left out, none fused."""
+    arithmetic = []
+    for name, elements in (("head", 64), ("head of logits", 8)):  # of a thread
+        machine = next(v for v in head_variants() if v.name == name).compile()
+        combiners = re.findall(r'"tt.reduce".*?= (arith\.\w+)', machine.ttir, re.DOTALL)
+        assert sorted(combiners) == ["arith.addi"] * 3 + ["arith.maximumf"]
+        assert machine.opcodes["FADD"] >= 6 * elements and machine.opcodes["FFMA"] == 0
+        arithmetic.append(set(re.findall(r"\b(?:add|sub|mul|fma|max|ex2)[.\w]*f32", machine.ptx)))
+    assert arithmetic[0] == arithmetic[1]
+    assert "max.NaN.f32" in arithmetic[0]
