@@ -97,6 +97,13 @@ def tile_for(rows: int, columns: int) -> Tile:
     return min(reversed(TILES), key=time)
 
 
+def _load(scales) -> jax.Array:
+    """A vector from global memory; few bytes, so not with the widest loads."""
+    if jax.__version_info__ < (0, 11):
+        return plgpu.load(scales, (), optimized=False)
+    return plgpu.load(scales, optimized=False)
+
+
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
     """(M, K) by (N, K) with scales (KB, M rounded up to whole tiles) and (N / 128, KB)."""
     (rows, depth), columns = x.shape, w.shape[0]
@@ -118,7 +125,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
         return done
 
-    def kernel(x, w, x_scale, w_scale, out, x_in, w_in, scale_in, result, full, empty):
+    def kernel(x, w, x_scale, w_scale, out, x_in, w_in, result, full, empty):
         warpgroup = lax.axis_index("warpgroup")
 
         def produce():
@@ -137,10 +144,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
                         plgpu.barrier_wait(empty.at[stage])
 
                     k = pl.ds(step * K_BLOCK, K_BLOCK)
-                    for source, target in (
-                        (x.at[row, k], x_in), (w.at[column, k], w_in),
-                        (x_scale.at[step, row], scale_in),
-                    ):  # fmt: skip
+                    for source, target in ((x.at[row, k], x_in), (w.at[column, k], w_in)):
                         plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
 
             done = of_every_tile(load)
@@ -155,9 +159,16 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
             own = pl.ds(warpgroup * _ROWS, _ROWS)
 
             def compute(row_tile, column_tile, before):
-                def add_block(step, total):
+                row = row_tile * tile.rows + warpgroup * _ROWS
+
+                def scales(step):
+                    return _load(x_scale.at[step, pl.ds(row, _ROWS)]), w_scale[column_tile, step]
+
+                def add_block(step, carry):
+                    total, row_scale, block_scale = carry
+                    # A step ahead: the tensor core does not wait for global memory.
+                    following = scales(lax.min(step + 1, steps - 1))
                     stage = lax.rem(before + step, stages)
-                    block_scale = w_scale[column_tile, step]  # before the wait, which hides it
                     plgpu.barrier_wait(full.at[stage])
 
                     def product(accumulator):
@@ -165,13 +176,12 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
                         return accumulator[...]
 
                     partial = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
-                    scale = scale_in[stage, own] * block_scale
                     plgpu.barrier_arrive(empty.at[stage])
-                    return total + partial * lax.broadcast_in_dim(scale, total.shape, (0,))
+                    scale = lax.broadcast_in_dim(row_scale * block_scale, total.shape, (0,))
+                    return total + partial * scale, *following
 
                 zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
-                total = lax.fori_loop(0, steps, add_block, zeros)
-                row = row_tile * tile.rows + warpgroup * _ROWS
+                total, *_ = lax.fori_loop(0, steps, add_block, (zeros, *scales(0)))
                 for slot, start in enumerate(range(0, _COLUMNS, piece)):
                     place = result.at[warpgroup, slot % _STORES]
                     plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
@@ -197,9 +207,8 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
         scratch_types=[
             buffer(stages, tile.rows, K_BLOCK, dtype=_E4M3),
             buffer(stages, _COLUMNS, K_BLOCK, dtype=_E4M3),
-            plgpu.SMEM((stages, tile.rows), jnp.float32),
             buffer(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
-            plgpu.Barrier(num_arrivals=3, num_barriers=stages),  # a copy each of x, w and scales
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a copy each of x and w
             plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
         ],
         grid=(programs,),
