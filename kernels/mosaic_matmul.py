@@ -161,27 +161,23 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
             def compute(row_tile, column_tile, before):
                 row = row_tile * tile.rows + warpgroup * _ROWS
 
-                def scales(step):
-                    return _load(x_scale.at[step, pl.ds(row, _ROWS)]), w_scale[column_tile, step]
-
-                def add_block(step, carry):
-                    total, row_scale, block_scale = carry
-                    # A step ahead: the tensor core does not wait for global memory.
-                    following = scales(lax.min(step + 1, steps - 1))
+                def add_block(step, total):
                     stage = lax.rem(before + step, stages)
                     plgpu.barrier_wait(full.at[stage])
 
                     def product(accumulator):
                         plgpu.wgmma(accumulator, x_in.at[stage, own], w_in.at[stage].T)
-                        return accumulator[...]
+                        # Between start and end of the product, whose time hides the loads'.
+                        row_scale = _load(x_scale.at[step, pl.ds(row, _ROWS)])
+                        scale = row_scale * w_scale[column_tile, step]
+                        return accumulator[...], scale
 
-                    partial = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
+                    partial, scale = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
                     plgpu.barrier_arrive(empty.at[stage])
-                    scale = lax.broadcast_in_dim(row_scale * block_scale, total.shape, (0,))
-                    return total + partial * scale, *following
+                    return total + partial * lax.broadcast_in_dim(scale, total.shape, (0,))
 
                 zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
-                total, *_ = lax.fori_loop(0, steps, add_block, (zeros, *scales(0)))
+                total = lax.fori_loop(0, steps, add_block, zeros)
                 for slot, start in enumerate(range(0, _COLUMNS, piece)):
                     place = result.at[warpgroup, slot % _STORES]
                     plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
