@@ -25,12 +25,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from fp8rl_jax.kernels.reference import K_BLOCK, pad_to
-from fp8rl_jax.kernels.tiles import BAND
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp8rl_jax.kernels.reference import K_BLOCK, pad_to
+from fp8rl_jax.kernels.tiles import BAND
 
 FEWEST_ROWS = 256  # a whole tile of any height; from how many rows on it pays is to be measured
 
