@@ -100,9 +100,8 @@ def tile_for(rows: int, columns: int) -> Tile:
 
 def _load(scales) -> jax.Array:
     """A vector from global memory; few bytes, so not with the widest loads."""
-    if jax.__version_info__ < (0, 11):
-        return plgpu.load(scales, (), optimized=False)
-    return plgpu.load(scales, optimized=False)
+    index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
+    return plgpu.load(scales, *index, optimized=False)
 
 
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
@@ -117,7 +116,9 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
         """Runs body(row tile, column tile, steps done) over a program's tiles; all steps done."""
 
         # Programs that run at the same time share few rows of x and columns of w, in the L2.
-        @plgpu.nd_loop((row_tiles * column_tiles,), collective_axes="program", init_carry=0)
+        @plgpu.nd_loop(
+            (row_tiles * column_tiles,), collective_axes="program", init_carry=jnp.int32(0)
+        )
         def done(info, carry):
             shape = (row_tiles, column_tiles)
             row_tile, column_tile = plgpu.planar_snake(info.index[0], shape, 0, BAND)
@@ -150,7 +151,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
             done = of_every_tile(load)
 
-            # No consumer may find a barrier gone.
+            # A barrier is not left with an arrival that nobody has waited for.
             @pl.loop(lax.max(done - stages, 0), done)
             def _drain(step):
                 plgpu.barrier_wait(empty.at[lax.rem(step, stages)])

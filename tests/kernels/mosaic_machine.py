@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ class Variant:
 VARIANTS = [Variant(tile, d) for tile in mosaic_matmul.TILES for d in ("bfloat16", "float32")]
 
 
-def compile_all() -> dict[Variant, object]:
+def compile_all() -> dict[Variant, Any]:
     """Variant -> `sass.Machine`. Registers are the most that a consumer names.
 
     Raises:
