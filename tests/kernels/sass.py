@@ -29,7 +29,7 @@ from fp8rl_jax.kernels.triton_head import (
 )
 from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
 
-_TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  # bytes that one program may have on Hopper
 _POINTERS = {"fp8": "*fp8e4nv", "e5m2": "*fp8e5", "bf16": "*bf16", "float32": "*fp32"}
@@ -50,8 +50,15 @@ class Machine:
     ttir: str  # Triton's own form of the kernel, before layouts
 
 
+def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
+    """Machine instructions by name, and those of the tensor core in full, of a disassembly."""
+    opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)")
+    matrix = re.findall(r"\b((?:QGMMA|HGMMA|HMMA|IMMA)\.[\w.]+)", code)
+    return collections.Counter(opcode.findall(code)), frozenset(matrix)
+
+
 def _tool(name: str, *arguments: str) -> str:
-    run = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+    run = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
     return run.stdout
 
 
@@ -72,10 +79,8 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         resources = _tool("cuobjdump", "--dump-resource-usage", path)
         code = _tool("cuobjdump", "-sass", path)
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
-    opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)")
     return Machine(
-        collections.Counter(opcode.findall(code)),
-        frozenset(re.findall(r"\b((?:QGMMA|HGMMA|HMMA|IMMA)\.[\w.]+)", code)),
+        *read_code(code),
         usage["REG"],
         usage["STACK"] + usage["LOCAL"],
         compiled.metadata.shared,
