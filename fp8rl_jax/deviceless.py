@@ -8,6 +8,7 @@ may differ from a real GPU's in those; ours are the same.
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import jax
@@ -60,6 +61,11 @@ def h200_mesh(axes: dict[str, int]) -> Mesh:
     from jax.experimental import topologies
 
     jax.devices()  # finds the plugins
+    if "cuda" not in xla_bridge._topology_factories:  # one that sees no GPU may not register
+        with contextlib.suppress(ImportError):
+            import jax_plugins.xla_cuda13
+
+            jax_plugins.xla_cuda13.initialize()
     if "cuda" not in xla_bridge._topology_factories:
         raise UserError(
             "compiling for a GPU that is not there needs JAX's CUDA plugin: install it with "

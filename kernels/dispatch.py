@@ -1,10 +1,12 @@
 """Which implementation a product takes: the reference in jnp, or the Triton kernel.
 
-``auto`` follows the platform that a program is lowered for: kernels on CUDA, the reference
+Recipes say it in `Recipe.kernels`. ``auto`` follows the platform that a program is lowered for: kernels on CUDA, the reference
 elsewhere. Where JAX has no GPU, or jax-triton is not installed, it is the reference outright, so
 that a program for a CPU does not carry kernels that it cannot run. ``triton`` names the kernels
 whatever the backend: for compiling for a GPU on a machine without one. The two are not the same
-bits; rollout and learner must take the same.
+bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with the Mosaic kernel for
+the FP8 products that it supports, which are those of many rows. It is asked for by name, because
+nobody has compared its bits with the Triton kernel's on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jax import lax
 from fp8rl_jax.kernels import matmul, reference
 from fp8rl_jax.kernels.triton_call import installed
 
-IMPLEMENTATIONS = ("auto", "reference", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
 
 
 def resolve(implementation: str) -> str:
@@ -41,7 +43,15 @@ def choose(implementation: str, kernel: Callable, plain: Callable, *operands):
     chosen = resolve(implementation)
     if chosen == "auto":
         return lax.platform_dependent(*operands, cuda=kernel, default=plain)
-    return (kernel if chosen == "triton" else plain)(*operands)
+    return (plain if chosen == "reference" else kernel)(*operands)
+
+
+def _mosaic_takes(lhs, rhs, rhs_scale, dtype) -> bool:
+    from fp8rl_jax.kernels.mosaic_matmul import supports
+
+    (rows, depth), columns = lhs.shape, rhs.shape[1]
+    by_block = rhs_scale is not None and rhs_scale.shape[1] == -(-columns // reference.K_BLOCK)
+    return by_block and supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
 
 
 def block_matmul(
@@ -64,8 +74,12 @@ def block_matmul(
       (M, N) in `dtype`.
     """
 
-    def kernel(*operands):
-        return matmul.matmul(*operands, dtype=dtype)
+    def kernel(lhs, rhs, lhs_scale, rhs_scale):
+        if implementation == "mosaic" and _mosaic_takes(lhs, rhs, rhs_scale, dtype):
+            from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+
+            return fp8_matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
+        return matmul.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
         return reference.rounded(reference.block_matmul(*operands), dtype)

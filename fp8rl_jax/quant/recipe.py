@@ -84,7 +84,7 @@ class Recipe:
       first_layers, last_layers: so many layers at either end run their linear layers in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
       kernels: who multiplies: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
-        'reference' or 'triton'. Their bits differ.
+        'reference', 'triton' or 'mosaic' (kernels/dispatch.py). Their bits differ.
 
     Raises:
       UserError: a combination that cannot work.

@@ -1,7 +1,7 @@
 """Compiles the Mosaic matmul for an H200 on a machine without one, and reads the machine code.
 
-`python tests/kernels/mosaic_machine.py` prints a table. XLA compiles for a device that it only
-knows from h200.txtpb; Mosaic writes what it makes to a folder that MOSAIC_GPU_DUMP_TO names, with
+`python tests/kernels/mosaic_machine.py` prints a table. XLA compiles for a device that is only
+described; Mosaic writes what it makes to a folder that MOSAIC_GPU_DUMP_TO names, with
 the machine code if it finds nvdisasm, of which Triton carries one. That happens in a process of
 its own (this file with a folder as argument), because it initialises JAX's CUDA plugin.
 """
@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax import deviceless
 from fp8rl_jax.kernels import mosaic_matmul
+from fp8rl_jax.sharding import replicated
 
 ROWS, COLUMNS, DEPTH = 4096, 4096, 4096
-_TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +79,6 @@ def _read(folder: pathlib.Path):
     )
 
 
-def _h200():
-    """Sharding of whole arrays on one H200 that is not there."""
-    import jax._src.xla_bridge as bridge
-    from jax.experimental import topologies
-
-    jax.devices()  # finds the plugins
-    if "cuda" not in bridge._topology_factories:
-        # A plugin that sees no GPU does not register itself.
-        import jax_plugins.xla_cuda13
-
-        jax_plugins.xla_cuda13.initialize()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET.read_text(), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
 def _write_all(folder: pathlib.Path) -> None:
     from sass import TOOLS
 
@@ -103,7 +86,7 @@ def _write_all(folder: pathlib.Path) -> None:
     (folder / "bin" / "nvdisasm").symlink_to(TOOLS / "nvdisasm")
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(folder)  # after Mosaic's import, which sets it
     os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
-    sharding = _h200()
+    sharding = replicated(deviceless.h200_mesh({}))
     blocks = DEPTH // 128
 
     def shape(*shape: int, dtype=jnp.float32):

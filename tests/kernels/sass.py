@@ -1,38 +1,26 @@
 """Compiles Triton kernels to Hopper machine code without a GPU, and reads what came out.
 
-`python tests/kernels/sass.py` prints the tables of docs/kernels.md. Triton carries the assembler
-and the disassembler that this needs.
+Triton carries the assembler and the disassembler that this needs. The kernels are listed in
+kernel_variants.py.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import os
 import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8rl_jax.kernels import norm, tiles, triton_norm
-from fp8rl_jax.kernels.triton_head import (
-    combine_kernel,
-    head_gradient_kernel,
-    head_statistics_kernel,
-    logits_statistics_kernel,
-)
-from fp8rl_jax.kernels.triton_matmul import grouped_wgrad_kernel, matmul_kernel
-
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  # bytes that one program may have on Hopper
-_POINTERS = {"fp8": "*fp8e4nv", "e5m2": "*fp8e5", "bf16": "*bf16", "float32": "*fp32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +33,11 @@ class Machine:
     local_bytes: int  # stack and spills
     shared_bytes: int
     ptx: str
-    memory: frozenset[str]  # full names of the loads and stores of global memory
-    sums: tuple[str, ...]  # shape of each float32 reduction, and which thread holds which element
-    ttir: str  # Triton's own form of the kernel, before layouts
+    memory: frozenset[str] = frozenset()  # full names of the loads and stores of global memory
+    sums: tuple[
+        str, ...
+    ] = ()  # shape of each float32 reduction, and which thread holds which element
+    ttir: str = ""  # Triton's own form of the kernel, before layouts
 
 
 def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
@@ -99,218 +89,3 @@ def _sums(text: str) -> tuple[str, ...]:
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     operands = re.findall(r"\"tt\.reduce\".*?\}\) : \((tensor<\w+xf32, .*?>)\) ->", text, re.DOTALL)
     return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A kernel in one of the ways in which the library calls it."""
-
-    name: str
-    tile: tiles.Tile
-    kind: str
-    left: str
-    right: str
-    out: str = "bf16"
-    grouped: bool = False
-    column_scales: bool = False
-    wgrad: bool = False
-    depth: int = 4096
-    group: int = 4096
-
-    def __str__(self) -> str:
-        t = self.tile
-        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
-
-    def compile(self) -> Machine:
-        tile = self.tile
-        constants = {
-            "TOTAL": 8192, "N": 4096, "K": self.depth, "BM": tile.rows, "BN": tile.columns,
-            "BK": tile.depth, "BAND": tiles.BAND, "SCALED": self.kind == "fp8",
-            "PRECISION": "ieee" if self.kind == "float32" else "tf32",
-        }  # fmt: skip
-        left, right, out = (_POINTERS[name] for name in (self.left, self.right, self.out))
-        if self.wgrad:
-            pointers = {"x": left, "dy": right, "x_scale": "*fp32", "dy_scale": "*fp32"}
-            pointers |= {"starts": "*i32", "out": out}
-            return compile_kernel(
-                grouped_wgrad_kernel, pointers, constants, tile.warps, tile.stages
-            )
-        pointers = {"x": left, "w": right, "x_scale": "*fp32", "w_scale": "*fp32"}
-        pointers |= {"experts": "*i32", "out": out}
-        constants |= {
-            "GROUP": self.group, "E": 128 if self.grouped else 1, "GROUPED": self.grouped,
-            "COLUMN_SCALES": self.column_scales,
-        }  # fmt: skip
-        return compile_kernel(matmul_kernel, pointers, constants, tile.warps, tile.stages)
-
-
-def variants() -> Iterator[Variant]:
-    """Every tile of the tables in every use."""
-    fp8 = dict.fromkeys(tiles.FP8_FEW_ROWS + tiles.FP8_MANY_ROWS)
-    for tile in fp8:
-        yield Variant("fp8", tile, "fp8", "fp8", "fp8")
-        yield Variant("fp8, gradient in E5M2", tile, "fp8", "e5m2", "fp8")
-        yield Variant("fp8, ragged K", tile, "fp8", "fp8", "fp8", depth=4064)
-        yield Variant("fp8 grouped", tile, "fp8", "fp8", "fp8", grouped=True, group=128)
-    for tile in tiles.WGRAD:
-        yield Variant("fp8 wgrad", tile, "fp8", "fp8", "fp8", "float32", column_scales=True)
-        yield Variant("fp8 grouped wgrad", tile, "fp8", "fp8", "fp8", "float32", wgrad=True)
-    for tile in dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS):
-        yield Variant("bf16", tile, "bf16", "bf16", "bf16", "float32")
-    for tile in tiles.FLOAT32:
-        yield Variant("float32", tile, "float32", "float32", "float32", "float32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """A kernel of triton_norm.py in one of the ways in which the library calls it."""
-
-    kernel: str
-    width: int
-    rows: int = 8192
-    keep: bool = True
-    quantize: bool = True
-    fp8: str = "fp8"
-    power_of_two: bool = False
-
-    def __str__(self) -> str:
-        y = " y" * (self.keep and self.kernel in ("rms_norm", "gated_silu"))
-        q = f" {self.fp8}" * self.quantize
-        return f"{self.kernel} {self.rows}x{self.width}:{y}{q}" + " 2^n" * self.power_of_two
-
-    def compile(self) -> Machine:
-        whole, q = {"M": self.rows, "D": self.width}, {"q": _POINTERS[self.fp8], "scale": "*fp32"}
-        scaling = {"FP8_MAX": 448.0, "POWER_OF_TWO": self.power_of_two}
-        flags = {"KEEP": self.keep, "QUANTIZE": self.quantize}
-        tile = {"ROWS": norm.TILE_ROWS, "warps": 4}
-        if self.kernel == "rms_norm":
-            tile = norm.norm_tile(self.width)
-            pointers = {"x": "*bf16", "weight": "*fp32", "y": "*bf16"}
-            flags["EPS"] = 1e-6
-        elif self.kernel == "gated_silu":
-            pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
-        else:
-            pointers, flags = {"x": "*bf16"}, {}
-        if self.kernel == "quantize_columns":
-            whole = {"T": self.rows, "D": self.width}
-            tile = {"COLUMNS": norm.TILE_COLUMNS, "warps": 4}
-        warps = tile.pop("warps")
-        kernel = getattr(triton_norm, f"{self.kernel}_kernel")
-        return compile_kernel(kernel, pointers | q, whole | scaling | flags | tile, warps, 1)
-
-
-def passes() -> Iterator[Pass]:
-    """Every kernel of triton_norm.py, stored and quantised, at widths of all tiles."""
-    for width in (128, 4096, 5120, 8192, norm.MAX_WIDTH):
-        yield Pass("rms_norm", width, quantize=False)
-        yield Pass("rms_norm", width)
-    yield Pass("rms_norm", 4096, keep=False)
-    yield Pass("gated_silu", 4096, quantize=False)
-    yield Pass("gated_silu", 4096)
-    yield Pass("gated_silu", 4096, keep=False)
-    for kernel in ("quantize_rows", "quantize_columns"):
-        yield Pass(kernel, 4096)
-        yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadVariant:
-    """A kernel of the output head, for 151,936 columns; the product's tile, if it has one."""
-
-    name: str
-    tile: tiles.Tile | None = None
-    kind: str = "bf16"
-    depth: int = 1024
-
-    def __str__(self) -> str:
-        if not (t := self.tile):
-            return f"{self.name} w4"
-        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
-
-    def compile(self) -> Machine:
-        columns = 151_936
-        types = dict.fromkeys(_HEAD_FLOAT32, "*fp32") | {"targets": "*i32"}
-        operand = _POINTERS[self.kind]
-        types |= {"x": operand, "w": operand, "dlogits": operand, "dlogits_t": operand}
-        constants: dict = {"M": 1024, "N": columns}
-        kernel = _HEAD_KERNELS[self.name.split(",")[0]]
-        warps, stages = 4, 1
-        if tile := self.tile:
-            warps, stages = tile.warps, tile.stages
-            constants |= {
-                "K": self.depth, "WIDTH": columns, "BM": tile.rows, "BN": tile.columns,
-                "BK": tile.depth, "BAND": tiles.BAND,
-                "PRECISION": "ieee" if self.kind == "float32" else "tf32",
-            }  # fmt: skip
-        elif kernel is logits_statistics_kernel:
-            constants |= {"BM": 8, "BN": tiles.HEAD_COLUMNS}
-        else:
-            constants |= {"TILES": 1187, "WIDTH": 2048}
-        names = kernel.arg_names
-        return compile_kernel(
-            kernel,
-            {name: types[name] for name in names if name in types},
-            {name: value for name, value in constants.items() if name in names},
-            warps,
-            stages,
-        )
-
-
-_HEAD_FLOAT32 = (
-    "inverse_temperature", "logits", "top", "total", "moment", "chosen", "logp", "entropy",
-    "logsumexp", "dlogp",
-)  # fmt: skip
-_HEAD_KERNELS = {
-    "head": head_statistics_kernel,
-    "head gradient": head_gradient_kernel,
-    "head of logits": logits_statistics_kernel,
-    "head combine": combine_kernel,
-}
-
-
-def head_variants() -> Iterator[HeadVariant]:
-    """The output head's kernels with every tile of theirs."""
-    for name in ("head", "head gradient"):
-        for tile in tiles.HEAD:
-            yield HeadVariant(name, tile)
-        yield HeadVariant(f"{name}, ragged K", tiles.HEAD[-1], depth=1000)
-        yield HeadVariant(f"{name}, float32", tiles.HEAD_FLOAT32, "float32")
-    yield HeadVariant("head of logits")
-    yield HeadVariant("head combine")
-
-
-def table() -> str:
-    """Markdown: one row a variant."""
-    lines = [
-        "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
-        "|---|---|---|---|---|",
-    ]
-    for variant in itertools.chain(variants(), head_variants()):
-        machine = variant.compile()
-        matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
-        lines.append(
-            f"| {variant} | {matrix} | {machine.registers} | {machine.local_bytes} B | "
-            f"{machine.shared_bytes / 1024:.0f} KiB |"
-        )
-    return "\n".join(lines)
-
-
-def pass_table() -> str:
-    """Markdown: one row for each of `passes`; instructions without the padding at the end."""
-    lines = [
-        "| kernel, shape, results | global memory | instructions | registers | spills | shared |",
-        "|---|---|---|---|---|---|",
-    ]
-    for variant in passes():
-        machine = variant.compile()
-        count = sum(machine.opcodes.values()) - machine.opcodes["NOP"]
-        lines.append(
-            f"| {variant} | {', '.join(sorted(machine.memory))} | {count} | {machine.registers} | "
-            f"{machine.local_bytes} B | {machine.shared_bytes / 1024:.1f} KiB |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())
-    print(pass_table())
