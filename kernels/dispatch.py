@@ -1,12 +1,12 @@
 """Which implementation a product takes: the reference in jnp, or the Triton kernel.
 
-Recipes say it in `Recipe.kernels`. ``auto`` follows the platform that a program is lowered for: kernels on CUDA, the reference
-elsewhere. Where JAX has no GPU, or jax-triton is not installed, it is the reference outright, so
-that a program for a CPU does not carry kernels that it cannot run. ``triton`` names the kernels
-whatever the backend: for compiling for a GPU on a machine without one. The two are not the same
-bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with the Mosaic kernel for
-the FP8 products that it supports, which are those of many rows. It is asked for by name, because
-nobody has compared its bits with the Triton kernel's on a GPU yet.
+Recipes say it in `Recipe.kernels`. ``auto`` follows the platform that a program is lowered for:
+kernels on CUDA, the reference elsewhere. Where JAX has no GPU, or jax-triton is not installed, it
+is the reference outright, so that a program for a CPU does not carry kernels that it cannot run.
+``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.
+The two are not the same bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with
+the Mosaic kernel for the FP8 products that it supports, which are those of many rows. It is asked
+for by name, because nobody has compared its bits with the Triton kernel's on a GPU yet.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from jax import lax
 from fp8rl_jax.kernels.matmul import matmul
 from fp8rl_jax.kernels.reference import pad_to
 from fp8rl_jax.kernels.tiles import BAND, HEAD_COLUMNS, Tile, head_tile
-from fp8rl_jax.kernels.triton_call import triton_call
+from fp8rl_jax.kernels.triton_call import triton_call, varying_as
 
 CHUNK = 1024  # tokens whose gradient of the logits exists at once
 _ALIGNMENT = 16  # bytes: rows start where a 16-byte load may start
@@ -179,5 +179,6 @@ def head_logprobs_vjp(
     # Added rows have dlogp = 0: they add nothing.
     per_row = (hidden, targets, inverse_temperature, logsumexp, dlogp)
     chunks = tuple(pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row)
-    dhead, dhidden = lax.scan(add, jnp.zeros((hidden.shape[1], width), jnp.float32), chunks)
+    zeros = varying_as(jnp.zeros((hidden.shape[1], width), jnp.float32), *per_row, head)
+    dhead, dhidden = lax.scan(add, zeros, chunks)
     return dhidden.reshape(-1, hidden.shape[1])[:rows, :depth], dhead[:depth, :columns]

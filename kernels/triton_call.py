@@ -88,5 +88,10 @@ def triton_call(
         **constants,
     )
     # Under shard_map jax-triton types its results as equal on every device.
+    return varying_as(results, *arrays)
+
+
+def varying_as(results, *arrays: jax.Array):
+    """`results` typed under shard_map as differing by device as any of `arrays` does."""
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return lax.pcast(results, tuple(sorted(axes)), to="varying") if axes else results

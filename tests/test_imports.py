@@ -41,6 +41,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "optimizer": set(),
     "sharding": set(),
+    "deviceless": {"sharding"},
     "summary": set(),
     "report": {"summary"},
     "checkpoint": {"models"},

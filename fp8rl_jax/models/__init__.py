@@ -1,9 +1,11 @@
 """Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
 
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.fused_head import drawn_logprobs
 from fp8rl_jax.models.kv_cache import KVCache, init_cache
 from fp8rl_jax.models.logprobs import (
     head_logits,
+    inverse_temperature,
     logprobs_of_logits,
     output_head,
     scaled_logits,
@@ -37,12 +39,14 @@ __all__ = [
     "ModelConfig",
     "Swap",
     "checksum",
+    "drawn_logprobs",
     "forward",
     "head_logits",
     "init_cache",
     "init_params",
     "init_probes",
     "init_scaling",
+    "inverse_temperature",
     "kernel_formats",
     "logprobs_of_logits",
     "output_head",

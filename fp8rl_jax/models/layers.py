@@ -1,6 +1,7 @@
 """Norm, gated activation and the linear layer, with fixed rounding points.
 
-Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). The
+Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
+norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
 forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
 `lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `guard` on every product that
 feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
@@ -24,7 +25,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import guard
+from fp8rl_jax.kernels import choose, guard
+from fp8rl_jax.kernels import norm as kernel_norm
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
@@ -185,8 +187,16 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
 
     Kept for the backward pass: x as it came, and no float32 copy.
     """
-    x = x.astype(jnp.float32)
-    return compute_value(x * _inverse_rms(x, eps) * weight, recipe)
+
+    def kernel(x, weight):
+        rows = x.reshape(-1, x.shape[-1])
+        return kernel_norm.rms_norm(rows, weight, eps, recipe.compute_dtype).reshape(x.shape)
+
+    def plain(x, weight):
+        x = x.astype(jnp.float32)
+        return compute_value(x * _inverse_rms(x, eps) * weight, recipe)
+
+    return choose(recipe.kernels, kernel, plain, x, weight)
 
 
 def _rms_norm_forward(recipe, eps, x, weight):
@@ -225,8 +235,16 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
 
     Kept for the backward pass: gate and up as they came, and no float32 copy.
     """
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    return compute_value(gate / (1.0 + jnp.exp(-gate)) * up, recipe)
+
+    def kernel(gate, up):
+        rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+        return kernel_norm.gated_silu(*rows, recipe.compute_dtype).reshape(gate.shape)
+
+    def plain(gate, up):
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        return compute_value(gate / (1.0 + jnp.exp(-gate)) * up, recipe)
+
+    return choose(recipe.kernels, kernel, plain, gate, up)
 
 
 def _gated_silu_forward(recipe, gate, up):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, guard
-from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.kernels import EXP_LANES, guard, resolve
+from fp8rl_jax.models import fused_head, tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import replicate
 from fp8rl_jax.quant import Recipe, Weight, matmul
@@ -42,7 +42,11 @@ def inverse_temperature(temperature: jax.Array) -> jax.Array:
 
 def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """(M, V) logits over (M,) temperatures, padded with -inf to a multiple of 16 columns."""
-    scaled = guard(logits * inverse_temperature(temperature)[:, None])
+    return _scaled(logits, inverse_temperature(temperature))
+
+
+def _scaled(logits: jax.Array, inverse: jax.Array) -> jax.Array:
+    scaled = guard(logits * inverse[:, None])
     missing = -logits.shape[1] % EXP_LANES
     return jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
@@ -67,6 +71,11 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
     return chosen - logsumexp, lax.stop_gradient(entropy)
 
 
+def _row_logprobs(recipe: Recipe, hidden, head, targets, inverse) -> tuple[jax.Array, jax.Array]:
+    """(logp, entropy) of rows, from all their logits at once."""
+    return logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
+
+
 def token_logprobs(
     hidden: jax.Array,
     head: Weight,
@@ -86,6 +95,10 @@ def token_logprobs(
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
+    if resolve(recipe.kernels) != "reference" and tensor_parallel.size() == 1:
+        inverse = inverse_temperature(temperature)
+        plain = functools.partial(_row_logprobs, recipe)
+        return fused_head.token_logprobs(hidden, head, targets, inverse, recipe, plain)
     batch, length, width = hidden.shape
     count = batch * length
     chunk = min(_CHUNK, count)

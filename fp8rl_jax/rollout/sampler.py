@@ -24,9 +24,11 @@ from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
     KVCache,
     ModelConfig,
+    drawn_logprobs,
     forward,
     head_logits,
     init_cache,
+    inverse_temperature,
     logprobs_of_logits,
     output_head,
     scaled_logits,
@@ -169,7 +171,12 @@ class Loop:
         scaled = scaled_logits(logits, requests.temperature)
         keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
         token = choose(scaled, keys, requests.temperature, self.sampler.top_k, self.sampler.top_p)
-        return token, logprobs_of_logits(scaled, token)[0], logits
+        if resolve(self.recipe.kernels) == "reference" or tensor_parallel.size() > 1:
+            return token, logprobs_of_logits(scaled, token)[0], logits
+        inverse = inverse_temperature(requests.temperature)
+        plain = lambda: logprobs_of_logits(scaled, token)[0]
+        logp = drawn_logprobs(logits, token, inverse, self.recipe, plain)
+        return token, logp, logits
 
     def _record(self, rollout: Rollout, index, done, token, logp, logits) -> Rollout:
         sampler, taps = self.sampler, rollout.taps

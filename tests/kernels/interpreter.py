@@ -5,10 +5,11 @@ covers a wrapper's padding, scales, grid and constants as well as the kernel. Th
 process of their own (this file as a program), because TRITON_INTERPRET must be set before Triton is
 imported. The buffers of results hold NaN beforehand: what a kernel forgets to write is seen.
 
-In bf16 the interpreter multiplies wrongly (`tl.dot` takes the bits for integers): test products
-with float32 and float16. Its conversions between float types cut off where a GPU rounds and know no
-NaN in FP8; `_convert` takes their place. It follows the PTX instructions that the kernels compile
-to (`cvt.rn`, with `.satfinite` for FP8), which test_sass.py finds in them.
+Two of the interpreter's operations are replaced. Its products take bf16's bits for integers, and
+numpy's matmul gives a row other bits at another place in a tile, which no tensor core does: `_dot`.
+Its conversions between float types cut off where a GPU rounds and know no NaN in FP8: `_convert`,
+which follows the PTX instructions that the kernels compile to (`cvt.rn`, with `.satfinite` for
+FP8); test_sass.py finds them there.
 """
 
 import importlib
@@ -136,11 +137,30 @@ def _convert(bits: np.ndarray, source, target, rounding) -> np.ndarray:
         return value.astype(target).view(f"u{target.itemsize}")
 
 
+def _widened(handle) -> np.ndarray:
+    """The values of an interpreter's tensor, which keeps some float types as integers."""
+    dtype = str(handle.dtype.scalar)
+    types = {short: np.dtype(name) for name, short in _NAMES.items()}
+    return np.ascontiguousarray(handle.data).view(types[dtype]).astype(np.float32)
+
+
+def _dot(builder, a, b, d, *_precision):
+    """A product whose rows do not see each other: numpy's own takes other orders by place."""
+    from triton.runtime.interpreter import TensorHandle
+
+    left, right = _widened(a), _widened(b)
+    total = np.zeros(d.data.shape, np.float32)
+    for k in range(left.shape[1]):
+        total += left[:, k, None] * right[None, k, :]
+    return TensorHandle(d.data + total, d.dtype.scalar)
+
+
 def _serve(requests, answers) -> None:
     import ml_dtypes  # noqa: F401  (numpy's FP8 types)
     import triton.runtime.interpreter
 
     triton.runtime.interpreter._convert_float = _convert
+    triton.runtime.interpreter.InterpreterBuilder.create_dot = _dot
     while (request := _receive(requests)) is not None:
         module, name, grid, arrays, shapes, constants = request
         try:

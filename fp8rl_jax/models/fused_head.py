@@ -1,0 +1,121 @@
+"""Log-probabilities by the GPU kernels that never hold the logits of many tokens.
+
+The learner's side is differentiable here: one `custom_vjp` around the kernels' two passes. The
+sampler has the logits of its few rows in memory, because it draws from them, and takes the kernel
+that reads them; both give a row the same bits (kernels/head_logprobs.py). Where a program may run
+elsewhere too (`Recipe.kernels` of "auto"), that takes the plain definition of logprobs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.kernels import choose, head_logprobs
+from fp8rl_jax.models.rows import by_own_rows
+from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
+from fp8rl_jax.quant.varying import share
+
+# (hidden, head, targets, 1 / temperature) -> (logp, entropy), of M rows
+Plain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _logprobs(recipe: Recipe, plain: Plain, hidden, head, master, targets, inverse):
+    return _forward(recipe, plain, hidden, head, master, targets, inverse)[0]
+
+
+def _forward(recipe: Recipe, plain: Plain, hidden, head, master, targets, inverse):
+    def kernel(*operands):
+        return head_logprobs.head_logprobs(*operands)
+
+    def elsewhere(*operands):
+        return *plain(*operands), jnp.zeros_like(inverse)  # its gradient needs no third
+
+    operands = (compute_value(hidden, recipe), compute_value(head, recipe), targets, inverse)
+    logp, entropy, logsumexp = choose(recipe.kernels, kernel, elsewhere, *operands)
+    like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
+    return (logp, entropy), (operands, logsumexp, like, master is None)
+
+
+def _backward(recipe: Recipe, plain: Plain, residual, cotangents):
+    operands, logsumexp, like, own = residual
+
+    def kernel(operands, logsumexp, dlogp):
+        return head_logprobs.head_logprobs_vjp(*operands, logsumexp, dlogp)
+
+    def elsewhere(operands, logsumexp, dlogp):
+        def logp(hidden, head):
+            return plain(hidden, head, *operands[2:])[0]
+
+        gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
+        return tuple(x.astype(jnp.float32) for x in gradients)
+
+    found = choose(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
+    dhidden, dhead = (x.astype(kind.dtype) for x, kind in zip(found, like, strict=True))
+    return (dhidden, dhead, None, None, None) if own else (dhidden, None, dhead, None, None)
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    head: Weight,
+    targets: jax.Array,
+    inverse_temperature: jax.Array,
+    recipe: Recipe,
+    plain: Plain,
+) -> tuple[jax.Array, jax.Array]:
+    """`logprobs.token_logprobs` by the kernels, every device of a mesh with its own rows.
+
+    Args:
+      hidden: (B, T, D).
+      head: (D, V), an array or a BoundWeight.
+      targets: (B, T) int32.
+      inverse_temperature: (B,) float32.
+      recipe: numerics.
+      plain: the same for rows, in jnp, where the program runs without a GPU.
+
+    Returns:
+      (logp, entropy), each (B, T) float32. The entropy carries no gradient.
+    """
+    value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
+
+    def run(hidden, targets, inverse, value, master):
+        batch, length, width = hidden.shape
+        inverse = jnp.broadcast_to(inverse[:, None], (batch, length)).reshape(-1)
+        operands = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse)
+        found = _logprobs(recipe, plain, *share(*operands))
+        return tuple(x.reshape(batch, length) for x in found)
+
+    logp, entropy = by_own_rows(run, (hidden, targets, inverse_temperature), (value, master), 0)
+    return logp, jax.lax.stop_gradient(entropy)
+
+
+def drawn_logprobs(
+    logits: jax.Array,
+    tokens: jax.Array,
+    inverse_temperature: jax.Array,
+    recipe: Recipe,
+    plain: Callable[[], jax.Array],
+) -> jax.Array:
+    """Log-probabilities of drawn tokens from logits (M, V): the bits of `token_logprobs`.
+
+    Args:
+      logits: (M, V) float32, before temperature.
+      tokens: (M,) int32; inverse_temperature: (M,) float32.
+      recipe: numerics.
+      plain: the result in jnp, where the program runs without a GPU.
+    """
+
+    def kernel(logits, tokens, inverse):
+        return head_logprobs.logprobs_of_logits(logits, tokens, inverse)[0]
+
+    def run(logits, tokens, inverse):
+        return (choose(recipe.kernels, kernel, lambda *_: plain(), logits, tokens, inverse),)
+
+    return by_own_rows(run, (logits, tokens, inverse_temperature), (), 0)[0]

@@ -1,0 +1,123 @@
+"""The model on the GPU kernels, run in Triton's interpreter: same results, no drift.
+
+Everything but attention is a kernel here, behind the library's own wrappers. What a tensor core
+adds within an instruction the interpreter adds in float32, one product after another.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
+
+from interpreter import Interpreter
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import head_logprobs, matmul, norm
+from fp8rl_jax.learner import Batch, response_logprobs
+from fp8rl_jax.models import (
+    ModelConfig,
+    init_params,
+    quantize_params,
+    rope_tables,
+    trainable_params,
+)
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.rollout import SamplerConfig, make_sampler
+
+_DENSE = ModelConfig(
+    vocab_size=96, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=64, intermediate_size=256,
+)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+_PROMPTS, _NEW = 6, 5
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, interpreter):
+    calls = []
+
+    def triton_call(kernel, *arrays, **keywords):
+        calls.append(kernel.fn.__name__)
+        return interpreter.triton_call(kernel, *arrays, **keywords)
+
+    for module in (matmul, norm, head_logprobs):
+        monkeypatch.setattr(module, "triton_call", triton_call)
+    return calls
+
+
+def _rollout(config, recipe, weights, rope):
+    sampler = make_sampler(config, recipe, SamplerConfig(_NEW, 2, (), 0))
+    prompts = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, config.vocab_size)
+    lengths = jnp.asarray([_PROMPTS, 3], jnp.int32)
+    rows = jnp.arange(4, dtype=jnp.int32)
+    key, temperature = jax.random.key(2), jnp.full(4, 0.8)
+    limits = jnp.full(4, _NEW, jnp.int32)
+    rollout = sampler(weights, prompts, lengths, key, rows, temperature, limits, rope)
+    prompts, lengths = (np.repeat(np.asarray(x), 2, 0) for x in (prompts, lengths))
+    tokens = np.zeros((4, _PROMPTS + _NEW), np.int32)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = prompts[row, :length]
+        tokens[row, length : length + _NEW] = rollout.tokens[row]
+    zeros = np.zeros((4, _NEW), np.float32)
+    batch = Batch(
+        tokens, lengths, np.asarray(rollout.tokens), np.asarray(rollout.mask, np.float32),
+        np.asarray(temperature), np.zeros(4, np.float32), zeros, zeros, zeros,
+    )  # fmt: skip
+    return rollout, batch
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        pytest.param("f32", {}, id="f32"),
+        pytest.param("fp8", _EXPERTS, id="fp8 experts"),
+        pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
+        pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
+        pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
+        pytest.param("fake", _EXPERTS, id="fake experts", marks=pytest.mark.slow),
+        pytest.param("fp8_tensorwise", {}, id="per tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_results_and_drift(interpreted, name, more):
+    config, recipe = dataclasses.replace(_DENSE, **more), get_recipe(name)
+    params = init_params(config, jax.random.key(0))
+    rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
+    on_kernels = dataclasses.replace(recipe, kernels="triton")
+    weights = quantize_params(params, on_kernels)
+    rollout, batch = _rollout(config, on_kernels, weights, rope)
+
+    def learn(recipe):
+        def loss(params, batch):
+            paired = trainable_params(params, weights, recipe)
+            logp, entropy, _ = response_logprobs(paired, batch, config, recipe, rope, "full", None)
+            return (logp * batch.mask).sum(), (logp, entropy)
+
+        (_, found), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        return *found, gradient
+
+    logp, entropy, gradient = learn(on_kernels)
+    if recipe.row_local:  # no drift
+        np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
+    used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
+    used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
+    assert set(interpreted) >= used
+
+    want = learn(recipe)  # in jnp
+    # A last bit of a norm moves a value's rounding to bf16 or FP8 now and then.
+    bound, gradient_bound = {"f32": (2e-5, 2e-5), "bf16": (0.05, 0.05)}.get(name, (0.1, 0.2))
+    np.testing.assert_allclose(np.asarray(logp), np.asarray(want[0]), rtol=0, atol=bound)
+    np.testing.assert_allclose(np.asarray(entropy), np.asarray(want[1]), rtol=0, atol=bound)
+    size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
+    error = jax.tree.map(lambda a, b, n: float(jnp.linalg.norm(a - b) / n), gradient, want[2], size)
+    assert max(jax.tree.leaves(error)) < gradient_bound, error
