@@ -16,6 +16,7 @@ from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
+from fp8rl_jax.kernels.triton_call import installed
 from fp8rl_jax.model_source import check_positions, model_shapes
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.precision import SIDES, same_numerics, side_recipe, zero_drift_required
@@ -198,9 +199,31 @@ def _check_precision(config) -> None:
     check_xla_flags()
 
 
+def _check_kernels(config) -> None:
+    kernels, backend = config.precision.kernels, jax.default_backend()
+    if kernels in ("triton", "mosaic") and backend != "gpu":
+        raise UserError(
+            f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "
+            "'reference'"
+        )
+    if kernels != "reference" and backend == "gpu" and not installed():
+        raise UserError(
+            f"precision.kernels is {kernels!r}, and jax-triton is not installed: install it with "
+            "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "
+            "and drifts"
+        )
+    if kernels == "mosaic" and zero_drift_required(config):
+        raise UserError(
+            "precision.kernels is 'mosaic', which decodes by one kernel and learns by another, and "
+            "their bits have not been compared: write 'triton', or set "
+            "precision.zero_drift='report'"
+        )
+
+
 def check_platform(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError if zero drift is required where it is not kept. Compiles a trivial probe,
-    so it comes after every other check."""
+    """Raises UserError where this machine cannot do what is asked: kernels without a GPU, zero
+    drift where it is not kept. Compiles a trivial probe, so it comes after every other check."""
+    _check_kernels(config)
     if config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(
             f"precision.zero_drift is 'required', and on {jax.default_backend()} with this jaxlib "

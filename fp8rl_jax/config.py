@@ -92,6 +92,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "attention": ("bf16", "bf16, or fp8: q too is quantised, as the KV cache is"),
         "kv_margin": (1.05, "headroom of calibrated scales"),
         "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
+        "kernels": ("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; triton; "
+                    "mosaic: triton, and Mosaic for FP8 products of many rows"),
         "health": (True, "count saturated, underflowed and non-finite values"),
         "self_check": (True, "before a run that relies on zero drift, try it on two layers"),
     },
@@ -179,6 +181,7 @@ CHOICES = {
     "precision.zero_drift": ("auto", "required", "report"),
     "precision.kv_cache": ("recipe", "bf16", "fp8", "fp8_calibrated"),
     "precision.attention": ("bf16", "fp8"),
+    "precision.kernels": ("auto", "reference", "triton", "mosaic"),
     "algo.correction": ("auto", "none", "tis"),
     "algo.old_logprobs": ("learner", "rollout"),
     "algo.routing_replay": ("none", "experts", "weights"),

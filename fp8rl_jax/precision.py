@@ -30,7 +30,7 @@ def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
     """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
 
     Policies, layers and modules in bf16 change recipes that quantise; the others have nothing to
-    change. The KV cache and FP8 attention change any recipe.
+    change. The KV cache, FP8 attention and kernels change any recipe.
 
     Raises:
       UserError: no such recipe or policy, or they do not go together.
@@ -51,6 +51,8 @@ def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
                 "'fp8_calibrated'"
             )
         recipe = dataclasses.replace(recipe, fp8_attention=True)
+    if precision.kernels != "auto":
+        recipe = dataclasses.replace(recipe, kernels=precision.kernels)
     return _change_layers(recipe, precision, layers) if recipe.quantized else recipe
 
 

@@ -15,6 +15,10 @@ import jax
 import pytest
 import test_bad_input as bad
 
+from fp8rl_jax import checks
+from fp8rl_jax.config import load_config
+from fp8rl_jax.errors import UserError
+
 pytestmark = bad.pytestmark
 _count_compilations, _place = bad._count_compilations, bad._place
 refused, refused_fields = bad.refused, bad.refused_fields
@@ -52,6 +56,9 @@ _VALUES = {
     "attention=FP8": ["'FP8'", "bf16", "fp8"],
     "attention=f32": ["'f32'", "bf16", "fp8"],
     "attention=": ["''", "bf16", "fp8"],
+    "kernels=cuda": ["'cuda'", "auto", "reference", "triton", "mosaic"],
+    "kernels=triton": ["'triton'", "cpu", "'reference'"],
+    "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
     "kv_margin=0.99": ["0.99", "at least 1"],
     "kv_margin=nan": ["nan", "finite"],
     "kv_margin=inf": ["inf", "finite"],
@@ -205,6 +212,28 @@ def test_what_was_refused_is_not_offered(refused_fields):
     assert "fp8_delayed" not in message.partition("use ")[2], message
 
 
+_ON_A_GPU = {
+    "no jax-triton": ("auto", False, ["jax-triton", "fp8rl_jax[cuda]", "'reference'"]),
+    "mosaic and learner": ("mosaic", True, ["'mosaic'", "'triton'", "zero_drift='report'"]),
+    "triton": ("triton", True, None),
+    "reference": ("reference", False, None),
+}
+
+
+@pytest.mark.parametrize("case", _ON_A_GPU)
+def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
+    kernels, installed, words = _ON_A_GPU[case]
+    config = load_config("tiny.py", [f"--config.precision.kernels={kernels}"])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(checks, "installed", lambda: installed)
+    if words is None:
+        checks.check_platform(config)
+        return
+    with pytest.raises(UserError) as refusal:
+        checks.check_platform(config)
+    bad._assert_words(str(refusal.value), words)
+
+
 # The other side of every bound.
 
 _GOOD = [
@@ -229,7 +258,7 @@ _GOOD = [
     ["bf16_modules=*"],
     [*_BF16, "attention=fp8", "kv_cache=fp8"],
     ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1", "kv_percentile=1"],
-    ["kv_cache=bf16", "health=False"],
+    ["kv_cache=bf16", "health=False", "kernels=reference"],
     ["kv_cache=fp8_calibrated", "kv_percentile=100", "learner=bf16"],
 ]
 

@@ -50,7 +50,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "model_source": {"config", "models"},
     "precision": {"model_source", "models", "quant"},
     "run_directory": {"checks", "config", "metrics", "model_source"},
-    "checks": {"config", "envs", "model_source", "models", "precision", "quant"},
+    "checks": {"config", "envs", "kernels", "model_source", "models", "precision", "quant"},
     "recipe_show": {"quant"},
     **dict.fromkeys(
         (
