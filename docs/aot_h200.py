@@ -32,7 +32,7 @@ from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout.sampler import Loop, Requests, SamplerConfig
 
 GIB = 2**30
-SLOTS, SEQUENCES = 4096, {"decode": 64, "train": 32}
+SLOTS, PROMPT, SEQUENCES = 4096, 512, {"decode": 64, "train": 32}
 
 
 def _shapes(function, *arguments):
@@ -101,12 +101,12 @@ class Programs:
 
     def train(self, micro_batches: int):
         """Gradients and the optimiser's update for one batch."""
-        batch, prompt = SEQUENCES["train"], 512
+        batch = SEQUENCES["train"]
         optimizer, _ = make_optimizer(1e-6, 10, 0.9, 0.95, 0.0, 1.0)
         rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
         state = _shapes(lambda p, r: new_state(p, optimizer, r, self.recipe), self.params, rng)
         state = _laid_out(state, sharding.param_shardings(self.mesh, state))
-        slots = SLOTS - prompt
+        slots = SLOTS - PROMPT
         field = {
             "tokens": ((batch, SLOTS), jnp.int32), "targets": ((batch, slots), jnp.int32),
             "prompt_lengths": ((batch,), jnp.int32), "temperature": ((batch,), jnp.float32),

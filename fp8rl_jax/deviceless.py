@@ -104,7 +104,7 @@ def products(program: str) -> dict[str, list[str]]:
             kind = match.group(1)
         elif re.search(r" = [^=]*? (dot|convolution)\(", line):
             kind = "dot"
-        elif "gemm_fusion" in line and " fusion(" in line:
+        elif re.match(r"\s*(ROOT )?%gemm_fusion[\w.]* = .* fusion\(", line):
             kind = "gemm fusion"
         if kind:
             name = re.search(r'op_name="([^"]*)"', line)

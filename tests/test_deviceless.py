@@ -1,0 +1,71 @@
+"""Whole programs compiled for H200s without one: whose products they hold, and what they send."""
+
+import pathlib
+import sys
+
+import jax
+import pytest
+
+pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "docs"))
+
+import aot_h200
+
+from fp8rl_jax import deviceless
+
+
+def _attention(names: list[str]) -> bool:
+    return all("self_attn" in name and "proj" not in name for name in names)
+
+
+def _assert_own_products(text: str, kernels: int) -> None:
+    """Every product is a kernel of this library, attention's apart."""
+    found = deviceless.products(text)
+    assert len(found.pop("triton_kernel_call")) >= kernels
+    for kind, names in found.items():
+        assert kind in ("dot", "gemm fusion"), (kind, names)
+        assert _attention([name for name in names if name]), (kind, names)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(aot_h200, "SLOTS", 256)
+    monkeypatch.setattr(aot_h200, "PROMPT", 64)
+    monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 8, "train": 8})
+
+
+def test_decode_step():
+    """Seven linear layers, the head, norms, gate and log-probability; weights are not copied."""
+    programs = aot_h200.Programs("qwen3_0p6b", deviceless.h200_mesh({}), layers=2)
+    compiled = programs.decode().compile()
+    text = compiled.as_text()
+    _assert_own_products(text, 16)
+    assert not deviceless.collectives(text)
+    copied = [
+        line for line in text.splitlines()
+        if "f8e4m3fn[2,3072,1024]" in line.partition("=")[2].partition("(")[0]
+        and any(f" {name}(" in line for name in ("copy", "transpose", "fusion"))
+    ]  # fmt: skip
+    assert not copied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_train_step(axes):
+    programs = aot_h200.Programs("qwen3_0p6b", deviceless.h200_mesh(axes), layers=2)
+    text = programs.train(1).compile().as_text()
+    _assert_own_products(text, 40)
+    sent = deviceless.collectives(text)
+    assert bool(sent) == bool(axes)
+    if axes:
+        assert sent["all-gather u8"]  # weights as bytes; XLA may send several at once
+
+
+def test_without_the_plugin_it_says_what_to_install(monkeypatch):
+    from jax._src import xla_bridge
+
+    jax.devices()
+    monkeypatch.setattr(xla_bridge, "_topology_factories", {})
+    monkeypatch.setitem(sys.modules, "jax_plugins.xla_cuda13", None)
+    with pytest.raises(deviceless.UserError, match=r"fp8rl_jax\[gpu_proofs\]"):
+        deviceless.h200_mesh({})
