@@ -37,7 +37,7 @@ FP8_MANY_ROWS = (Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 8, 4))
 BF16_FEW_ROWS = (Tile(64, 32, 64, 4, 6), Tile(64, 64, 64, 4, 5), Tile(64, 128, 64, 4, 4))
 BF16_MANY_ROWS = (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3))
 WGRAD = (Tile(64, 128, 128, 4, 4),)  # a scale per row and per column: twice the registers
-FLOAT32 = (Tile(32, 64, 32, 4, 3),)
+FLOAT32 = (Tile(32, 64, 32, 4, 2),)
 # The output head: the columns of a tile are part of the definition of a log-probability here, and
 # 128 is the most that `triton_head` can add up in 32 bits.
 HEAD_COLUMNS = 128
