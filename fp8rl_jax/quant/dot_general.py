@@ -37,6 +37,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import K_BLOCK, as_bytes, block_matmul, choose, from_bytes
 from fp8rl_jax.quant import formats, grouped_kernels
+from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
@@ -216,7 +217,7 @@ class _Operands:
     """The operands of fprop: x in the compute dtype, and both as (QArray, amax) if quantised."""
 
     x_value: jax.Array
-    x: tuple[QArray, jax.Array] | None = None
+    x: tuple[QArray, jax.Array | None] | None = None
     w: tuple[QArray, jax.Array | None] | None = None
 
 
@@ -229,7 +230,7 @@ def _forward(
         y = _multiply(recipe, _gathered(x_value, gather), weight, dtype)
         return y, _Operands(x_value)
     state = None if w.scaling is None else w.scaling.activation
-    rows = quantize_operand(x_value, recipe.activation, state)
+    rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
     columns: tuple[QArray, jax.Array | None]
     if isinstance(w.value, QArray):
         columns = w.value, None
@@ -293,7 +294,7 @@ def matmul_forward(
     if turned == recipe.activation:
         columns = operands.x[0]
     else:
-        columns, _ = quantize_operand(operands.x_value, turned, None)
+        columns, _ = quantize_activation(operands.x_value, turned, None, recipe.kernels)
     weight = operands.w[0] if recipe.weight.transposes else parameter
     state = None if bound.scaling is None else bound.scaling.gradient
     probe = None if bound.probe is None else bound.probe.gradient
@@ -328,7 +329,7 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
         dx = _multiply(recipe, dy, compute_value(plain_value(residual.weight), recipe).T)
         dw = _wgrad(recipe, _gathered(residual.x, gather), dy)
     else:
-        rows, amax = quantize_operand(dy, recipe.gradient, residual.gradient)
+        rows, amax = quantize_activation(dy, recipe.gradient, residual.gradient, recipe.kernels)
         if residual.probe is not None:
             seen["gradient"] = observe(dy, rows, amax, recipe.gradient, residual.probe)
         weight = residual.weight
@@ -336,7 +337,9 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
             weight, _ = quantize_operand(plain_value(weight), recipe.weight.turned, None)
         dx = _product(recipe, rows, weight.T)
         turned = recipe.gradient.turned
-        columns = rows if turned == recipe.gradient else quantize_operand(dy, turned, None)[0]
+        columns = rows
+        if turned != recipe.gradient:
+            columns, _ = quantize_activation(dy, turned, None, recipe.kernels)
         dw = _wgrad(recipe, _gathered(residual.x, gather), columns)
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad
 from fp8rl_jax.quant import formats
+from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Operand, Recipe
 from fp8rl_jax.quant.site import OperandProbe, observe, quantize_operand
@@ -37,9 +38,9 @@ def differentiates(recipe: Recipe, rows: int) -> bool:
     return applies(recipe) and rows % K_BLOCK == 0
 
 
-def _by_rows(x: jax.Array, operand: Operand) -> QArray:
-    """(tiles, R, K) quantised along K, every tile with its own scales (tiles, R, KB)."""
-    return quantize_operand(x, operand, None)[0]
+def _quantized(recipe: Recipe, x: jax.Array, operand: Operand) -> QArray:
+    """(tiles, R, K), every tile with scales of its own."""
+    return quantize_activation(x, operand, None, recipe.kernels)[0]
 
 
 def _product(
@@ -69,7 +70,7 @@ def forward(
     if recipe.activation is None:
         weight = compute_value(plain_value(bind(w).value), recipe)
         return grouped_matmul(value, weight, experts, dtype=dtype)
-    rows = _by_rows(value, recipe.activation)
+    rows = _quantized(recipe, value, recipe.activation)
     return _product(recipe, rows, _quantized_weight(recipe, w), experts, dtype)
 
 
@@ -85,7 +86,7 @@ def _observed(
         return None
 
     def count(x, qvalue, scale):
-        seen = observe(x, QArray(qvalue, scale, q.block_shape), scale, operand, probe)
+        seen = observe(x, QArray(qvalue, scale, q.block_shape), None, operand, probe)
         return seen.counts
 
     counts = jax.vmap(count)(x, q.qvalue, q.scale)
@@ -106,7 +107,7 @@ def backward(
     probes = bound.probe
     seen: dict[str, OperandProbe | None] = {}
     if recipe.activation is not None and probes is not None:
-        rows = _by_rows(x, recipe.activation)
+        rows = _quantized(recipe, x, recipe.activation)
         seen["activation"] = _observed(x, rows, recipe.activation, probes.activation, experts)
     if recipe.gradient is None or recipe.activation is None:
         parameter = bound.value if bound.master is None else bound.master
@@ -115,12 +116,12 @@ def backward(
         dx = grouped_matmul(dy, weight.swapaxes(1, 2), experts)
         dw = grouped_wgrad(x, dy, experts, count)
     else:
-        rows = _by_rows(dy, recipe.gradient)
+        rows = _quantized(recipe, dy, recipe.gradient)
         if probes is not None:
             seen["gradient"] = _observed(dy, rows, recipe.gradient, probes.gradient, experts)
         dx = _product(recipe, rows, _transposed(_quantized_weight(recipe, w)), experts)
         columns = [
-            _by_rows(value, operand.turned)
+            _quantized(recipe, value, operand.turned)
             for value, operand in ((x, recipe.activation), (dy, recipe.gradient))
         ]
         if recipe.fake:

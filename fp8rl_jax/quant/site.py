@@ -196,7 +196,9 @@ def quantize_operand(
     return stacked(lambda x, state: quantise(x, state=state), x.ndim - 2)(value, state)
 
 
-def observe(x: jax.Array, q: qarray.QArray, amax: jax.Array, operand: Operand, probe: OperandProbe):
+def observe(
+    x: jax.Array, q: qarray.QArray, amax: jax.Array | None, operand: Operand, probe: OperandProbe
+) -> OperandProbe:
     """What `probe` asks for of an operand `x` quantised to `q`: its cotangent."""
     counts = None
     if probe.counts is not None:
