@@ -101,7 +101,7 @@ def products(program: str) -> dict[str, list[str]]:
     for line in program.splitlines():
         kind = None
         if match := called.search(line):
-            kind = match.group(1)
+            kind = match.group(1).removesuffix("_ffi")  # as jax-triton 0.4 calls it
         elif re.search(r" = [^=]*? (dot|convolution)\(", line):
             kind = "dot"
         elif re.match(r"\s*(ROOT )?%gemm_fusion[\w.]* = .* fusion\(", line):
