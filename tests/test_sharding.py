@@ -51,6 +51,7 @@ def test_fsdp_equals_one_device(recipe):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_delayed_scaling_sees_every_device():
     """Amaxes are of the whole batch on 8 devices, and after 2 micro-batches, as on one device."""
     one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "fp8_delayed")
@@ -81,7 +82,10 @@ _EXPERTS = ("model.num_experts=8", "model.moe_intermediate_size=64")
 
 @pytest.mark.parametrize(
     "recipe,micro_batches",
-    [("f32", 1), pytest.param("fp8_delayed", 2, marks=pytest.mark.slow)],
+    [
+        pytest.param("f32", 1, marks=pytest.mark.slow),
+        pytest.param("fp8_delayed", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
     """Every device sorts its own rows into its own tiles; experts lie in parts."""

@@ -268,7 +268,9 @@ _EXPERTS = {
     [
         _STATEFUL["delayed"],
         pytest.param(_STATEFUL["policy of the user's"], marks=pytest.mark.slow),
-        _STATEFUL["calibrated KV, FP8 attention, bf16 layers"],
+        pytest.param(
+            _STATEFUL["calibrated KV, FP8 attention, bf16 layers"], marks=pytest.mark.slow
+        ),
         pytest.param(_EXPERTS, marks=pytest.mark.slow),
     ],
     ids=[*_STATEFUL, "experts, delayed"],

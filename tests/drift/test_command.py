@@ -119,6 +119,7 @@ def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_drift_in_a_run_is_analysed_once(tmp_path, monkeypatch, capsys):
     """The first drift where none was promised writes drift.json, and the report shows it."""
     jax.clear_caches()
