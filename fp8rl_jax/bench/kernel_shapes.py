@@ -79,18 +79,31 @@ class Case:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the second operand; of experts, as many as random choices hit. Without scales."""
+        """Of the second operand, without scales; of experts, as many as random choices hit."""
+        if self.experts and self.gemm == "wgrad":
+            return self.products * self.columns * self.item
         used = 1.0
         if self.experts:
             used = self.experts * (1 - (1 - self.top_k / self.experts) ** self.rows)
         return round(used * self.depth * self.columns * self.item)
 
     @property
+    def held_bytes(self) -> int:
+        """Of all operands and the result: also of experts that no token takes."""
+        if not self.experts or self.gemm == "wgrad":
+            return self.bytes
+        return self.bytes - self.weight_bytes + self.experts * self.depth * self.columns * self.item
+
+    @property
     def bytes(self) -> int:
         """Fewest bytes through memory: operands once, a bf16 result (float32 of wgrad) once."""
-        scales = 4 * self.products * -(-self.depth // K_BLOCK) if self.kind == "fp8" else 0
-        out = self.products * self.columns * (4 if self.gemm == "wgrad" else 2)
-        return self.products * self.depth * self.item + self.weight_bytes + scales + out
+        first = self.products * self.depth
+        scales = 4 * first // K_BLOCK if self.kind == "fp8" else 0
+        out = 2 * self.products * self.columns
+        if self.gemm == "wgrad":
+            out = 4 * max(self.experts, 1) * self.columns
+            out *= self.depth if self.experts else self.rows
+        return first * self.item + self.weight_bytes + scales + out
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts, top {self.top_k}" if self.experts else ""

@@ -55,7 +55,7 @@ def calls(case: Case) -> tuple[int, int]:
     """(calls in a program, programs in flight) for a case."""
     seconds = max(case.bytes / _BYTES_PER_S, case.flops / _FLOPS_PER_S[case.kind])
     wide = 2 if case.kind == "fp8" else 1  # the bf16 counterpart's operands are twice as large
-    fit = max(1, int(_MEMORY / (wide * case.bytes)))
+    fit = max(2, int(_MEMORY / (wide * case.held_bytes)))
     wanted = max(2, math.ceil(_IN_FLIGHT / 2 / seconds), math.ceil(_ROTATED / case.bytes))
     count = min(wanted, fit, _MOST_CALLS)
     return count, max(1, math.ceil(_IN_FLIGHT / (count * seconds)))
@@ -201,38 +201,40 @@ def versions(case: Case) -> list[str]:
     return names
 
 
+def prepared(
+    case: Case, version: str, source: Source, count: int
+) -> tuple[Callable, list[Operands], dict | None]:
+    """What computes a version, operands for `count` calls, and options of the compiler."""
+    dense = case
+    if case.experts:
+        rows, depth = case.products, case.depth
+        if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
+            rows, depth = depth, rows
+        dense = Case(case.name, case.gemm, case.kind, rows, depth, case.columns)
+    if version in ("ours", "dense"):
+        return *_ours(case if version == "ours" else dense, source, count), None
+    if version == "bf16":
+        return _xla, _unscaled(dense, source, jnp.bfloat16, count), _CUBLAS
+    pairs = _unscaled(dense, source, E4M3, count)
+    scales = [source.scales(2).astype(jnp.bfloat16) for _ in pairs]
+    operands = [(*pair, *scale) for pair, scale in zip(pairs, scales, strict=True)]
+    return _xla_fp8, operands, _CUBLAS
+
+
 def time_case(case: Case, source: Source) -> dict[str, Any]:
     """{version: {'us', 'spread', 'by', 'calls', 'programs'}, or {'error': text}}."""
     count, programs = calls(case)
-    dense = Case(case.name, "fprop", case.kind, case.products, case.depth, case.columns)
-    if case.gemm == "wgrad" and case.experts:
-        # As many operations with the tokens of all experts as the contraction of one product.
-        dense = Case(case.name, "wgrad", case.kind, case.depth, case.products, case.columns)
-    elif not case.experts:
-        dense = case
-
-    def prepared(version: str) -> tuple[Callable, list[Operands]]:
-        if version in ("ours", "dense"):
-            return _ours(case if version == "ours" else dense, source, count)
-        if version == "bf16":
-            return _xla, _unscaled(dense, source, jnp.bfloat16, count)
-        pairs = _unscaled(dense, source, E4M3, count)
-        return _xla_fp8, [(*pair, source.scales(1)[0]) for pair in pairs]
-
     found: dict[str, Any] = {}
     for version in versions(case):
         try:
-            product, operands = prepared(version)
-            options = _CUBLAS if version in ("bf16", "fp8") else None
+            product, operands, options = prepared(case, version, source, count)
             seconds, spread, by = seconds_per_call(product, operands, programs, options)
         except Exception as error:  # one version that a device refuses does not end the others
             text = " ".join(f"{type(error).__name__}: {error}".split())
             found[version] = {"error": text[:300]}
             continue
-        finally:
-            operands = []
         found[version] = {
-            "us": seconds * 1e6, "spread": spread, "by": by, "calls": count,
-            "programs": programs,
+            "us": seconds * 1e6, "spread": spread, "by": by, "calls": count, "programs": programs,
         }  # fmt: skip
+        del operands  # before the next version's are made: they may fill much of the memory
     return found
