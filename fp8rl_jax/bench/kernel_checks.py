@@ -14,6 +14,9 @@ arXiv:2412.19437, 3.3.2), so a term may lose 2^-13 of the largest of its 32. For
 adds to less than 2^-11 of the sum of magnitudes at any K; the wrong scale of a single block gives
 about four times that at K = 4096. The reference, and Triton's interpreter, add in float32.
 
+Checks run few rows, which take other tiles than many do: that tiles give equal bits carries a
+result over to the tiles that were not compared with float64.
+
 Results of a jitted call cannot be poisoned beforehand; that every element of a result is finite is
 checked instead.
 """

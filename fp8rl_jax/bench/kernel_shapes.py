@@ -47,7 +47,7 @@ class Case:
     """One product.
 
     Attributes:
-      name: model and layers, such as 'qwen3_8b gate_proj up_proj'.
+      name: model and layers, such as 'qwen3_8b gate/up'.
       gemm: 'fprop', 'dgrad' or 'wgrad'.
       kind: 'fp8', 'bf16' or 'float32', of the operands.
       rows, depth, columns: of the product; `rows` are tokens where there are experts.
@@ -142,6 +142,12 @@ def matrices(model: str) -> dict[Matrix, list[str]]:
     return found
 
 
+def _short(layers: list[str]) -> str:
+    """'experts gate/up' of ['experts.gate_proj', 'experts.up_proj']."""
+    names = "/".join(layer.split(".")[-1].removesuffix("_proj") for layer in layers)
+    return f"experts {names}" if layers[0].startswith("experts.") else names
+
+
 def _trained(case: Case) -> list[Case]:
     """The three products of a layer in a train step."""
     rows, depth, columns = case.rows, case.depth, case.columns
@@ -189,11 +195,9 @@ def cases(
             else:
                 chosen = heavy[:2] + (heads if count == 1 else [])
             for matrix in chosen:
-                name = f"{model} {' '.join(stacks[matrix])}"
-                case = Case(
-                    name, "fprop", matrix.kind, count, matrix.depth, matrix.columns,
-                    matrix.experts, matrix.top_k,
-                )  # fmt: skip
+                name = f"{model} {_short(stacks[matrix])}"
+                shape = matrix.depth, matrix.columns, matrix.experts, matrix.top_k
+                case = Case(name, "fprop", matrix.kind, count, *shape)
                 found += _trained(case) if count >= TRAINING else [case]
     seen: dict[tuple, Case] = {}
     for case in found:

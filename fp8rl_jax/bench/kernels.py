@@ -91,7 +91,7 @@ def correctness(cases: Sequence[Case], seed: int = 0) -> Iterator[checks.Outcome
     On a GPU the Triton kernels; elsewhere the reference, of dense products and narrower matrices.
     """
     implementation = "triton" if on_gpu() else "reference"
-    dense = _dense_checks(cases, implementation == "reference")
+    dense = dense_checks(cases, implementation == "reference")
     grouped = {(c.depth, c.columns, c.experts, c.top_k): c for c in cases if c.experts}
     largest = max(
         [max(1, c.rows) * c.depth for c in dense]
@@ -110,17 +110,17 @@ def correctness(cases: Sequence[Case], seed: int = 0) -> Iterator[checks.Outcome
     for kind in checks.TILES:
         yield from checks.check_tiles(checks.Dense(kind, 200, 1024, 520), source)
     for case in grouped.values():
-        yield from checks.check_grouped(_with_rows(case, 16), source, seed)
+        yield from checks.check_grouped(with_rows(case, 16), source, seed)
         rows = 64 * case.experts // case.top_k + 1  # tiles of 128 rows, as wgrad needs them
-        yield checks.check_grouped_wgrad(_with_rows(case, rows), source, seed)
+        yield checks.check_grouped_wgrad(with_rows(case, rows), source, seed)
 
 
-def _with_rows(case: Case, rows: int) -> Case:
+def with_rows(case: Case, rows: int) -> Case:
     return Case(case.name, "fprop", case.kind, rows, case.depth, case.columns, case.experts,
                 case.top_k)  # fmt: skip
 
 
-def _dense_checks(cases: Sequence[Case], narrow: bool) -> list[checks.Dense]:
+def dense_checks(cases: Sequence[Case], narrow: bool) -> list[checks.Dense]:
     """One check for every kind and matrix; wgrad with its scales, results as they are stored."""
     found: dict[checks.Dense, None] = {}
     for case in cases:
@@ -234,13 +234,22 @@ _BANDWIDTH_GBPS = 4300.0
 
 
 def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
-    """The project's targets: {'target', 'wanted', 'found' (of the worst case; None), 'case'}."""
+    """The project's targets.
+
+    Returns:
+      {'target', 'wanted', 'found' (of the worst case, None without any), 'case', 'missing' (cases
+      that belong to the target and have no figure, because something failed)} of each.
+    """
 
     def worst(target: str, wanted: float, key: str, belongs: Callable[[dict], bool]) -> dict:
-        mine = [row for row in rows if belongs(row) and key in row]
-        least = min(mine, key=lambda row: row[key], default=None)
+        mine = [row for row in rows if belongs(row)]
+        measured = [row for row in mine if key in row]
+        least = min(measured, key=lambda row: row[key], default=None)
         found, case = (None, "") if least is None else (float(least[key]), least["case"])
-        return {"target": target, "wanted": wanted, "found": found, "case": case}
+        missing = [row["case"] for row in mine if key not in row]
+        return {
+            "target": target, "wanted": wanted, "found": found, "case": case, "missing": missing
+        }  # fmt: skip
 
     def square(row: dict, kind: str) -> bool:
         return row["name"].startswith("square") and row["kind"] == kind
@@ -269,15 +278,19 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def verdict(target: dict) -> str:
-    """'met', 'missed by 12% at CASE' or 'not measured'."""
+    """'met', 'missed by 12% at CASE' or 'not measured', and which cases have failed."""
     if target["found"] is None:
-        return "not measured"
-    if target["found"] >= target["wanted"]:
-        return "met"
-    return f"missed by {1 - target['found'] / target['wanted']:.0%} at {target['case']}"
+        text = "not measured"
+    elif target["found"] >= target["wanted"]:
+        text = "met"
+    else:
+        text = f"missed by {1 - target['found'] / target['wanted']:.0%} at {target['case']}"
+    if target["missing"]:
+        text += f"; failed at {', '.join(target['missing'])}"
+    return text
 
 
-_WIDTH = 58
+_WIDTH = 72
 
 
 def _line(row: dict) -> str:
