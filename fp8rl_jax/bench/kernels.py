@@ -200,7 +200,7 @@ def _torch(cases: Sequence[Case]) -> dict[str, Any]:
     wanted = json.dumps([[c.rows, c.depth, c.columns] for c in cases])
     try:
         done = subprocess.run(
-            [sys.executable, str(pathlib.Path(torch_products.__file__)), wanted],
+            [sys.executable, "-P", str(pathlib.Path(torch_products.__file__)), wanted],
             capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False,
         )  # fmt: skip
         return json.loads(done.stdout.strip().split("\n")[-1])
