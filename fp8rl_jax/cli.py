@@ -1,7 +1,8 @@
 """The command line: `fp8rl train | eval | sample | drift | bench | recipe | convert | report`.
 
 Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback,
-or a bound that `fp8rl drift --fail-above` was given and found exceeded.
+a bound that `fp8rl drift --fail-above` was given and found exceeded, or a check of `fp8rl bench
+kernels` that failed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ commands:
            naive ones  [--recipes=fp8,bf16] [--repeats=5]
            fp8rl bench gemm-error: error of every recipe's matrix products, beside a published
            table; no config  [--recipes=fp8,mxfp8,...] [--out=runs/gemm_error]
+           fp8rl bench kernels: the GPU kernels, their correctness and then their speed beside
+           XLA's; status 1 if a check fails; no config  [--models=qwen3_8b,...] [--rows=1,64,...]
+           [--quick] [--out=runs/bench_kernels]
   recipe   fp8rl recipe list: the names of all recipes
            fp8rl recipe show NAME: formats, blocks and scaling policies of every GEMM
   convert  fp8rl convert SRC DST --dtype bf16|fp8: a checkpoint in Hugging Face's format in another
@@ -53,6 +57,9 @@ commands:
 
 `fp8rl COMMAND --help` lists every config field.
 """
+
+
+_MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch of 128k tokens
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -76,6 +83,8 @@ def _bench(arguments: Sequence[str]) -> int:
         return _gemm_error(arguments[1:])
     if arguments[:1] == ["drift-cost"]:
         return _drift_cost(arguments[1:])
+    if arguments[:1] == ["kernels"]:
+        return _kernels(arguments[1:])
     options = {
         **CONFIG,
         "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
@@ -85,10 +94,11 @@ def _bench(arguments: Sequence[str]) -> int:
     if positional:
         raise UserError(
             f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
-            "FILE`, or `fp8rl bench gemm-error` or `fp8rl bench drift-cost` and options after that"
+            "FILE`, or `fp8rl bench gemm-error`, `fp8rl bench drift-cost` or `fp8rl bench kernels` "
+            "and options after that"
         )
     config = read_config("bench", values, overrides)
-    from fp8rl_jax.bench import bench, format_table
+    from fp8rl_jax.bench.step_time import bench, format_table
 
     print(format_table(bench(config, values.recipes.split(","), values.repeats)))
     return 0
@@ -104,7 +114,7 @@ def _drift_cost(arguments: Sequence[str]) -> int:
     values, overrides, positional = parse(command, arguments, options)
     no_positional(command, positional)
     config = read_config(command, values, overrides)
-    from fp8rl_jax.bench import drift_cost, format_cost_table
+    from fp8rl_jax.bench.drift_cost import drift_cost, format_cost_table
 
     print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
     return 0
@@ -130,16 +140,68 @@ def _gemm_error(arguments: Sequence[str]) -> int:
     for name in recipes or ():
         get_recipe(name)
     directory = _writable(command, values.out)
-    from fp8rl_jax.bench import format_error_table, gemm_errors, write_gemm_errors
+    from fp8rl_jax.bench.gemm_error import format_table, gemm_errors, write_gemm_errors
 
     result = gemm_errors(recipes, note=lambda text: print(text, file=sys.stderr, flush=True))
-    print(format_error_table(result))
+    print(format_table(result))
     try:
         paths = write_gemm_errors(result, directory)
     except OSError as error:
         raise _unwritable(command, values.out, error) from None
     print(*paths, sep="\n")
     return 0
+
+
+def _kernels(arguments: Sequence[str]) -> int:
+    command = "bench kernels"
+    options = {
+        "models": ("string", None, "names of presets whose matrices to run; three if left out"),
+        "rows": ("string", None, "rows of the products, separated by commas"),
+        "quick": ("bool", False, "the largest matrix of each model alone"),
+        "out": ("string", "runs/bench_kernels", "directory of kernels.json"),
+    }
+    values, overrides, positional = parse(command, arguments, options)
+    if overrides or positional:
+        raise UserError(
+            f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
+            "--models=NAME,NAME, --rows=N,N, --quick and --out=DIR, and no config"
+        )
+    if not values.out:
+        raise UserError(f"fp8rl {command}: --out is empty; name a directory, or leave it out")
+    from fp8rl_jax.bench import kernel_shapes
+    from fp8rl_jax.models.presets import preset
+
+    models = kernel_shapes.MODELS if values.models is None else values.models.split(",")
+    for name in models:
+        preset(name)
+    rows = kernel_shapes.ROWS if values.rows is None else _row_counts(command, values.rows)
+    directory = _writable(command, values.out)
+    from fp8rl_jax.bench.kernels import bench, format_table, write
+
+    result = bench(models, rows, values.quick, note)
+    print(format_table(result))
+    try:
+        print(write(result, directory))
+    except OSError as error:
+        raise _unwritable(command, values.out, error) from None
+    return 0 if result["ok"] else 1
+
+
+def _row_counts(command: str, text: str) -> list[int]:
+    """The numbers of '1,64,4096'.
+
+    Raises:
+      UserError: one of them is none, is below 1, or is more than a kernel counts.
+    """
+    counts = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or not 1 <= int(word) <= _MOST_ROWS:
+            raise UserError(
+                f"fp8rl {command}: --rows holds {word!r}; write whole numbers from 1 to "
+                f"{_MOST_ROWS}, such as --rows=1,64,4096"
+            )
+        counts.append(int(word))
+    return counts
 
 
 def _recipe(arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from fp8rl_jax.sharding import MESH_AXES
 
 # An H200 (SXM) in the terms of XLA's GpuTargetConfigProto. Sources: NVIDIA's H200 datasheet, the
 # CUDA programming guide's table for compute capability 9.0.
-_H200 = """
+H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
   threads_per_warp: 32
@@ -73,7 +73,7 @@ def h200_mesh(axes: dict[str, int]) -> Mesh:
         )
     sizes = [axes.get(name, 1) for name in MESH_AXES]
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_H200, topology=f"1x1x{int(np.prod(sizes))}"
+        platform="cuda", target_config=H200, topology=f"1x1x{int(np.prod(sizes))}"
     )
     devices = np.array(topology.devices).reshape(sizes)
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

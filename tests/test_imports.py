@@ -19,7 +19,7 @@ _PROGRAM = {
     "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
     "progress", "report", "run_directory", "sharding", "summary",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
-    "bench",
+    "bench", "deviceless",
     _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -64,6 +64,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
             "policy",
             "generate",
             "bench",
+            "gpu_check",
         ),
         _PROGRAM,
     ),

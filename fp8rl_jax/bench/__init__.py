@@ -1,17 +1,6 @@
-"""`fp8rl bench`: times of rollout and train step, what zero drift costs, errors of FP8 products."""
+"""`fp8rl bench`: times of rollout and train step, what zero drift costs, errors of FP8 products,
+correctness and speed of the GPU kernels.
 
-from fp8rl_jax.bench.drift_cost import drift_cost, format_cost_table
-from fp8rl_jax.bench.gemm_error import ARTICLE, gemm_errors, write_gemm_errors
-from fp8rl_jax.bench.gemm_error import format_table as format_error_table
-from fp8rl_jax.bench.step_time import bench, format_table
-
-__all__ = [
-    "ARTICLE",
-    "bench",
-    "drift_cost",
-    "format_cost_table",
-    "format_error_table",
-    "format_table",
-    "gemm_errors",
-    "write_gemm_errors",
-]
+Imports nothing: each bench is a module of its own, and the one of the kernels runs on machines that
+have JAX and Triton and not what a training run needs.
+"""

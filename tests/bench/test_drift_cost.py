@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import cli, exact_jit, kernels
-from fp8rl_jax.bench import drift_cost, format_cost_table
-from fp8rl_jax.bench.drift_cost import naive_attention, naive_matmul
+from fp8rl_jax.bench.drift_cost import (
+    drift_cost,
+    format_cost_table,
+    naive_attention,
+    naive_matmul,
+)
 from fp8rl_jax.config import load_config
 from fp8rl_jax.quant import dot_general, quantize
 

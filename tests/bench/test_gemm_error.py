@@ -13,7 +13,8 @@ import pytest
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax import cli
-from fp8rl_jax.bench import ARTICLE, format_error_table, gemm_errors, write_gemm_errors
+from fp8rl_jax.bench.gemm_error import ARTICLE, gemm_errors, write_gemm_errors
+from fp8rl_jax.bench.gemm_error import format_table as format_error_table
 from fp8rl_jax.quant import recipe_names
 
 _SMALL = [(256, 128, 256), (320, 64, 336), (320, 256, 336)]
