@@ -177,7 +177,8 @@ def grouped_wgrad(
     columns, total = dy.shape[2], groups * rows
     blocks = rows // K_BLOCK
     tile = tile or matmul_tile("wgrad" if kind == "fp8" else kind, depth, columns)
-    starts = jnp.searchsorted(experts, jnp.arange(count + 1, dtype=experts.dtype)) * blocks
+    ids = jnp.arange(count + 1, dtype=experts.dtype)
+    starts = jnp.searchsorted(experts, ids, method="compare_all") * blocks  # one fusion, no loop
     if x_scale is None:
         x_scale = dy_scale = _unused(jnp.float32)
     return triton_call(
