@@ -4,14 +4,15 @@
 
 Sections, in order: (a) the machine, and that JAX runs a jax-triton kernel; (b) tiles against each
 other, bit for bit; (c) rows, from 1 to 4,096 at a time, bit for bit; (d) every kernel against
-float64; (e) a rollout and a train step end to end; (f) the kernels' speed; (g) what XLA knows of
-the device. Each is caught on its own, and both results, gpu_check.json and gpu_check.md, are
-written whole after every one: a machine that is lost on the way leaves what it had found.
+float64; (e) forms of one kernel against each other, bit for bit; (f) a rollout and a train step end
+to end; (g) the kernels' speed; (h) what XLA knows of the device. Each is caught on its own, and
+both results, gpu_check.json and gpu_check.md, are written whole after every one: a machine that is
+lost on the way leaves what it had found.
 
-Exit status: 0 if (a) to (d) hold, 1 if not, 2 for what the user can mend. (e) to (g) report.
+Exit status: 0 if (a) to (e) hold, 1 if not, 2 for what the user can mend. (f) to (h) report.
 
 Runs on a bare machine: of the library's dependencies it needs jax, flax, optax and numpy, and
-jax-triton with Triton. It takes at most about nine minutes: sections (b) to (e) begin nothing new
+jax-triton with Triton. It takes at most about nine minutes: sections (b) to (f) begin nothing new
 after their share, and a section that decides and was not finished does not hold; the speed has
 what time they leave.
 """
@@ -32,7 +33,7 @@ import numpy as np
 
 from fp8rl_jax import deviceless
 from fp8rl_jax.bench import kernel_checks as checks
-from fp8rl_jax.bench import kernel_shapes, kernels, target_config, whole_programs
+from fp8rl_jax.bench import kernel_pairs, kernel_shapes, kernels, target_config, whole_programs
 from fp8rl_jax.bench.kernel_checks import Dense, Outcome
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case
@@ -40,7 +41,7 @@ from fp8rl_jax.errors import UserError
 
 SECONDS = 500.0  # of all sections; the speed gets what those before it leave
 _LEAST_FOR_SPEED = 60.0
-_SHARE = {"tiles": 80.0, "rows": 130.0, "correctness": 100.0, "programs": 110.0}
+_SHARE = {"tiles": 80.0, "rows": 130.0, "correctness": 90.0, "pairs": 40.0, "programs": 110.0}
 ROWS = (
     1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
     257, 511, 512, 513, 1000, 1024, 2048, 4095, 4096,
@@ -133,7 +134,7 @@ _GROUPED = (
 
 
 def correctness(implementation: str = "triton") -> Finding:
-    """(d) Every kernel against float64, then the shapes that (f) times.
+    """(d) Every kernel against float64, then the shapes that (g) times.
 
     Of the reference, which has no grouped form, the dense ones of this library's own shapes.
     """
@@ -160,6 +161,20 @@ def correctness(implementation: str = "triton") -> Finding:
     return _outcomes(found(), _SHARE["correctness"])
 
 
+def pairs() -> Finding:
+    """(e) Norms, gates and log-probabilities in their forms; Mosaic beside Triton, as a report."""
+    source = Source(_SMALL)
+
+    def found() -> Iterable[Outcome]:
+        yield from kernel_pairs.check_fused(source)
+        yield from kernel_pairs.check_head(source)
+
+    holds, lines, data = _outcomes(found(), _SHARE["pairs"])
+    reported = [*kernel_pairs.check_quantiser(source), *kernel_pairs.check_mosaic(source)]
+    lines += [f"- {o.case}: {o.detail or 'equal bits'} (reported)" for o in reported]
+    return holds, lines, [*data, *map(vars, reported)]
+
+
 _PROGRAMS = (
     ("fp8", whole_programs.DENSE),
     ("bf16", whole_programs.DENSE),
@@ -168,7 +183,7 @@ _PROGRAMS = (
 
 
 def programs(subjects=_PROGRAMS) -> Finding:
-    """(e) Sampler and train step of a small decoder; reported, not asserted."""
+    """(f) Sampler and train step of a small decoder; reported, not asserted."""
     start, found, lines = time.monotonic(), [], []
     for recipe, model in subjects:
         name = f"{recipe}, {model.num_experts or 'no'} experts"
@@ -212,7 +227,7 @@ def _yes(value: bool) -> str:
 
 
 def speed(seconds: float) -> Finding:
-    """(f) The kernels' times, beside cuBLAS's and PyTorch's; the project's targets."""
+    """(g) The kernels' times, beside cuBLAS's and PyTorch's; the project's targets."""
     cases = kernel_shapes.cases(quick=True)
     result: dict[str, Any] = {"environment": kernels.environment()}
     result |= kernels.times(cases, seconds, _note)
@@ -227,7 +242,7 @@ def speed(seconds: float) -> Finding:
 
 
 def device() -> Finding:
-    """(g) XLA's description of the device beside the one that programs are compiled for."""
+    """(h) XLA's description of the device beside the one that programs are compiled for."""
     found = target_config.attached()
     lines = table(("attribute", "value"), found["attributes"].items())
     lines += ["", f"Platform: {' '.join(found['platform_version'].split())}", ""]
@@ -327,10 +342,11 @@ def check(directory: pathlib.Path, seconds: float = SECONDS) -> Report:
     report.run("b", "tiles give equal bits", tiles, True)
     report.run("c", "rows do not see each other", rows, True)
     report.run("d", "kernels against float64", correctness, True)
-    report.run("e", "rollout and train step", programs, False)
+    report.run("e", "forms of one kernel give equal bits", pairs, True)
+    report.run("f", "rollout and train step", programs, False)
     left = seconds - (time.monotonic() - report.start)
-    report.run("f", "speed", lambda: speed(max(left, _LEAST_FOR_SPEED)), False)
-    report.run("g", "the device, as XLA sees it", device, False)
+    report.run("g", "speed", lambda: speed(max(left, _LEAST_FOR_SPEED)), False)
+    report.run("h", "the device, as XLA sees it", device, False)
     return report
 
 

@@ -2,6 +2,9 @@
 # The tests: makes a virtual environment, installs, lints, and runs pytest. Arguments go to pytest:
 #   bash launch/test.sh --slow          also the long ones
 #   bash launch/test.sh tests/quant     one folder
+# In an environment of its own: it has JAX's CUDA plugin, to compile the GPU kernels, which complains
+# at the start of every program on a machine without CUDA unless JAX_PLATFORMS=cpu is set.
+: "${VENV:=.venv-test}"
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 install_into_venv '.[dev]'
 ruff check .

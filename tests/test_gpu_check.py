@@ -65,7 +65,7 @@ def test_time_limit_of_a_section(monkeypatch):
 
 
 def test_whole_programs_do_not_drift(monkeypatch):
-    """Section (e): on a CPU the learner's log-probabilities are the sampler's, bit for bit."""
+    """Section (f): on a CPU the learner's log-probabilities are the sampler's, bit for bit."""
     monkeypatch.setattr(whole_programs, "PROMPTS", 2)
     monkeypatch.setattr(whole_programs, "NEW", 6)
     small = dataclasses.replace(
@@ -186,13 +186,14 @@ def test_unwritable_directory(tmp_path, monkeypatch, capsys):
 def test_exit_status(tmp_path, monkeypatch, capsys):
     """The sections in their order; 1 if one that decides fails; the name to keep results under."""
     monkeypatch.setattr(kernels, "on_gpu", lambda: True)
-    for name in ("machine", "tiles", "rows", "correctness", "programs", "device"):
-        decides = name in ("machine", "tiles", "rows", "correctness")
+    deciding = ("machine", "tiles", "rows", "correctness", "pairs")
+    for name in (*deciding, "programs", "device"):
+        decides = name in deciding
         monkeypatch.setattr(gpu_check, name, lambda d=decides: (True if d else None, ["x"], {}))
     monkeypatch.setattr(gpu_check, "speed", lambda seconds: (None, [f"{seconds:.0f}"], {}))
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert re.findall(r"^## \((.)\)", output, re.M) == list("abcdefg")
+    assert re.findall(r"^## \((.)\)", output, re.M) == list("abcdefgh")
     assert "commit them as docs/gpu_results/" in output
     monkeypatch.setattr(gpu_check, "rows", lambda: (False, ["- FAILED: row 3"], {}))
     assert gpu_check.main(["--out", str(tmp_path)]) == 1

@@ -1,0 +1,139 @@
+"""Kernels that must give each other's bits: fused and plain, from memory and from the product.
+
+Each check is an `Outcome` of kind 'pairs':
+
+* a norm, and a gate, that quantises its result, against itself followed by the quantiser;
+* rows of a norm, of a gate and of log-probabilities, few at a time, against all at once;
+* log-probabilities without logits in memory against those of the logits in memory.
+
+Two are only reported, since nothing relies on them: the quantiser against the library's own in jnp,
+and the Mosaic matmul against the Triton one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.bench.kernel_checks import E4M3, Outcome, blocks, difference, guarded
+from fp8rl_jax.bench.kernel_data import Source
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import head_logprobs, norm
+from fp8rl_jax.kernels.matmul import matmul
+from fp8rl_jax.quant import quantize
+
+_EPS = 1e-6
+FEW = (1, 7, 64)  # rows at a time
+ROWS, WIDTHS = 333, (128, 1000, 4096)
+HEAD = (200, 1024, 5000)  # rows, width, vocabulary
+MOSAIC = ((300, 1024, 1152), (4096, 4096, 4096))  # rows, K, columns
+
+
+def _equal(case: str, one: Callable, other: Callable, *operands) -> Outcome:
+    """Whether two functions of the same operands give the same bits."""
+
+    def run() -> Outcome:
+        results = (jax.tree.leaves(exact_jit(f)(*operands)) for f in (one, other))
+        found = [difference(a, b) for a, b in zip(*results, strict=True)]
+        detail = "; ".join(text for text in found if text)
+        return Outcome("pairs", case, not detail, detail=detail)
+
+    return guarded("pairs", case, run)
+
+
+def _part(function: Callable, start: int, count: int) -> Callable:
+    """`function` of some rows of its operands; the last operand is whole if it is not by row."""
+
+    def run(*operands):
+        rows = operands[0].shape[0]
+        return function(*(x[start : start + count] if x.shape[0] == rows else x for x in operands))
+
+    return run
+
+
+def _rows_of(function: Callable, start: int, count: int) -> Callable:
+    """The same rows of the result for all rows."""
+
+    def run(*operands):
+        return jax.tree.map(lambda x: x[start : start + count], function(*operands))
+
+    return run
+
+
+def check_fused(source: Source, widths=WIDTHS, rows: int = ROWS) -> Iterator[Outcome]:
+    """Norm, gate and quantiser."""
+    for width in widths:
+        x, up = (source.take(jnp.bfloat16, rows, width) for _ in range(2))
+        weight = source.scales(width)
+        plain = {
+            "rms_norm": (lambda x, w: norm.rms_norm(x, w, _EPS), (x, weight)),
+            "gated_silu": (norm.gated_silu, (x, up)),
+        }
+        fused = {
+            "rms_norm": lambda x, w: norm.rms_norm_quantized(x, w, _EPS),
+            "gated_silu": norm.gated_silu_quantized,
+        }
+        for name, (function, operands) in plain.items():
+
+            def in_two(*operands, function=function):
+                y = function(*operands)
+                return y, *norm.quantize_rows(y)
+
+            case = f"{name} {rows} x {width}"
+            yield _equal(f"{case}: quantised at once, or after", fused[name], in_two, *operands)
+            for few in FEW:
+                start = rows // 3
+                yield _equal(
+                    f"{case}: {few} rows alone", _part(function, start, few),
+                    _rows_of(function, start, few), *operands,
+                )  # fmt: skip
+
+
+def check_quantiser(source: Source, widths=WIDTHS, rows: int = ROWS) -> Iterator[Outcome]:
+    """The quantiser against the library's own, whose divisions are XLA's."""
+
+    def library(x):
+        q = quantize(x, (1, 128))
+        return q.qvalue, q.scale.T
+
+    for width in widths:
+        x = source.take(jnp.bfloat16, rows, width)
+        yield _equal(f"quantise {rows} x {width}: kernel or jnp", norm.quantize_rows, library, x)
+
+
+def check_head(source: Source, shape: tuple[int, int, int] = HEAD) -> Iterator[Outcome]:
+    """Log-probabilities from hidden states, from logits, and of few rows."""
+    rows, width, columns = shape
+    hidden, head = source.take(jnp.bfloat16, rows, width), source.take(jnp.bfloat16, columns, width)
+    targets = jnp.arange(rows, dtype=jnp.int32) * 7 % columns
+    inverse = source.scales(rows)
+
+    def fused(hidden, targets, inverse, head):
+        return head_logprobs.head_logprobs(hidden, head.T, targets, inverse)
+
+    def from_memory(hidden, targets, inverse, head):
+        return head_logprobs.logprobs_of_logits(matmul(hidden, head.T), targets, inverse)
+
+    name, operands = f"log-probabilities {rows} x {width} x {columns}", (hidden, targets, inverse)
+    yield _equal(f"{name}: of logits, or without", fused, from_memory, *operands, head)
+    for few in FEW:
+        yield _equal(
+            f"{name}: {few} rows alone, of logits", _part(from_memory, rows // 2, few),
+            _rows_of(fused, rows // 2, few), *operands, head,
+        )  # fmt: skip
+
+
+def check_mosaic(source: Source, shapes=MOSAIC) -> Iterator[Outcome]:
+    """The Mosaic matmul against the Triton one."""
+    from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+
+    for rows, depth, columns in shapes:
+        lhs, rhs = source.take(E4M3, rows, depth), source.take(E4M3, columns, depth)
+        scales = source.scales(rows, blocks(depth)), source.scales(blocks(depth), blocks(columns))
+        yield _equal(
+            f"Mosaic or Triton, fp8 {rows} x {depth} x {columns}",
+            lambda x, w, *s: fp8_matmul(x, w.T, *s), lambda x, w, *s: matmul(x, w.T, *s),
+            lhs, rhs, *scales,
+        )  # fmt: skip
