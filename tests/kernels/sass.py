@@ -38,6 +38,7 @@ class Machine:
         str, ...
     ] = ()  # shape of each float32 reduction, and which thread holds which element
     ttir: str = ""  # Triton's own form of the kernel, before layouts
+    dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
 
 
 def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
@@ -78,7 +79,14 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         frozenset(re.findall(r"\b((?:LDG|STG)\.[\w.]+)", code)),
         _sums(compiled.asm["ttgir"]),
         compiled.asm["ttir"],
+        _dots(compiled.asm["ttgir"]),
     )
+
+
+def _written_out(text: str, types: list[str]) -> tuple[str, ...]:
+    """Types of TTGIR with the names of layouts replaced by the layouts."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in types)
 
 
 def _sums(text: str) -> tuple[str, ...]:
@@ -86,6 +94,10 @@ def _sums(text: str) -> tuple[str, ...]:
 
     Triton's lowering of a reduction orders it by operand type, axis and warps alone.
     """
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     operands = re.findall(r"\"tt\.reduce\".*?\}\) : \((tensor<\w+xf32, .*?>)\) ->", text, re.DOTALL)
-    return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in operands)
+    return _written_out(text, operands)
+
+
+def _dots(text: str) -> tuple[str, ...]:
+    """The types of the products of TTGIR: they decide what a tensor core adds in which step."""
+    return _written_out(text, re.findall(r"= tt\.dot .*? : (tensor<.*?)(?: loc\(|$)", text, re.M))
