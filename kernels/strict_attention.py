@@ -38,12 +38,12 @@ def _width(features: int) -> int:
 def warps_and_stages(widest: int, float32: bool) -> tuple[int, int]:
     """Of a program, by the widest vector of a head; the warps are part of the numeric contract.
 
-    Twice the warps for float32, whose operands take twice the registers. Keys and values of two
-    stages must fit into 227 KiB of shared memory beside each other.
+    More of them for float32, whose operands take twice the registers. Keys and values of two stages
+    must fit into 227 KiB of shared memory beside each other.
     """
-    if widest <= 128:
-        return (8 if float32 else 4), 3
-    return (16 if float32 else 8), (2 if float32 or widest > 256 else 3)
+    if float32:
+        return (8, 3) if widest <= 64 else (16, 2)
+    return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
 
 
 def _in_float32(*operands: jax.Array | None) -> bool:
@@ -65,6 +65,10 @@ def _check(q, k, v, positions, scales, ropes) -> None:
         raise ValueError(
             f"attention: heads of {features} and {v.shape[3]} features; the kernel takes 512, and "
             "256 in float32"
+        )
+    if slots * kv_heads * max(features, v.shape[3]) >= 2**31:  # the kernel counts in 32 bits
+        raise ValueError(
+            f"attention: a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers"
         )
     for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
         if scale is not None and scale.ndim and scale.shape != like.shape[:3]:

@@ -23,10 +23,10 @@ Invariants, for the bits of a row:
     layout of the score's tile. It has the same in all three uses (tests/kernels/test_sass.py).
 
 Operands of the tensor core are bf16: E4M3 is exact in it, and so is a product of two bf16 in
-float32. Weights times the values' scale are rounded to bf16 (as usual; 2**-9 of each term), their
-sum takes them unrounded. A product of a block leaves the tensor core before it is added, by one
-multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or the
-features of a head. Operands in float32 must be so together; their products are FMAs, not TF32.
+float32. Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual;
+the sum takes weights unrounded. A product of a block leaves the tensor core before it is added, by
+one multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or
+the features of a head. Operands in float32 must be so together; their products are FMAs, not TF32.
 Scores are in units of log 2: exp2 is one instruction.
 
 Not done: wider tiles for many queries, whose keys each tile reads again (from the L2); skipping the

@@ -101,3 +101,36 @@ def _sums(text: str) -> tuple[str, ...]:
 def _dots(text: str) -> tuple[str, ...]:
     """The types of the products of TTGIR: they decide what a tensor core adds in which step."""
     return _written_out(text, re.findall(r"= tt\.dot .*? : (tensor<.*?)(?: loc\(|$)", text, re.M))
+
+
+def arithmetic_of_products(ptx: str) -> collections.Counter:
+    """How often each float expression stands in the loop around the products of a kernel.
+
+    An expression is an instruction and its operands' expressions, down to what memory, or the
+    loop's last turn, holds. Equal counts: equal arithmetic in an equal order, however the compiler
+    has arranged the instructions. For kernels whose loop has no branches.
+    """
+    lines = ptx.splitlines()
+    products = [i for i, line in enumerate(lines) if "mma.sync" in line]
+    start = max(i for i in range(products[0]) if lines[i].startswith("$L__BB"))
+    end = next(i for i in range(products[-1], len(lines)) if re.search(r"\bbra\b", lines[i]))
+    known: dict[str, int] = {}
+    found: collections.Counter = collections.Counter()
+    for line in lines[start:end]:
+        match = re.match(r"\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)\s+(\{.*?\}|[^,]+),(.*);", line)
+        if not match:
+            continue
+        name, results, operands = match.groups()
+        floats = re.search(r"^mma|^shfl|f32|f16", name)
+        words = re.findall(r"%?\b\w+\b", operands) if floats or name == "mov.b32" else []
+        value = [known.get(word, 0) if word.startswith("%") else word for word in words]
+        if re.match("(mul|add|max|fma).*f32", name):  # by which factor or summand comes first
+            value[:2] = sorted(value[:2], key=str)
+        for index, register in enumerate(re.findall(r"%\w+", results)):
+            if name == "mov.b32" and len(value) == 1:
+                known[register] = hash(value[0])
+                continue
+            known[register] = hash((name, *value, index)) if floats else 0
+            if floats:
+                found[name, known[register]] += 1
+    return found
