@@ -1,7 +1,7 @@
 """Attention by the Triton kernels: one definition for decode, prefill and learner.
 
-The arguments and the meaning are those of `reference.attention`; the bits are triton_attention.py's
-contract, which a tensor core's differ from a CPU's. A query's result depends on its position, its
+The arguments and the meaning are those of `reference.attention`; the bits are not, but follow a
+contract of their own (triton_attention.py). A query's result depends on its position, its
 own values and the keys and values that it sees, not on how many queries, sequences or cache slots
 come with it.
 

@@ -204,7 +204,7 @@ def head_variants() -> Iterator[HeadVariant]:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionVariant:
-    """Strict attention over 4,096 slots: 32 heads by 8, or DeepSeek's latents (`rope`)."""
+    """Strict attention: 32 heads by 8, or DeepSeek's latents (`rope`)."""
 
     use: str  # decode or learner, or join
     keys: str = "fp8"
@@ -212,6 +212,7 @@ class AttentionVariant:
     queries: str = "bf16"
     scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
     rope: int = 0
+    slots: int = 4096  # of the cache; as many queries of the learner
 
     def __str__(self) -> str:
         q = f" by {self.queries}" * (self.queries != "bf16")
@@ -228,7 +229,7 @@ class AttentionVariant:
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         scales = self.scales if self.keys == "fp8" else 0
         constants = {
-            "T": 4096 if self.use == "learner" else 1, "S": 4096,
+            "T": self.slots if self.use == "learner" else 1, "S": self.slots,
             "H": 128 if self.rope else 32, "HKV": 1 if self.rope else 8,
             "D": self.width, "WIDTH": 1 << (self.width - 1).bit_length(), "DR": self.rope,
             "R_WIDTH": self.rope or 16, "SCALE": 0.1, "K_SCALES": scales, "V_SCALES": scales,

@@ -124,7 +124,7 @@ def arithmetic_of_products(ptx: str) -> collections.Counter:
         floats = re.search(r"^mma|^shfl|f32|f16", name)
         words = re.findall(r"%?\b\w+\b", operands) if floats or name == "mov.b32" else []
         value = [known.get(word, 0) if word.startswith("%") else word for word in words]
-        if re.match("(mul|add|max|fma).*f32", name):  # by which factor or summand comes first
+        if re.match("(mul|add|max|fma|selp).*f32", name):  # in any order: it says nothing
             value[:2] = sorted(value[:2], key=str)
         for index, register in enumerate(re.findall(r"%\w+", results)):
             if name == "mov.b32" and len(value) == 1:

@@ -20,6 +20,8 @@ from kernel_variants import (
 )
 from sass import SHARED_LIMIT, Machine, arithmetic_of_products
 
+from fp8rl_jax.kernels import strict_attention, triton_attention
+
 
 @pytest.fixture(autouse=True)
 def _fresh_cache(monkeypatch, tmp_path):
@@ -157,7 +159,9 @@ def test_attention(variant):
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_decode_and_learner_add_in_one_order(keys, queries, width):
     """Products, sums and the rest are the same whether a program takes one split or all."""
-    decode, learner = (_attention(u, keys, width, queries, 2, 0) for u in ("decode", "learner"))
+    decode, learner = (
+        _attention(u, keys, width, queries, 2, 0, 4096) for u in ("decode", "learner")
+    )
     assert len(decode.dots) == 2 and len(decode.sums) == 2
     assert decode.dots == learner.dots and decode.sums == learner.sums
     if queries == "bf16":  # FP8: LLVM writes -inf as 1 * -inf in one of the two
@@ -167,7 +171,21 @@ def test_decode_and_learner_add_in_one_order(keys, queries, width):
         assert results == 4 * decode.opcodes["HMMA"]
 
 
+@pytest.mark.parametrize("use, slots", [("learner", 300), ("learner", 1003), ("decode", 1003)])
+def test_lengths_change_no_arithmetic(use, slots):
+    rest = ("fp8", 128, "bf16", 2, 0)
+    one, other = _attention("decode", *rest, 4096), _attention(use, *rest, slots)
+    assert one.dots == other.dots and one.sums == other.sums
+    assert arithmetic_of_products(one.ptx) == arithmetic_of_products(other.ptx)
+
+
+def test_one_tile_and_one_split():
+    """The wrapper, which must not import Triton before it is called, repeats the kernels' sizes."""
+    sizes = triton_attention.ROWS.value, triton_attention.SPLIT.value
+    assert sizes == (strict_attention.ROWS, strict_attention.SPLIT)
+
+
 def test_bytes_in_another_order():
     """Why the learner does not widen FP8 keys to bf16 first: their products have other layouts."""
-    fp8, bf16 = (_attention("learner", keys, 128, "bf16", 2, 0) for keys in ("fp8", "bf16"))
+    fp8, bf16 = (_attention("learner", keys, 128, "bf16", 2, 0, 4096) for keys in ("fp8", "bf16"))
     assert fp8.dots != bf16.dots and fp8.sums == bf16.sums
