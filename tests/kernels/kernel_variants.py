@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from sass import Machine, compile_kernel
 
-from fp8rl_jax.kernels import norm, tiles, triton_norm
+from fp8rl_jax.kernels import norm, strict_attention, tiles, triton_norm
+from fp8rl_jax.kernels.triton_attention import attention_kernel, join_kernel
 from fp8rl_jax.kernels.triton_head import (
     combine_kernel,
     head_gradient_kernel,
@@ -201,13 +202,73 @@ def head_variants() -> Iterator[HeadVariant]:
     yield HeadVariant("head combine")
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionVariant:
+    """Strict attention: 32 heads by 8, or DeepSeek's latents (`rope`)."""
+
+    use: str  # decode or learner, or join
+    keys: str = "fp8"
+    width: int = 128
+    queries: str = "bf16"
+    scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
+    rope: int = 0
+    slots: int = 4096  # of the cache; as many queries of the learner
+
+    def __str__(self) -> str:
+        q = f" by {self.queries}" * (self.queries != "bf16")
+        scales = "" if self.keys != "fp8" else ", one scale" * (self.scales == 1)
+        rope = f" + {self.rope}" * bool(self.rope)
+        return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}"
+
+    def compile(self) -> Machine:
+        float32 = self.queries == "float32"
+        warps, stages = strict_attention.warps_and_stages(self.width, float32)
+        types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "out", "top", "total"), "*fp32")
+        types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
+        types |= dict.fromkeys(("k", "v"), _POINTERS[self.keys])
+        types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
+        scales = self.scales if self.keys == "fp8" else 0
+        constants = {
+            "T": self.slots if self.use == "learner" else 1, "S": self.slots,
+            "H": 128 if self.rope else 32, "HKV": 1 if self.rope else 8,
+            "D": self.width, "WIDTH": 1 << (self.width - 1).bit_length(), "DR": self.rope,
+            "R_WIDTH": self.rope or 16, "SCALE": 0.1, "K_SCALES": scales, "V_SCALES": scales,
+            "Q_SCALES": 2 if self.queries == "fp8" else 0, "ONE_SPLIT": self.use == "decode",
+        }  # fmt: skip
+        constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
+        kernel = join_kernel if self.use == "join" else attention_kernel
+        names = kernel.arg_names
+        return compile_kernel(
+            kernel,
+            {name: types[name] for name in names if name in types},
+            {name: value for name, value in constants.items() if name in names},
+            warps,
+            1 if self.use == "join" else stages,
+        )
+
+
+def attention_variants() -> Iterator[AttentionVariant]:
+    """Decode and learner for the widths and types of the models."""
+    for use in ("decode", "learner"):
+        for width in (64, 96, 128, 256):
+            yield AttentionVariant(use, "fp8", width)
+            yield AttentionVariant(use, "bf16", width)
+            yield AttentionVariant(use, "float32", width, "float32")
+        yield AttentionVariant(use, queries="fp8")
+        yield AttentionVariant(use, scales=1)
+        yield AttentionVariant(use, "fp8", 512, rope=64)
+        yield AttentionVariant(use, "bf16", 512, rope=64)
+    yield AttentionVariant("join")
+    yield AttentionVariant("join", width=512)
+
+
 def table() -> str:
     """Markdown: one row a variant."""
     lines = [
         "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
         "|---|---|---|---|---|",
     ]
-    for variant in itertools.chain(variants(), head_variants()):
+    for variant in itertools.chain(variants(), head_variants(), attention_variants()):
         machine = variant.compile()
         matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
         lines.append(

@@ -38,6 +38,7 @@ class Machine:
         str, ...
     ] = ()  # shape of each float32 reduction, and which thread holds which element
     ttir: str = ""  # Triton's own form of the kernel, before layouts
+    dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
 
 
 def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
@@ -78,7 +79,14 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         frozenset(re.findall(r"\b((?:LDG|STG)\.[\w.]+)", code)),
         _sums(compiled.asm["ttgir"]),
         compiled.asm["ttir"],
+        _dots(compiled.asm["ttgir"]),
     )
+
+
+def _written_out(text: str, types: list[str]) -> tuple[str, ...]:
+    """Types of TTGIR with the names of layouts replaced by the layouts."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in types)
 
 
 def _sums(text: str) -> tuple[str, ...]:
@@ -86,6 +94,43 @@ def _sums(text: str) -> tuple[str, ...]:
 
     Triton's lowering of a reduction orders it by operand type, axis and warps alone.
     """
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     operands = re.findall(r"\"tt\.reduce\".*?\}\) : \((tensor<\w+xf32, .*?>)\) ->", text, re.DOTALL)
-    return tuple(re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), x) for x in operands)
+    return _written_out(text, operands)
+
+
+def _dots(text: str) -> tuple[str, ...]:
+    """The types of the products of TTGIR: they decide what a tensor core adds in which step."""
+    return _written_out(text, re.findall(r"= tt\.dot .*? : (tensor<.*?)(?: loc\(|$)", text, re.M))
+
+
+def arithmetic_of_products(ptx: str) -> collections.Counter:
+    """How often each float expression stands in the loop around the products of a kernel.
+
+    An expression is an instruction and its operands' expressions, down to what memory, or the
+    loop's last turn, holds. Equal counts: equal arithmetic in an equal order, however the compiler
+    has arranged the instructions. For kernels whose loop has no branches.
+    """
+    lines = ptx.splitlines()
+    products = [i for i, line in enumerate(lines) if "mma.sync" in line]
+    start = max(i for i in range(products[0]) if lines[i].startswith("$L__BB"))
+    end = next(i for i in range(products[-1], len(lines)) if re.search(r"\bbra\b", lines[i]))
+    known: dict[str, int] = {}
+    found: collections.Counter = collections.Counter()
+    for line in lines[start:end]:
+        match = re.match(r"\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)\s+(\{.*?\}|[^,]+),(.*);", line)
+        if not match:
+            continue
+        name, results, operands = match.groups()
+        floats = re.search(r"^mma|^shfl|f32|f16", name)
+        words = re.findall(r"%?\b\w+\b", operands) if floats or name == "mov.b32" else []
+        value = [known.get(word, 0) if word.startswith("%") else word for word in words]
+        if re.match("(mul|add|max|fma|selp).*f32", name):  # in any order: it says nothing
+            value[:2] = sorted(value[:2], key=str)
+        for index, register in enumerate(re.findall(r"%\w+", results)):
+            if name == "mov.b32" and len(value) == 1:
+                known[register] = hash(value[0])
+                continue
+            known[register] = hash((name, *value, index)) if floats else 0
+            if floats:
+                found[name, known[register]] += 1
+    return found

@@ -12,7 +12,7 @@ from hopper import lower, products
 
 from fp8rl_jax.kernels import head_logprobs as head
 from fp8rl_jax.kernels import matmul as kernels
-from fp8rl_jax.kernels import norm
+from fp8rl_jax.kernels import norm, strict_attention
 
 E4M3 = jnp.float8_e4m3fn
 ONE = {"triton_kernel_call": 1}
@@ -119,3 +119,63 @@ def test_gradients_of_the_head_are_three_kernels_over_chunks(rows):
     chunk = str(min(rows, head.CHUNK))
     assert set(re.findall(r"tensor<(\d+)x5120xbf16>", text)) == {chunk, "576"}
     assert set(re.findall(r"tensor<(\d+)x5120xf32>", text)) == {"576"}  # the head's gradient
+
+
+def _attention_case(batch, queries, slots, keys, width=128, q_dtype=jnp.bfloat16):
+    kv = _shape(batch, slots, 8, width, dtype=keys)
+    scale = _shape(batch, slots, 8) if keys == E4M3 else None
+    case = _shape(batch, queries, 32, width, dtype=q_dtype), kv, kv
+    return *case, _shape(batch, queries, dtype=jnp.int32), scale, scale
+
+
+def _attention(q, k, v, positions, k_scale, v_scale):
+    return strict_attention.attention(
+        q, k, v, positions, scale=0.1, k_scale=k_scale, v_scale=v_scale
+    )
+
+
+@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "queries", "slots", "kernels"),
+    [(8, 1, 4096, 2), (8, 1, 300, 1), (128, 1, 4096, 1), (2, 700, 700, 1), (1, 4, 1000, 2)],
+)
+def test_attention(batch, queries, slots, kernels, keys):
+    """Few tiles and more than one split: a kernel for the splits, one that joins them."""
+    text = lower(_attention, *_attention_case(batch, queries, slots, keys))
+    assert products(text) == {"triton_kernel_call": kernels}
+    # Queries, keys and values enter as they lie.
+    assert "stablehlo.transpose" not in text and "stablehlo.convert" not in text
+
+
+def test_attention_in_float32():
+    case = _attention_case(2, 70, 70, jnp.float32, q_dtype=jnp.float32)
+    assert products(lower(_attention, *case)) == ONE
+
+
+def test_attention_over_latents():
+    def f(q, latent, scale, positions, q_rope, k_rope):
+        return strict_attention.attention(
+            q, latent, latent, positions, scale=0.1, k_scale=scale, v_scale=scale, q_rope=q_rope,
+            k_rope=k_rope,
+        )  # fmt: skip
+
+    bf16 = jnp.bfloat16
+    text = lower(
+        f, _shape(2, 1, 128, 512, dtype=bf16), _shape(2, 900, 1, 512, dtype=E4M3),
+        _shape(2, 900, 1), _shape(2, 1, dtype=jnp.int32), _shape(2, 1, 128, 64, dtype=bf16),
+        _shape(2, 900, 1, 64, dtype=bf16),
+    )  # fmt: skip
+    assert products(text) == {"triton_kernel_call": 2}
+    assert "tensor<2x1x128x512xf32>" in text
+
+
+def test_attention_under_shard_map():
+    """Each device's own sequences; typed so, which shard_map checks."""
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def f(*arguments):
+        return jax.shard_map(_attention, mesh=mesh, in_specs=spec, out_specs=spec)(*arguments)
+
+    out = jax.eval_shape(f, *_attention_case(8, 1, 4096, E4M3))
+    assert out.shape == (8, 1, 32, 128) and out.dtype == jnp.float32

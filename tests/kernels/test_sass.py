@@ -1,13 +1,26 @@
 """The Triton kernels as Hopper machine code, compiled without a GPU: instructions and resources."""
 
+import dataclasses
+import functools
 import re
 
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from kernel_variants import Pass, Variant, head_variants, passes, tiles, variants
-from sass import SHARED_LIMIT
+from kernel_variants import (
+    AttentionVariant,
+    Pass,
+    Variant,
+    attention_variants,
+    head_variants,
+    passes,
+    tiles,
+    variants,
+)
+from sass import SHARED_LIMIT, Machine, arithmetic_of_products
+
+from fp8rl_jax.kernels import strict_attention, triton_attention
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +124,68 @@ def test_logits_of_the_product_and_of_memory_take_the_same_arithmetic():
         arithmetic.append(set(re.findall(r"\b(?:add|sub|mul|fma|max|ex2)[.\w]*f32", machine.ptx)))
     assert arithmetic[0] == arithmetic[1]
     assert "max.NaN.f32" in arithmetic[0]
+
+
+@functools.cache
+def _attention(*way) -> Machine:
+    return AttentionVariant(*way).compile()
+
+
+@pytest.mark.parametrize("variant", list(attention_variants()), ids=str)
+def test_attention(variant):
+    machine = _attention(*dataclasses.astuple(variant))
+    assert machine.registers < 255 or variant.rope  # a query of 576 features takes most of them
+    assert machine.shared_bytes <= SHARED_LIMIT
+    # The assembler puts up to four words aside where one more program then fits beside the others.
+    assert machine.local_bytes <= 16 and machine.opcodes["LDL"] <= 4
+    assert "ex2.approx" in machine.ptx and "div.full" not in machine.ptx
+    assert not re.search(r"\b(atom|red)\.", machine.ptx)
+    if variant.use == "join":
+        assert not machine.matrix
+        return
+    assert machine.opcodes["LDGSTS"] > 0  # keys and values reach shared memory without registers
+    assert machine.opcodes["F2F"] == 0 and machine.opcodes["PRMT"] == 0
+    if variant.queries == "float32":
+        assert not machine.matrix  # TF32 would keep 10 bits of the mantissa
+        return
+    assert machine.matrix == {"HMMA.16816.F32.BF16"}
+    assert "cvt.rn.bf16" in machine.ptx  # weights, to nearest even
+
+
+@pytest.mark.parametrize(
+    "keys, queries",
+    [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "bf16"), ("float32", "float32")],
+)
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_decode_and_learner_add_in_one_order(keys, queries, width):
+    """Products, sums and the rest are the same whether a program takes one split or all."""
+    decode, learner = (
+        _attention(u, keys, width, queries, 2, 0, 4096) for u in ("decode", "learner")
+    )
+    assert len(decode.dots) == 2 and len(decode.sums) == 2
+    assert decode.dots == learner.dots and decode.sums == learner.sums
+    if queries == "bf16":  # FP8: LLVM writes -inf as 1 * -inf in one of the two
+        found = arithmetic_of_products(decode.ptx)
+        assert found == arithmetic_of_products(learner.ptx)
+        results = sum(n for (name, _), n in found.items() if name.startswith("mma"))
+        assert results == 4 * decode.opcodes["HMMA"]
+
+
+@pytest.mark.parametrize("use, slots", [("learner", 300), ("learner", 1003), ("decode", 1003)])
+def test_lengths_change_no_arithmetic(use, slots):
+    rest = ("fp8", 128, "bf16", 2, 0)
+    one, other = _attention("decode", *rest, 4096), _attention(use, *rest, slots)
+    assert one.dots == other.dots and one.sums == other.sums
+    assert arithmetic_of_products(one.ptx) == arithmetic_of_products(other.ptx)
+
+
+def test_one_tile_and_one_split():
+    """The wrapper, which must not import Triton before it is called, repeats the kernels' sizes."""
+    sizes = triton_attention.ROWS.value, triton_attention.SPLIT.value
+    assert sizes == (strict_attention.ROWS, strict_attention.SPLIT)
+
+
+def test_bytes_in_another_order():
+    """Why the learner does not widen FP8 keys to bf16 first: their products have other layouts."""
+    fp8, bf16 = (_attention("learner", keys, 128, "bf16", 2, 0, 4096) for keys in ("fp8", "bf16"))
+    assert fp8.dots != bf16.dots and fp8.sums == bf16.sums

@@ -1,0 +1,258 @@
+"""The Triton kernels of strict attention: decode, prefill and learner by one arithmetic.
+
+A tile is 16 rows: queries of one sequence and the heads of one group, which share keys and values.
+Keys come in blocks of 64 cache slots, blocks in splits of 512. Tile, block and split are part of
+the numeric contract.
+
+* `_one_split`: online softmax over the blocks of a split in ascending order, in float32.
+* `_join`: a split's (maximum, sum, weighted values) added to those of the splits before it.
+
+`attention_kernel` walks all splits of a tile in one program (prefill and learner: many tiles), or
+writes each split's three results for `join_kernel` to join (decode: few tiles, long caches). Same
+functions, same order, hence the same bits.
+
+Invariants, for the bits of a row:
+  * its position, query, visible keys and values decide them. Rows of a tile do not meet: a row of a
+    tensor core's result depends on that row of the left operand, and only the loop's end is shared;
+  * what lies behind its position adds nothing: a score there is -inf, its weight exactly 0, the
+    maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
+    the tile or a longer cache, change nothing;
+  * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
+    NaN, and 0 * NaN is;
+  * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
+    layout of the score's tile. It has the same in all three uses (tests/kernels/test_sass.py).
+
+Operands of the tensor core are bf16: E4M3 is exact in it, and so is a product of two bf16 in
+float32. Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual;
+the sum takes weights unrounded. A product of a block leaves the tensor core before it is added, by
+one multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or
+the features of a head. Operands in float32 must be so together; their products are FMAs, not TF32.
+Scores are in units of log 2: exp2 is one instruction.
+
+Not done: wider tiles for many queries, whose keys each tile reads again (from the L2); skipping the
+mask in blocks that all rows see. A NaN or infinity in the values of a token makes NaN of the rows
+before it in the same tile, as 0 * NaN does in the reference.
+"""
+
+import triton
+import triton.language as tl
+
+ROWS = tl.constexpr(16)
+BLOCK = tl.constexpr(64)
+SPLIT = tl.constexpr(512)
+_LOWEST = tl.constexpr(-3.4e38)
+
+
+@triton.jit
+def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr):
+    """Of a tile's rows: place in (B, T, H), whether they exist, positions; and the last position.
+
+    A row that does not exist has a position of -1 and sees nothing.
+    """
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    GROUP: tl.constexpr = H // HKV
+    row = tile * ROWS + tl.arange(0, ROWS)
+    exists = row < T * GROUP
+    query = row // GROUP
+    position = tl.load(positions + batch * T + query, mask=exists, other=-1)
+    place = (batch * T + query) * H + kv_head * GROUP + row % GROUP
+    return place, exists, position, tl.minimum(tl.max(position, 0), S - 1)
+
+
+@triton.jit
+def _vectors(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Vectors of D numbers at places, zeros up to WIDTH and where none exists, as an operand."""
+    feature = tl.arange(0, WIDTH)
+    mask = exists[:, None]
+    if D != WIDTH:
+        mask = mask & (feature < D)[None, :]
+    part = tl.load(x + place[:, None] * D + feature[None, :], mask=mask, other=0.0)
+    if x.dtype.element_ty == tl.float8e4nv:
+        # In three exact steps: from float16 to bf16 itself leads a slow instruction (F2F).
+        part = part.to(tl.float16).to(tl.float32).to(tl.bfloat16)
+    return part
+
+
+@triton.jit
+def _multiply(a, b):
+    return tl.dot(a, b, input_precision="ieee")  # read for float32 operands alone
+
+
+@triton.jit
+def _scale_at(x, place, there, SCALES: tl.constexpr):
+    """Scales at places: one for each (2), or for all (1)."""
+    if SCALES == 2:
+        scale = tl.load(x + place, mask=there, other=0.0)
+    else:
+        scale = tl.broadcast_to(tl.load(x), there.shape)
+    return scale
+
+
+@triton.jit
+def _nothing(V_WIDTH: tl.constexpr):
+    """Maximum, sum and weighted values of no keys."""
+    top = tl.full((ROWS,), _LOWEST, tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
+
+
+@triton.jit
+def _one_split(
+    split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
+    top, total, values = _nothing(V_WIDTH)
+    for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        there = slot <= last
+        place = slot * HKV
+        key = _vectors(k, place, there, D, WIDTH)
+        score = _multiply(query, key.T)
+        multiplier = tl.full((1, BLOCK), SCALE, tl.float32)
+        if K_SCALES > 0:
+            multiplier *= _scale_at(k_scale, place, there, K_SCALES)[None, :]
+        if Q_SCALES > 0:
+            multiplier = multiplier * query_scale[:, None]
+        score *= multiplier
+        if DR > 0:
+            key_rope = _vectors(k_rope, place, there, DR, R_WIDTH)
+            score += _multiply(query_rope, key_rope.T) * SCALE
+        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
+        above = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - above[:, None])
+        rescale = tl.exp2(top - above)
+        total = tl.fma(total, rescale, tl.sum(weight, 1))
+        if V_SCALES > 0:
+            weight *= _scale_at(v_scale, place, there, V_SCALES)[None, :]
+        value = _vectors(v, place, there, DV, V_WIDTH)
+        part = _multiply(weight.to(value.dtype), value)
+        values = tl.fma(values, tl.broadcast_to(rescale[:, None], values.shape), part)
+        top = above
+    return top, total, values
+
+
+@triton.jit
+def _join(top, total, values, more_top, more_total, more_values):
+    """Two splits as one; a split without visible keys changes nothing."""
+    above = tl.maximum(top, more_top)
+    rescale, more_rescale = tl.exp2(top - above), tl.exp2(more_top - above)
+    total = tl.fma(total, rescale, more_total * more_rescale)
+    wide = tl.broadcast_to(rescale[:, None], values.shape)
+    return above, total, tl.fma(values, wide, more_values * more_rescale[:, None])
+
+
+@triton.jit
+def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: tl.constexpr):
+    feature = tl.arange(0, V_WIDTH)
+    # -0.0 and 0.0 differ in their bits, and another block of nothing makes the one the other.
+    result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
+    at = out + place[:, None] * DV + feature[None, :]
+    tl.store(at, result, mask=exists[:, None] & (feature < DV)[None, :])
+
+
+@triton.jit
+def attention_kernel(
+    q,  # (B, T, H, D)
+    k,  # (B, S, HKV, D)
+    v,  # (B, S, HKV, DV)
+    positions,  # (B, T) int32
+    q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
+    k_scale,  # (B, S, HKV), likewise
+    v_scale,  # (B, S, HKV), likewise
+    q_rope,  # (B, T, H, DR), unused if DR is 0
+    k_rope,  # (B, S, HKV, DR)
+    out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
+    top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
+    total,  # likewise
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
+    V_WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores, over log 2
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
+):
+    SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
+    # The tiles with the most keys first: they end last.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
+    place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
+    # The rest is counted from the first token's keys, in 32 bits.
+    first = tl.cast(tl.program_id(2), tl.int64) * S * HKV + tl.program_id(1)
+    k += first * D
+    v += first * DV
+    k_rope += first * DR
+    if K_SCALES == 2:
+        k_scale += first
+    if V_SCALES == 2:
+        v_scale += first
+    query = _vectors(q, place, exists, D, WIDTH)
+    query_rope, query_scale = query, position
+    if DR > 0:
+        query_rope = _vectors(q_rope, place, exists, DR, R_WIDTH)
+    if Q_SCALES > 0:
+        query_scale = _scale_at(q_scale, place, exists, Q_SCALES)
+
+    if ONE_SPLIT:
+        split = tl.program_id(0) % SPLITS
+        if split * SPLIT <= last:
+            row_top, row_total, values = _one_split(
+                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
+                k_rope, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES, K_SCALES,
+                V_SCALES,
+            )  # fmt: skip
+            place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
+            tl.store(top + place, row_top, mask=exists)
+            tl.store(total + place, row_total, mask=exists)
+            feature = tl.arange(0, V_WIDTH)
+            mask = exists[:, None] & (feature < DV)[None, :]
+            tl.store(out + place[:, None] * DV + feature[None, :], values, mask=mask)
+    else:
+        row_top, row_total, values = _nothing(V_WIDTH)
+        for split in range(0, last // SPLIT + 1):
+            more_top, more_total, more_values = _one_split(
+                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
+                k_rope, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES, K_SCALES,
+                V_SCALES,
+            )  # fmt: skip
+            row_top, row_total, values = _join(
+                row_top, row_total, values, more_top, more_total, more_values
+            )
+        _store_result(out, place, exists, row_total, values, DV, V_WIDTH)
+
+
+@triton.jit
+def join_kernel(
+    positions,  # (B, T) int32
+    parts,  # (SPLITS, B, T, H, DV), as `attention_kernel` wrote it with ONE_SPLIT
+    top,  # (SPLITS, B, T, H)
+    total,  # likewise
+    out,  # (B, T, H, DV) float32
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    DV: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+):
+    place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
+    feature = tl.arange(0, V_WIDTH)
+    mask = exists[:, None] & (feature < DV)[None, :]
+    row_top, row_total, values = _nothing(V_WIDTH)
+    at = place
+    for _ in range(0, last // SPLIT + 1):
+        part = tl.load(parts + at[:, None] * DV + feature[None, :], mask=mask, other=0.0)
+        more_top = tl.load(top + at, mask=exists, other=_LOWEST)
+        more_total = tl.load(total + at, mask=exists, other=0.0)
+        row_top, row_total, values = _join(row_top, row_total, values, more_top, more_total, part)
+        at += tl.num_programs(2) * (T * H)
+    _store_result(out, place, exists, row_total, values, DV, V_WIDTH)

@@ -1,0 +1,314 @@
+"""Strict attention in Triton's interpreter: against float64, and decode against the learner.
+
+The interpreter adds a product's terms one after another in float32, whatever the row, so equality
+here is about masks, blocks, splits, tiles and rescaling. test_sass.py compares the layouts that
+decide the order of sums on a GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
+
+from interpreter import Interpreter
+
+from fp8rl_jax.kernels import reference
+from fp8rl_jax.kernels import strict_attention as strict
+from fp8rl_jax.kernels.attention_gradient import attention_vjp
+
+E4M3 = jnp.float8_e4m3fn
+LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
+KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, interpreter):
+    calls = []
+
+    def triton_call(kernel, *arrays, **keywords):
+        calls.append(kernel.fn.__name__)
+        return interpreter.triton_call(kernel, *arrays, **keywords)
+
+    monkeypatch.setattr(strict, "triton_call", triton_call)
+    return calls
+
+
+def _case(kind, length, heads=2, kv_heads=1, dim=16, batch=1, seed=0):
+    """q, k, v and the scales by name."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((batch, length, n, dim)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    if kind == "float32":
+        return (q, k, v), {}
+    q = q.astype(jnp.bfloat16)
+    if kind == "bf16":
+        return (q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)), {}
+
+    def scales(x):
+        shape = () if kind == "fp8 one scale" else x.shape[:3]
+        return jnp.asarray(rng.random(shape) + 0.5, jnp.float32)
+
+    named = {"k_scale": scales(k), "v_scale": scales(v)}
+    if kind == "fp8 queries":
+        named["q_scale"], q = scales(q), q.astype(E4M3)
+    return (q, k.astype(E4M3), v.astype(E4M3)), named
+
+
+def _positions(batch, length):
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+def _float64(operands, scales, positions, scale):
+    """The result, and the sum of its terms' magnitudes."""
+    q, k, v = (np.asarray(x, np.float64) for x in operands)
+    for name, x in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
+        if name in scales:
+            x *= np.asarray(scales[name], np.float64)[..., None]
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    score = np.einsum("bthd,bshd->bhts", q, k) * scale
+    seen = np.arange(k.shape[1]) <= np.asarray(positions)[:, None, :, None]
+    weight = np.where(seen, np.exp(score - np.where(seen, score, -np.inf).max(-1)[..., None]), 0)
+    weight /= weight.sum(-1)[..., None]
+    return tuple(np.einsum("bhts,bshd->bthd", weight, x) for x in (v, np.abs(v)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "dim"),
+    [(70, 8, 2, 24), (33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)],
+)
+def test_equals_float64(kind, length, heads, kv_heads, dim):
+    """Weights are rounded to bf16 for the product with values: up to 2**-8 of each term. The sum
+    of weights is not rounded. Nothing else is larger than some float32 roundings.
+    """
+    operands, scales = _case(kind, length, heads, kv_heads, dim)
+    positions = _positions(1, length)
+    got = strict.attention(*operands, positions, scale=dim**-0.5, **scales)
+    assert got.dtype == jnp.float32
+    want, size = _float64(operands, scales, positions, dim**-0.5)
+    error = (np.abs(np.asarray(got) - want) / size).max()
+    assert error < (2e-6 if kind == "float32" else 2**-8)
+    plain = reference.attention(*operands, positions, scale=dim**-0.5, **scales)
+    assert (np.abs(np.asarray(got) - np.asarray(plain)) / size).max() < 2**-8
+
+
+def _same(one, other):
+    np.testing.assert_array_equal(np.asarray(one).view(np.int32), np.asarray(other).view(np.int32))
+
+
+def _garbage_behind(x, slots):
+    """A longer cache whose other slots hold NaN, in FP8, bf16 or float32."""
+    if not x.ndim:
+        return x
+    tail = jnp.full((x.shape[0], slots, *x.shape[2:]), jnp.nan, x.dtype)
+    return jnp.concatenate([x, tail], 1)
+
+
+def _decode(operands, scales, position, slots=37, **more):
+    """One query at a position, over a cache of that many keys and then garbage."""
+    q, k, v = operands
+    n = position + 1
+    scales = dict(scales)
+    q_scale = scales.pop("q_scale", None)
+    if q_scale is not None and q_scale.ndim:
+        q_scale = q_scale[:, position:n]
+    k, v = (_garbage_behind(x[:, :n], slots) for x in (k, v))
+    scales = {s: _garbage_behind(x[:, :n] if x.ndim else x, slots) for s, x in scales.items()}
+    at = jnp.full((q.shape[0], 1), position, jnp.int32)
+    return strict.attention(
+        q[:, position:n], k, v, at, scale=0.3, q_scale=q_scale, **scales, **more
+    )
+
+
+@pytest.mark.parametrize("kind", ["float32", "bf16", "fp8", "fp8 one scale"])
+def test_decode_equals_learner_at_every_border(kind, interpreted):
+    """A learner's queries all at once, in whole splits; a decode step's one, in its own program."""
+    operands, scales = _case(kind, max(LENGTHS), heads=1)
+    whole = strict.attention(
+        *operands, _positions(1, max(LENGTHS)), scale=0.3, one_split=False, **scales
+    )
+    assert interpreted == ["attention_kernel"]
+    for length in LENGTHS:
+        one = _decode(operands, scales, length - 1)
+        _same(one[:, 0], whole[:, length - 1])
+    assert interpreted.count("join_kernel") == sum(n + 37 > strict.SPLIT for n in LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8", "fp8 queries"])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_groups(kind, group):
+    operands, scales = _case(kind, 70, heads=2 * group, kv_heads=2, dim=32, batch=2)
+    whole = strict.attention(*operands, _positions(2, 70), scale=0.3, **scales)
+    for position in (0, 17, 63, 64, 69):
+        _same(_decode(operands, scales, position)[:, 0], whole[:, position])
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_widths(kind, dim):
+    operands, scales = _case(kind, 66, dim=dim)
+    whole = strict.attention(*operands, _positions(1, 66), scale=0.3, **scales)
+    for position in (5, 63, 65):
+        _same(_decode(operands, scales, position)[:, 0], whole[:, position])
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8"])
+def test_prefill_in_pieces_and_other_sequences(kind):
+    """Queries that start anywhere in a tile, beside sequences of other lengths."""
+    operands, scales = _case(kind, 200, dim=32, batch=3)
+    whole = strict.attention(*operands, _positions(3, 200), scale=0.3, **scales)
+    for start, stop in ((0, 7), (7, 100), (99, 200)):
+        q = operands[0][:, start:stop]
+        positions = _positions(3, 200)[:, start:stop]
+        part = strict.attention(q, *operands[1:], positions, scale=0.3, **scales)
+        _same(part, whole[:, start:stop])
+    order = jnp.asarray([2, 0])
+    moved = {n: x[order] for n, x in scales.items()}
+    positions = jnp.asarray([[150, 3], [199, 20]], jnp.int32)  # in any order within a tile
+    rows = order[:, None]
+    q, k, v = operands
+    part = strict.attention(q[rows, positions], k[order], v[order], positions, scale=0.3, **moved)
+    _same(part, whole[rows, positions])
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("slots", [0, 500, 1100])
+def test_who_takes_a_split_changes_nothing(kind, slots):
+    operands, scales = _case(kind, 600)
+    first = _decode(operands, scales, 599, one_split=True)
+    _same(_decode(operands, scales, 599, slots, one_split=False), first)
+    _same(_decode(operands, scales, 599, slots, one_split=True), first)
+
+
+def test_large_scores_and_values_that_cancel():
+    """Later splits with far larger scores; values of -0.0 and of one sign each."""
+    (q, k, v), _ = _case("float32", 700, heads=1)
+    k = k.at[:, 520:].multiply(60.0)
+    v = v.at[..., 0].set(-0.0).at[:, 600:, :, 1].set(0.0).at[:, :600, :, 1].set(-1e-38)
+    whole = strict.attention(q, k, v, _positions(1, 700), scale=0.3, one_split=False)
+    assert np.isfinite(whole).all()
+    for position in (511, 519, 520, 530, 640, 699):
+        one = _decode((q, k, v), {}, position, one_split=True)
+        _same(one[:, 0], whole[:, position])
+        assert not np.signbit(one[..., 0]).any()  # not even of zero
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_latents_with_rotated_keys(kind):
+    """Multi-head latent attention: values of another width, further features."""
+    (q, k, _), scales = _case(kind, 70, heads=8, dim=64)
+    rng = np.random.default_rng(1)
+    q_rope, k_rope = (
+        jnp.asarray(rng.standard_normal((1, 70, n, 16)), jnp.bfloat16) for n in (8, 1)
+    )
+    v = k[..., :32]
+
+    def run(start, **more):
+        at = _positions(1, 70)[:, start:]
+        return strict.attention(
+            q[:, start:], k, v, at, scale=0.1, q_rope=q_rope[:, start:], k_rope=k_rope,
+            **scales, **more,
+        )  # fmt: skip
+
+    whole = run(0)
+    want = reference.attention(
+        q, k, v, _positions(1, 70), scale=0.1, q_rope=q_rope, k_rope=k_rope, **scales
+    )
+    size = np.abs(np.asarray(v, np.float32)).max() * (1.5 if scales else 1)
+    assert np.abs(np.asarray(whole) - np.asarray(want)).max() < size * 2**-9
+    _same(run(69, one_split=True), whole[:, 69:])
+    _same(run(64), whole[:, 64:])
+
+
+def test_bad_values_stay_with_the_rows_that_see_them():
+    """But for earlier rows of the same tile, which 0 * NaN reaches."""
+    (q, k, v), _ = _case("float32", 70, heads=1)
+    got = strict.attention(q, k.at[:, 40].set(jnp.nan), v, _positions(1, 70), scale=0.3)
+    np.testing.assert_array_equal(np.isnan(got).all((0, 2, 3)), np.arange(70) >= 40)
+    got = strict.attention(q, k, v.at[:, 40].set(jnp.inf), _positions(1, 70), scale=0.3)
+    np.testing.assert_array_equal(np.isfinite(got).all((0, 2, 3)), np.arange(70) < 32)
+
+
+def test_arguments_are_checked():
+    (q, k, v), _ = _case("bf16", 8, heads=4, kv_heads=2)
+    positions = _positions(1, 8)
+
+    def attention(q=q, k=k, v=v, positions=positions, **scales):
+        strict.attention(q, k, v, positions, scale=1.0, **scales)
+
+    with pytest.raises(ValueError, match="do not fit keys"):
+        attention(q=q[:, :, :3])
+    with pytest.raises(ValueError, match="do not fit keys"):
+        attention(v=v[:, :7])
+    with pytest.raises(ValueError, match="do not fit queries"):
+        attention(positions=positions[:, :7])
+    with pytest.raises(ValueError, match="E4M3, bf16 or float32, got float16"):
+        attention(k=k.astype(jnp.float16))
+    with pytest.raises(ValueError, match=r"k_scale \(1, 8\) must be"):
+        attention(k_scale=jnp.ones((1, 8)))
+    with pytest.raises(ValueError, match="256 in float32"):
+        wide = jnp.ones((1, 8, 2, 512))
+        attention(q=wide, k=wide, v=wide)
+
+
+@pytest.mark.parametrize(
+    ("queries", "slots", "heads", "kv_heads", "dims"),
+    [(37, 37, 4, 2, (32, 32)), (600, 700, 4, 1, (32, 16)), (1100, 1100, 2, 2, (16, 16))],
+)
+def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
+    rng = np.random.default_rng(0)
+    shapes = (
+        (2, queries, heads, dims[0]), (2, slots, kv_heads, dims[0]),
+        (2, slots, kv_heads, dims[1]), (2, queries, heads, dims[1]),
+    )  # fmt: skip
+    q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    positions = _positions(2, queries) + jnp.asarray([[0], [slots - queries]], jnp.int32)
+    got, want = (
+        jax.jit(lambda *x, f=f: f(*x, scale=dims[0] ** -0.5))(q, k, v, positions, cotangent)
+        for f in (attention_vjp, reference.attention_vjp)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
+
+
+def _temporary_bytes(function, length):
+    heads = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
+    kv = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+    positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    compiled = jax.jit(lambda *x: function(*x, scale=0.1)).lower(heads, kv, kv, positions, heads)
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_gradients_hold_no_matrix_of_scores():
+    matrix = 4 * 8 * 4096**2
+    assert _temporary_bytes(reference.attention_vjp, 4096) > matrix
+    assert _temporary_bytes(attention_vjp, 4096) < matrix / 10
+    assert _temporary_bytes(attention_vjp, 8192) < 2.5 * _temporary_bytes(attention_vjp, 4096)
+
+
+def test_gradients_under_shard_map():
+    (q, k, v), _ = _case("float32", 40, heads=4, kv_heads=2)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    positions = _positions(1, 40)
+    run = jax.shard_map(
+        lambda *x: attention_vjp(*x, scale=0.3), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    for a, b in zip(
+        jax.jit(run)(q, k, v, positions, q),
+        reference.attention_vjp(q, k, v, positions, q, scale=0.3),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
