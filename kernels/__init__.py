@@ -4,14 +4,19 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
-from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS, block_matmul, choose, resolve
+from fp8rl_jax.kernels.dispatch import (
+    IMPLEMENTATIONS,
+    attention,
+    attention_vjp,
+    block_matmul,
+    choose,
+    resolve,
+)
 from fp8rl_jax.kernels.reference import (
     EXP_LANES,
     K_BLOCK,
     KV_CHUNK,
     as_bytes,
-    attention,
-    attention_vjp,
     from_bytes,
     guard,
     round_bf16,

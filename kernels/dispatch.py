@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import matmul, reference
+from fp8rl_jax.kernels import attention_gradient, matmul, reference, strict_attention
 from fp8rl_jax.kernels.triton_call import installed
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
@@ -85,3 +85,33 @@ def block_matmul(
         return reference.rounded(reference.block_matmul(*operands), dtype)
 
     return choose(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
+
+
+def attention(*arrays: jax.Array, implementation: str = "auto", **keywords) -> jax.Array:
+    """`reference.attention` by the implementation of choice; its arguments and result.
+
+    `implementation` is one of `IMPLEMENTATIONS`.
+    """
+
+    def kernel(arrays, keywords):
+        return strict_attention.attention(*arrays, scale=scale, **keywords)
+
+    def plain(arrays, keywords):
+        return reference.attention(*arrays, scale=scale, **keywords)
+
+    scale = keywords.pop("scale")
+    return choose(implementation, kernel, plain, arrays, keywords)
+
+
+def attention_vjp(
+    *arrays: jax.Array, scale: float, implementation: str = "auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.attention_vjp`; where kernels multiply, without a matrix of scores in memory."""
+
+    def kernel(*arrays):
+        return attention_gradient.attention_vjp(*arrays, scale=scale)
+
+    def plain(*arrays):
+        return reference.attention_vjp(*arrays, scale=scale)
+
+    return choose(implementation, kernel, plain, *arrays)

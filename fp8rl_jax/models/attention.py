@@ -41,12 +41,14 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
     return quantize_kv(q, recipe, (scales or {}).get("q"))
 
 
-def _attend(query, kv: StoredKV, positions, scales: Scales | None, scale: float) -> jax.Array:
+def _attend(
+    recipe: Recipe, query, kv: StoredKV, positions, scales: Scales | None, scale: float
+) -> jax.Array:
     q, q_scale = query
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
         q, kv.k, kv.v, positions, scale=scale,
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, implementation=recipe.kernels,
     )  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def self_attention(
 
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(query, kv, positions, scales, scale)
+    out = _attend(recipe, query, kv, positions, scales, scale)
     return out, (query, kv, positions, scales, jnp.zeros((0,), q.dtype))
 
 
@@ -100,7 +102,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         dequantize_kv(q, q_scale), dequantize_kv(kv.k, k_scale), dequantize_kv(kv.v, v_scale),
-        positions, cotangent, scale=scale,
+        positions, cotangent, scale=scale, implementation=recipe.kernels,
     )  # fmt: skip
     return (*(g.astype(like.dtype) for g in grads), None, None)
 
@@ -153,7 +155,8 @@ class Attention(nn.Module):
             out = self_attention(recipe, scale, *share(q, k, v, positions, scales))
         else:
             cache = write(cache, _store(k, v, recipe, scales), positions)
-            out = _attend(_query(q, recipe, scales), cache, positions, scales, scale)
+            query = _query(q, recipe, scales)
+            out = _attend(recipe, query, cache, positions, scales, scale)
         out = tap(self, "attention", compute_value(out, recipe))
         out = out.reshape(batch, length, -1)
         return out, cache, {"q": q, "k": k, "v": v}

@@ -54,12 +54,12 @@ def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
     return dequantize_kv(*quantize_kv(latent, recipe))
 
 
-def _attend(q, q_rope, stored: StoredLatent, positions, scale: float) -> jax.Array:
+def _attend(recipe: Recipe, q, q_rope, stored: StoredLatent, positions, scale: float) -> jax.Array:
     latent = stored.latent[:, :, None]
     latent_scale = None if stored.scale is None else stored.scale[:, :, None]
     return kernels.attention(
         q, latent, latent, positions, scale=scale, k_scale=latent_scale, v_scale=latent_scale,
-        q_rope=q_rope, k_rope=stored.rope[:, :, None],
+        q_rope=q_rope, k_rope=stored.rope[:, :, None], implementation=recipe.kernels,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def latent_self_attention(
 
 def _forward(recipe, scale, q, q_rope, latent, rope, positions):
     stored = _store(latent, rope, recipe)
-    out = _attend(q, q_rope, stored, positions, scale)
+    out = _attend(recipe, q, q_rope, stored, positions, scale)
     return out, (q, q_rope, stored, positions)
 
 
@@ -102,7 +102,13 @@ def _backward(recipe, scale, residual, cotangent):
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)
     dqueries, dkeys, dvalues = kernels.attention_vjp(
-        queries, keys, latent[:, :, None], positions, cotangent, scale=scale
+        queries,
+        keys,
+        latent[:, :, None],
+        positions,
+        cotangent,
+        scale=scale,
+        implementation=recipe.kernels,
     )
     width = latent.shape[-1]
     dlatent = dkeys[:, :, 0, :width] + dvalues[:, :, 0]
@@ -165,7 +171,7 @@ class LatentAttention(nn.Module):
             )
         else:
             cache = write(cache, _store(latent, k_rope, recipe), positions)
-            out = _attend(absorbed, q_rope, cache, positions, scale)
+            out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
         out = tap(self, "attention", compute_value(out, recipe))
         v_b = Kernel((heads, rank, config.v_head_dim), name="v_b_proj")()
         out = by_head(recipe.for_module("v_b_proj"), out, v_b)

@@ -1,6 +1,6 @@
 """The model on the GPU kernels, run in Triton's interpreter: same results, no drift.
 
-Everything but attention is a kernel here, behind the library's own wrappers. What a tensor core
+Everything that adds is a kernel here, behind the library's own wrappers. What a tensor core
 adds within an instruction the interpreter adds in float32, one product after another.
 """
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 from interpreter import Interpreter
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import head_logprobs, matmul, norm
+from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
 from fp8rl_jax.learner import Batch, response_logprobs
 from fp8rl_jax.models import (
     ModelConfig,
@@ -51,7 +51,7 @@ def interpreted(monkeypatch, interpreter):
         calls.append(kernel.fn.__name__)
         return interpreter.triton_call(kernel, *arrays, **keywords)
 
-    for module in (matmul, norm, head_logprobs):
+    for module in (matmul, norm, head_logprobs, strict_attention):
         monkeypatch.setattr(module, "triton_call", triton_call)
     return calls
 
@@ -111,13 +111,14 @@ def test_results_and_drift(interpreted, name, more):
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
+    used |= {"attention_kernel"}
     if name == "fp8":
         used |= {"quantize_rows_kernel", "quantize_columns_kernel"}
     assert set(interpreted) >= used
 
     want = learn(recipe)  # in jnp
-    # A last bit of a norm moves a value's rounding to bf16 or FP8 now and then.
-    bound, gradient_bound = {"f32": (2e-5, 2e-5), "bf16": (0.05, 0.05)}.get(name, (0.1, 0.2))
+    # A last bit moves a value's rounding to bf16 or FP8 now and then, and another expert's weight.
+    bound, gradient_bound = {"f32": (2e-5, 2e-5), "bf16": (0.05, 0.05)}.get(name, (0.2, 0.3))
     np.testing.assert_allclose(np.asarray(logp), np.asarray(want[0]), rtol=0, atol=bound)
     np.testing.assert_allclose(np.asarray(entropy), np.asarray(want[1]), rtol=0, atol=bound)
     size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
