@@ -156,17 +156,17 @@ def linear(
     before; a layer that `recipe` leaves in bf16 goes by the input alone.
     """
     own = recipe.for_module(name)
-    rows = rows if own.activation == recipe.activation else None
-    recipe = own
+    if own.activation != recipe.activation:
+        rows = None
     if tensor_parallel.inside():
-        return SplitLinear(recipe, tensor, rows, name=name)
+        return SplitLinear(own, tensor, rows, name=name)
     return Linear(
         features,
         use_bias=False,
         kernel_init=kernel_init(init_scale),
-        dot_general=make_dot_general(recipe, rows=rows),
+        dot_general=make_dot_general(own, rows=rows),
         promote_dtype=gather_kernel,
-        recipe=recipe,
+        recipe=own,
         name=name,
     )
 
