@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 from fp8rl_jax import models, sharding
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.models import layers, tensor_parallel
 from fp8rl_jax.quant.site import COUNTS
 from fp8rl_jax.runtime import Runtime, make_runtime, to_device
 
@@ -112,6 +112,7 @@ def main() -> None:
     temperature = np.ones(ROWS, np.float32)
     if case.get("by_hand"):  # as where GPU kernels multiply, with the reference in their place
         tensor_parallel.resolve = lambda _: "triton"
+        layers.fuses_rows = lambda recipe: recipe.activation is not None
     results, one, rollout = [], None, None
     for sizes in case["meshes"]:
         rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))

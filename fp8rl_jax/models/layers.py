@@ -10,12 +10,17 @@ multiple of 16, because its vector and scalar code differ; model widths usually 
 Each has a derivative of its own that reads the values as they came in, in the compute dtype: left
 to itself, automatic differentiation would keep several float32 copies of every activation, many
 times what the linear layers keep (docs/recipes.md has the figures).
+
+The kernel of a norm or a gate can quantise its result in passing, as the linear layers behind it
+would (`gives_rows`). What they then take beside the value is its *rows*: a QArray (M, features),
+M = B * T.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -28,15 +33,17 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax.kernels import choose, guard
 from fp8rl_jax.kernels import norm as kernel_norm
 from fp8rl_jax.models import tensor_parallel
-from fp8rl_jax.models.taps import tap
+from fp8rl_jax.models.taps import swaps_any, tap
 from fp8rl_jax.quant import (
     BoundWeight,
     LayerOf,
+    QArray,
     Recipe,
     compute_value,
     keep_dtypes,
     make_dot_general,
 )
+from fp8rl_jax.quant.activations import fuses_rows, kernel_settings, quantize_activation
 from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
 
@@ -106,11 +113,12 @@ class SplitLinear(nn.Module):
     """`linear` on one of several devices, each with some columns of the kernel, or all.
 
     The input may be whole or this device's part. The result is this device's columns where the
-    kernel is cut, else whole.
+    kernel is cut, else whole. `rows` is used where the product takes the whole input as it came.
     """
 
     recipe: Recipe
     tensor: int
+    rows: QArray | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -122,7 +130,9 @@ class SplitLinear(nn.Module):
             x, gather = tensor_parallel.hold(x, depth), None
         if cut and gather is None:
             kernel = tensor_parallel.count_once(kernel, self.tensor)
-        dot_general = make_dot_general(self.recipe, gather=gather)
+        whole = self.rows is not None and self.rows.shape[-1] == x.shape[-1] == depth
+        rows = self.rows if whole else None
+        dot_general = make_dot_general(self.recipe, gather=gather, rows=rows)
         return dot_general(
             x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
             preferred_element_type=self.recipe.compute_dtype,
@@ -130,23 +140,33 @@ class SplitLinear(nn.Module):
 
 
 def linear(
-    recipe: Recipe, features: int, name: str, init_scale: float = 1.0, tensor: int = 1
+    recipe: Recipe,
+    features: int,
+    name: str,
+    init_scale: float = 1.0,
+    tensor: int = 1,
+    rows: QArray | None = None,
 ) -> nn.Module:
     """A bias-free `nn.Dense` under the recipe of the layer `name`; kernel (in, features).
 
     Initial standard deviation: init_scale / sqrt(in). Within `tensor_parallel.split_columns` it is
     a `SplitLinear` over the same parameters.
+
+    `rows` is the input that the layer will get as `recipe` quantises it, where that was done
+    before; a layer that `recipe` leaves in bf16 goes by the input alone.
     """
-    recipe = recipe.for_module(name)
+    own = recipe.for_module(name)
+    if own.activation != recipe.activation:
+        rows = None
     if tensor_parallel.inside():
-        return SplitLinear(recipe, tensor, name=name)
+        return SplitLinear(own, tensor, rows, name=name)
     return Linear(
         features,
         use_bias=False,
         kernel_init=kernel_init(init_scale),
-        dot_general=make_dot_general(recipe),
+        dot_general=make_dot_general(own, rows=rows),
         promote_dtype=gather_kernel,
-        recipe=recipe,
+        recipe=own,
         name=name,
     )
 
@@ -175,6 +195,45 @@ class Kernel(nn.Module):
         return replicate(self.param("kernel", init, self.shape))
 
 
+def gives_rows(module: nn.Module, recipe: Recipe) -> bool:
+    """Whether norms and gates inside `module` give their results quantised too.
+
+    Not in a pass that swaps values: one may stand in the place of what a linear layer reads.
+    """
+    return fuses_rows(recipe) and not swaps_any(module)
+
+
+def _with_rows(
+    recipe: Recipe, fused: Callable, plain: Callable, *operands: jax.Array
+) -> tuple[jax.Array, QArray]:
+    """An operation's result (B, T, D), and its rows (B * T, D) as linear layers quantise them.
+
+    Args:
+      recipe: one that `fuses_rows`.
+      fused: the kernel: (*operands, dtype, power_of_two, y_dtype) -> (y, q, scale), as in
+        kernels/norm.py.
+      plain: (recipe, *operands) -> (B, T, D), for other platforms.
+    """
+    operand = recipe.activation
+    settings = kernel_settings(operand) if operand else None
+    assert operand is not None and settings is not None
+
+    def kernel(*operands):
+        y, q, scale = fused(*operands, **settings, y_dtype=recipe.compute_dtype)
+        return y.reshape(operands[0].shape), QArray(q, scale.T, operand.block)
+
+    def unfused(*operands):
+        y = plain(dataclasses.replace(recipe, kernels="reference"), *operands)
+        return y, quantize_activation(_rows(y), operand, None, "reference")[0]
+
+    return choose(recipe.kernels, kernel, unfused, *operands)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """(B, T, D) -> (B * T, D)."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
     mean_square = guard(x * x).sum(-1, keepdims=True) * np.float32(1 / x.shape[-1])
@@ -189,8 +248,8 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
     """
 
     def kernel(x, weight):
-        rows = x.reshape(-1, x.shape[-1])
-        return kernel_norm.rms_norm(rows, weight, eps, recipe.compute_dtype).reshape(x.shape)
+        y = kernel_norm.rms_norm(_rows(x), weight, eps, recipe.compute_dtype)
+        return y.reshape(x.shape)
 
     def plain(x, weight):
         x = x.astype(jnp.float32)
@@ -217,16 +276,47 @@ def _rms_norm_backward(recipe, eps, residual, cotangent):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rms_norm_quantized(
+    recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, QArray]:
+    """`rms_norm`, and its rows quantised (`_with_rows`), which have no gradient."""
+
+    def fused(x, weight, **settings):
+        return kernel_norm.rms_norm_quantized(_rows(x), weight, eps, **settings)
+
+    def plain(recipe, x, weight):
+        return rms_norm(recipe, eps, x, weight)
+
+    return _with_rows(recipe, fused, plain, x, weight)
+
+
+rms_norm_quantized.defvjp(
+    lambda recipe, eps, x, weight: (rms_norm_quantized(recipe, eps, x, weight), (x, weight)),
+    lambda recipe, eps, residual, dy: _rms_norm_backward(recipe, eps, residual, dy[0]),
+)
+
+
 class RMSNorm(nn.Module):
     """`rms_norm` with its weight as a parameter."""
 
     eps: float
     recipe: Recipe
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        return tap(self, "output", rms_norm(self.recipe, self.eps, *self._operands(x)))
+
+    def before_linear(self, x: jax.Array, quantise: bool) -> tuple[jax.Array, QArray | None]:
+        """(B, T, D) normalised, and with `quantise` (`gives_rows`) its rows."""
+        if not quantise:
+            return self(x), None
+        y, rows = rms_norm_quantized(self.recipe, self.eps, *self._operands(x))
+        return tap(self, "output", y), rows
+
+    @nn.compact
+    def _operands(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        return tap(self, "output", rms_norm(self.recipe, self.eps, *share(x, weight)))
+        return share(x, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,8 +327,8 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
     """
 
     def kernel(gate, up):
-        rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
-        return kernel_norm.gated_silu(*rows, recipe.compute_dtype).reshape(gate.shape)
+        y = kernel_norm.gated_silu(_rows(gate), _rows(up), recipe.compute_dtype)
+        return y.reshape(gate.shape)
 
     def plain(gate, up):
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -262,3 +352,21 @@ def _gated_silu_backward(recipe, residual, cotangent):
 
 
 gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_silu_quantized(
+    recipe: Recipe, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, QArray]:
+    """`gated_silu`, and its rows quantised (`_with_rows`), which have no gradient."""
+
+    def fused(gate, up, **settings):
+        return kernel_norm.gated_silu_quantized(_rows(gate), _rows(up), **settings)
+
+    return _with_rows(recipe, fused, gated_silu, gate, up)
+
+
+gated_silu_quantized.defvjp(
+    lambda recipe, gate, up: (gated_silu_quantized(recipe, gate, up), (gate, up)),
+    lambda recipe, residual, dy: _gated_silu_backward(recipe, residual, dy[0]),
+)

@@ -2,20 +2,43 @@
 
 `site.quantize_operand` defines the result, for every recipe. The kernels compute DeepSeek-V3's
 blocks under dynamic scales with the same bytes and scales, in one launch instead of four, and write
-the operands of a weight gradient in the order in which its product reads them.
+the operands of a weight gradient in the order in which its product reads them. A norm or a gate in
+front of linear layers can do it in its own launch (`fuses_rows`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from fp8rl_jax.kernels import K_BLOCK, choose, norm
+from fp8rl_jax.kernels import K_BLOCK, choose, norm, resolve
 from fp8rl_jax.quant import formats, scaling
 from fp8rl_jax.quant.qarray import QArray
-from fp8rl_jax.quant.recipe import Operand
+from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
 from fp8rl_jax.quant.site import OperandScaling, quantize_operand
 
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
+
+
+def kernel_settings(operand: Operand) -> dict[str, Any] | None:
+    """{'dtype', 'power_of_two'} for kernels/norm.py; None for an operand that no kernel knows."""
+    powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
+    if operand.policy not in powers or operand.block not in (_ROW, _COLUMN):
+        return None
+    return {"dtype": operand.dtype, "power_of_two": powers[operand.policy]}
+
+
+def fuses_rows(recipe: Recipe) -> bool:
+    """Whether the kernel of a norm or a gate can quantise its result as a linear layer would.
+
+    It quantises the value in the compute dtype, which must be what the layer rounds to.
+    """
+    operand = recipe.activation
+    if operand is None or resolve(recipe.kernels) == "reference":
+        return False
+    rows = operand.block == _ROW and kernel_settings(operand) is not None
+    return rows and recipe.compute_dtype == BF16
 
 
 def quantize_activation(
@@ -31,20 +54,18 @@ def quantize_activation(
     Returns:
       QArray, and the amax of each block where the policy keeps a state, which nobody else reads.
     """
-    powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
-    known = operand.policy in powers and operand.block in (_ROW, _COLUMN)
+    settings = kernel_settings(operand)
     whole = operand.block == _ROW or x.ndim == 2 or x.shape[-2] % K_BLOCK == 0
-    if not known or not whole:
+    if settings is None or not whole:
         return quantize_operand(x, operand, current)
 
     def kernel(x):
         rows = formats.round_bf16(x).reshape(-1, x.shape[-1])
-        settings = operand.dtype, powers[operand.policy]
         if operand.block == _ROW:
-            q, scale = norm.quantize_rows(rows, *settings)
+            q, scale = norm.quantize_rows(rows, **settings)
             scale = scale.T.reshape(*x.shape[:-1], -1)
         else:
-            q, scale = norm.quantize_columns(rows, *settings)
+            q, scale = norm.quantize_columns(rows, **settings)
             q, scale = q.T, scale.reshape(*x.shape[:-2], -1, x.shape[-1])
         return QArray(q.reshape(x.shape), scale, operand.block)
 

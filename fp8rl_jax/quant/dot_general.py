@@ -159,7 +159,12 @@ def _kind(w: Weight) -> str:
 
 
 def matmul(
-    recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None, dtype=jnp.float32
+    recipe: Recipe,
+    x: jax.Array,
+    w: Weight,
+    gather: str | None = None,
+    dtype=jnp.float32,
+    rows: QArray | None = None,
 ) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
 
@@ -172,33 +177,40 @@ def matmul(
     With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
     It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
     part; dx is summed over the axis, in float32, and comes back as the part.
+
+    `rows` is x as `quantize_activation` quantises it, from an operation that did so in passing; the
+    product takes it instead of quantising x again. It gets no gradient: x does, and wgrad's operand
+    is made from x.
     """
     if isinstance(w, Widened):
         assert recipe.activation is None
         return _multiply(recipe, _gathered(compute_value(x, recipe), gather), w.value, dtype)
     if isinstance(w, LayerOf):
         if gather is None and grouped_kernels.applies(recipe):
-            x, w = share(x, w)
-            return choose(recipe.kernels, *_named_layer(recipe, dtype), x, w)
+            operands = share(x, w, rows)
+            return choose(recipe.kernels, *_named_layer(recipe, dtype), *operands)
         w = w.taken()
-    return _matmul(recipe, gather, dtype, *share(x, w))
+    return _matmul(recipe, gather, dtype, *share(x, w, rows))
 
 
 def _named_layer(recipe: Recipe, dtype):
     """`matmul` by a LayerOf, as two functions: read in its stack by a kernel, and cut out."""
 
-    def in_place(x, w):
-        return grouped_kernels.forward(recipe, x[None], w, jnp.zeros(1, jnp.int32), dtype)[0]
+    def in_place(x, w, rows):
+        x, rows = jax.tree.map(lambda leaf: leaf[None], (x, rows))
+        return grouped_kernels.forward(recipe, x, w, jnp.zeros(1, jnp.int32), dtype, rows)[0]
 
-    def cut_out(x, w):
-        return matmul(recipe, x, w.taken(), None, dtype)
+    def cut_out(x, w, rows):
+        return matmul(recipe, x, w.taken(), None, dtype, rows)
 
     return in_place, cut_out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: Weight) -> jax.Array:
-    return _forward(recipe, x, bind(w), gather, dtype)[0]
+def _matmul(
+    recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: Weight, rows: QArray | None
+) -> jax.Array:
+    return _forward(recipe, x, bind(w), gather, dtype, rows)[0]
 
 
 def _gathered(x: QArray | jax.Array, axis: str | None):
@@ -222,15 +234,24 @@ class _Operands:
 
 
 def _forward(
-    recipe: Recipe, x: jax.Array, w: BoundWeight, gather: str | None, dtype
+    recipe: Recipe,
+    x: jax.Array,
+    w: BoundWeight,
+    gather: str | None,
+    dtype,
+    given: QArray | None,
 ) -> tuple[jax.Array, _Operands]:
     x_value = compute_value(x, recipe)
     if recipe.activation is None:
         weight = compute_value(plain_value(w.value), recipe)
         y = _multiply(recipe, _gathered(x_value, gather), weight, dtype)
         return y, _Operands(x_value)
-    state = None if w.scaling is None else w.scaling.activation
-    rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
+    rows: tuple[QArray, jax.Array | None]
+    if given is not None:
+        rows = given, None
+    else:
+        state = None if w.scaling is None else w.scaling.activation
+        rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
     columns: tuple[QArray, jax.Array | None]
     if isinstance(w.value, QArray):
         columns = w.value, None
@@ -272,12 +293,17 @@ class _Residual:
 
 
 def matmul_forward(
-    recipe: Recipe, x: jax.Array, w: Weight, gather: str | None = None, dtype=jnp.float32
+    recipe: Recipe,
+    x: jax.Array,
+    w: Weight,
+    gather: str | None = None,
+    dtype=jnp.float32,
+    rows: QArray | None = None,
 ):
     """`matmul` and what its backward pass needs."""
     x, bound = _first_order(x), bind(w)
     bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
-    y, operands = _forward(recipe, x, bound, gather, dtype)
+    y, operands = _forward(recipe, x, bound, gather, dtype, rows)
     parameter = bound.value if bound.master is None else bound.master
     residual = functools.partial(
         _Residual,
@@ -359,8 +385,8 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
 
 
 _matmul.defvjp(
-    lambda recipe, gather, dtype, x, w: matmul_forward(recipe, x, w, gather, dtype),
-    lambda recipe, gather, dtype, residual, dy: matmul_backward(recipe, residual, dy, gather),
+    lambda recipe, gather, dtype, x, w, rows: matmul_forward(recipe, x, w, gather, dtype, rows),
+    lambda recipe, gather, dtype, kept, dy: (*matmul_backward(recipe, kept, dy, gather), None),
 )
 
 
@@ -374,6 +400,7 @@ def make_dot_general(
     state: SiteScaling | None = None,
     probe: SiteProbe | None = None,
     gather: str | None = None,
+    rows: QArray | None = None,
 ):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
@@ -392,6 +419,8 @@ def make_dot_general(
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
       gather: mesh axis of a surrounding shard_map, over which the left operand's contracted axis
         lies in parts (`matmul`); no batch dimensions then.
+      rows: the left operand as `recipe` quantises it, (M, K), where that was done before
+        (`matmul`); no batch dimensions then.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -408,7 +437,7 @@ def make_dot_general(
         rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
         batch = [lhs.shape[a] for a in lhs_batch]
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
-        rows = math.prod(lhs.shape[a] for a in lhs_free)
+        height = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
         if not isinstance(rhs, QArray | Widened | BoundWeight | LayerOf):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
@@ -427,10 +456,11 @@ def make_dot_general(
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
+            assert gather is None and rows is None
             product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
-            y = product(x.reshape(-1, rows, depth), _flatten_batch(w, len(batch)))
+            y = product(x.reshape(-1, height, depth), _flatten_batch(w, len(batch)))
         else:
-            y = matmul(recipe, x.reshape(rows, depth), w, gather, dtype)
+            y = matmul(recipe, x.reshape(height, depth), w, gather, dtype, rows)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
         return y.reshape(batch + free)
 

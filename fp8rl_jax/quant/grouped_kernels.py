@@ -59,9 +59,17 @@ def _quantized_weight(recipe: Recipe, w: Weight) -> QArray:
 
 
 def forward(
-    recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array, dtype=jnp.float32
+    recipe: Recipe,
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    dtype=jnp.float32,
+    rows: QArray | None = None,
 ) -> jax.Array:
-    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N)."""
+    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N).
+
+    `rows` is x quantised already, if it is.
+    """
     if isinstance(w, LayerOf):
         count = w.shape[0] if w.ndim == 3 else 1  # a dense layer is an expert alone
         experts = jnp.where(experts < count, w.layer * count + experts, w.stack.shape[0] * count)
@@ -70,7 +78,8 @@ def forward(
     if recipe.activation is None:
         weight = compute_value(plain_value(bind(w).value), recipe)
         return grouped_matmul(value, weight, experts, dtype=dtype)
-    rows = _quantized(recipe, value, recipe.activation)
+    if rows is None:
+        rows = _quantized(recipe, value, recipe.activation)
     return _product(recipe, rows, _quantized_weight(recipe, w), experts, dtype)
 
 

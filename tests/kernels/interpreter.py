@@ -18,6 +18,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import threading
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class Interpreter:
         release = tuple(int(part) for part in triton.__version__.split(".")[:2])
         if release < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
             pytest.skip(f"Triton {triton.__version__} interprets with numpy before 2.4 alone")
+        self._turn = threading.Lock()  # XLA may call back from several threads at once
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -66,8 +68,9 @@ class Interpreter:
         Raises AssertionError with what the other process said.
         """
         place = (kernel.fn.__module__, kernel.fn.__name__)
-        _send(self._process.stdin, (*place, grid, arrays, outs, constants))
-        answer = _receive(self._process.stdout)
+        with self._turn:
+            _send(self._process.stdin, (*place, grid, arrays, outs, constants))
+            answer = _receive(self._process.stdout)
         assert not isinstance(answer, str), answer
         return answer
 

@@ -4,6 +4,7 @@ Everything that adds is a kernel here, behind the library's own wrappers. What a
 adds within an instruction the interpreter adds in float32, one product after another.
 """
 
+import collections
 import dataclasses
 
 import jax
@@ -20,7 +21,10 @@ from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
 from fp8rl_jax.learner import Batch, response_logprobs
 from fp8rl_jax.models import (
     ModelConfig,
+    forward,
+    init_cache,
     init_params,
+    layers,
     quantize_params,
     rope_tables,
     trainable_params,
@@ -33,6 +37,10 @@ _DENSE = ModelConfig(
     num_key_value_heads=1, head_dim=64, intermediate_size=256,
 )  # fmt: skip
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+_LATENT = dict(
+    kv_lora_rank=32, q_lora_rank=160, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+    qk_norm=False, first_k_dense_replace=1, n_shared_experts=1, **_EXPERTS,
+)  # fmt: skip
 _PROMPTS, _NEW = 6, 5
 
 
@@ -45,10 +53,11 @@ def interpreter():
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, interpreter):
+    """The calls as they are traced: (name of the kernel, whether it quantises beside its work)."""
     calls = []
 
     def triton_call(kernel, *arrays, **keywords):
-        calls.append(kernel.fn.__name__)
+        calls.append((kernel.fn.__name__, keywords.get("QUANTIZE", False)))
         return interpreter.triton_call(kernel, *arrays, **keywords)
 
     for module in (matmul, norm, head_logprobs, strict_attention):
@@ -109,12 +118,15 @@ def test_results_and_drift(interpreted, name, more):
     logp, entropy, gradient = learn(on_kernels)
     if recipe.row_local:  # no drift
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
+    fused = {kernel for kernel, quantised in interpreted if quantised}
+    dense = {"gated_silu_kernel"} if not more else set()  # experts quantise what they sorted
+    assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
     used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
     used |= {"attention_kernel"}
     if name == "fp8":
         used |= {"quantize_rows_kernel", "quantize_columns_kernel"}
-    assert set(interpreted) >= used
+    assert {kernel for kernel, _ in interpreted} >= used
 
     want = learn(recipe)  # in jnp
     # A last bit moves a value's rounding to bf16 or FP8 now and then, and another expert's weight.
@@ -124,3 +136,52 @@ def test_results_and_drift(interpreted, name, more):
     size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
     error = jax.tree.map(lambda a, b, n: float(jnp.linalg.norm(a - b) / n), gradient, want[2], size)
     assert max(jax.tree.leaves(error)) < gradient_bound, error
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "before", "after"),
+    [
+        pytest.param({}, {}, 7, 1, id="dense"),
+        pytest.param({}, dict(bf16_modules=("[kv]_proj", "up_proj")), 4, 1, id="some in bf16"),
+        # Left: o_proj and the two products by head of both layers, and what the experts sorted.
+        pytest.param(_LATENT, {}, 21, 9, id="latent", marks=pytest.mark.slow),
+    ],
+)
+def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, after):
+    """Norm and gate quantise in passing: fewer launches, and every bit as without.
+
+    `before` and `after` are launches that only quantise, in the layers of a rollout: one of each
+    kind of layer, as the scan has them.
+    """
+    config = dataclasses.replace(_DENSE, **more)
+    recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton", **changes)
+    params = init_params(config, jax.random.key(0))
+    weights = quantize_params(params, recipe)
+    tokens = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, config.vocab_size)
+    probe = jax.random.normal(jax.random.key(2), (config.hidden_size,))
+
+    def rollout():
+        cache = init_cache(config, recipe, 2, 8)
+        out = forward(weights, tokens, config, recipe, cache=cache)
+        return out.logits, out.cache
+
+    def loss(params):
+        paired = trainable_params(params, weights, recipe)
+        hidden = forward(paired, tokens, config, recipe, output="hidden").hidden
+        return (hidden.astype(jnp.float32) * probe).sum()
+
+    def run():
+        interpreted.clear()
+        results = exact_jit(lambda: rollout())()
+        calls = collections.Counter(interpreted)
+        return calls, (results, exact_jit(jax.value_and_grad(lambda p: loss(p)))(params))
+
+    calls, fused = run()
+    monkeypatch.setattr(layers, "fuses_rows", lambda recipe: False)
+    plain_calls, plain = run()
+    assert not any(quantised for _, quantised in plain_calls)
+    assert plain_calls["quantize_rows_kernel", False] == before
+    assert calls["quantize_rows_kernel", False] == after
+    assert calls["rms_norm_kernel", True] >= 2 and calls["gated_silu_kernel", True] >= 1
+    for one, other in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,20 @@ def _all_three(recipe, x, w, dy):
         return y, *vjp(dy)
 
     return [np.asarray(a, np.float32) for a in exact_jit(run)(x, w, dy)]
+
+
+def test_rows_that_were_quantised_before():
+    """They stand for x in the product, and for nothing in the backward pass."""
+    x, w, dy = _operands()
+    rows = quantize(x[::-1].astype(jnp.float32), (1, 128))
+    product = functools.partial(matmul, get_recipe("fp8"))
+    want, vjp = jax.vjp(product, x, w)
+    got, vjp_with_rows = jax.vjp(lambda x, w, rows: product(x, w, rows=rows), x, w, rows)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want[::-1]))
+    dx, dw, drows = vjp_with_rows(dy)
+    for one, other in zip((dx, dw), vjp(dy), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert not np.any(np.asarray(drows.scale))
 
 
 def _exact(x, w, dy):

@@ -1,0 +1,101 @@
+"""Norms and gates that quantise their result in passing give the bits of those that do not.
+
+In jnp, which is what other platforms than a GPU would run of a program for both;
+tests/kernels/test_model.py has the kernels.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import (
+    ModelConfig,
+    Swap,
+    forward,
+    init_params,
+    layers,
+    quantize_params,
+    trainable_params,
+)
+from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
+from fp8rl_jax.quant.activations import fuses_rows
+from fp8rl_jax.quant.scaling import dynamic
+
+_DENSE = ModelConfig(
+    vocab_size=96, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, intermediate_size=256,
+)  # fmt: skip
+_FP8 = dataclasses.replace(get_recipe("fp8"), kernels="triton")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (_FP8, True),
+        (dataclasses.replace(_FP8, activation=Operand(policy=power_of_two(dynamic()))), True),
+        (dataclasses.replace(_FP8, activation=Operand(policy=static(8.0))), False),
+        (dataclasses.replace(_FP8, activation=Operand(block=(1, 32))), False),
+        (dataclasses.replace(_FP8, compute_dtype=jnp.float32), False),
+        (dataclasses.replace(_FP8, kernels="reference"), False),
+        (get_recipe("bf16"), False),
+    ],
+    ids=["fp8", "powers of two", "static", "1x32", "float32", "reference", "bf16"],
+)
+def test_which_recipes(recipe, expected):
+    assert fuses_rows(recipe) == expected
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Switches the fusion on, as kernels would, and says how often it was used."""
+    used = []
+
+    def switch():
+        monkeypatch.setattr(layers, "fuses_rows", lambda recipe: recipe.activation is not None)
+        with_rows = layers._with_rows
+        monkeypatch.setattr(layers, "_with_rows", lambda *args: used.append(1) or with_rows(*args))
+        return used
+
+    return switch
+
+
+def _run(recipe, swaps=None, remat="none"):
+    """Logits and gradient of a model on one batch."""
+    params = init_params(_DENSE, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, 20), 0, _DENSE.vocab_size)
+    weights = quantize_params(params, recipe)
+
+    def loss(params):
+        paired = trainable_params(params, weights, recipe)
+        out = forward(paired, tokens, _DENSE, recipe, remat=remat, swaps=swaps)
+        return jax.nn.log_softmax(out.logits)[..., 0].sum(), out.logits
+
+    return exact_jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_bits(fused, remat):
+    want = _run(get_recipe("fp8"), remat=remat)
+    used = fused()
+    got = _run(get_recipe("fp8"), remat=remat)
+    assert used
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("name", ["input_layernorm/output", "gated", "self_attn/q_proj/input"])
+def test_swapped_values_are_read(fused, name):
+    """What a swap puts in the place of a value reaches the products behind it."""
+    width = _DENSE.intermediate_size if name == "gated" else _DENSE.hidden_size
+    value = jax.random.normal(jax.random.key(2), (2, 3, 20, width))
+    swaps = {name: Swap(jnp.asarray([False, True]), value)}
+    want = _run(get_recipe("fp8"), swaps)
+    used = fused()
+    got = _run(get_recipe("fp8"), swaps)
+    assert not used
+    np.testing.assert_array_equal(np.asarray(got[0][1]), np.asarray(want[0][1]))
+    assert np.any(np.asarray(got[0][1]) != np.asarray(_run(get_recipe("fp8"))[0][1]))
