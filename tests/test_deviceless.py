@@ -14,17 +14,13 @@ import aot_h200
 from fp8rl_jax import deviceless
 
 
-def _attention(names: list[str]) -> bool:
-    return all("self_attn" in name and "proj" not in name for name in names)
-
-
 def _assert_own_products(text: str, kernels: int) -> None:
-    """Every product is a kernel of this library, attention's apart."""
+    """Every product is a kernel of this library; of the backward pass, attention's apart."""
     found = deviceless.products(text)
     assert len(found.pop("triton_kernel_call")) >= kernels
     for kind, names in found.items():
         assert kind in ("dot", "gemm fusion"), (kind, names)
-        assert _attention([name for name in names if name]), (kind, names)
+        assert all("->bh" in name for name in names if name), (kind, names)  # attention_gradient.py
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +31,11 @@ def _small(monkeypatch):
 
 
 def test_decode_step():
-    """Seven linear layers, the head, norms, gate and log-probability; weights are not copied."""
+    """No product but the kernels', and no copy of the weights."""
     programs = aot_h200.Programs("qwen3_0p6b", deviceless.h200_mesh({}), layers=2)
     compiled = programs.decode().compile()
     text = compiled.as_text()
-    _assert_own_products(text, 16)
+    assert set(deviceless.products(text)) == {"triton_kernel_call"}
     assert not deviceless.collectives(text)
     copied = [
         line for line in text.splitlines()
