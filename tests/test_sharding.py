@@ -171,7 +171,7 @@ def test_columns_equal_one_device():
     ],
 )  # fmt: skip
 def test_rows_by_hand_equal_one_device(case):
-    """Every device's rows under shard_map, as GPU kernels need it, without columns in parts."""
+    """As GPU kernels need it, without columns in parts; norms and gates quantise in passing."""
     case = case | {"by_hand": True, "config": {"rollout.max_new_tokens": 4}}
     first, *others = _script(8, "tensor_steps.py", json.dumps(case))
     for result in others:
