@@ -67,6 +67,7 @@ def test_nothing_differs():
     assert not any(row["differ"] for row in result["operations"])
 
 
+@pytest.mark.slow
 def test_nothing_differs_with_experts():
     """The router's logits, choice and weights and the experts' sum are compared too."""
     result = analyse(_programs("model.num_experts=8", "model.moe_intermediate_size=64"))

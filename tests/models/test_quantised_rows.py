@@ -77,7 +77,7 @@ def _run(recipe, swaps=None, remat="none"):
     return exact_jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_bits(fused, remat):
     want = _run(get_recipe("fp8"), remat=remat)
     used = fused()
