@@ -41,7 +41,7 @@ from fp8rl_jax.errors import UserError
 
 SECONDS = 500.0  # of all sections; the speed gets what those before it leave
 _LEAST_FOR_SPEED = 60.0
-_SHARE = {"tiles": 80.0, "rows": 130.0, "correctness": 90.0, "pairs": 40.0, "programs": 110.0}
+_SHARE = {"tiles": 80.0, "rows": 130.0, "correctness": 90.0, "pairs": 60.0, "programs": 110.0}
 ROWS = (
     1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
     257, 511, 512, 513, 1000, 1024, 2048, 4095, 4096,
@@ -162,12 +162,13 @@ def correctness(implementation: str = "triton") -> Finding:
 
 
 def pairs() -> Finding:
-    """(e) Norms, gates and log-probabilities in their forms; Mosaic beside Triton, as a report."""
+    """(e) Norms, gates, log-probabilities and attention in their forms; Mosaic as a report."""
     source = Source(_SMALL)
 
     def found() -> Iterable[Outcome]:
         yield from kernel_pairs.check_fused(source)
         yield from kernel_pairs.check_head(source)
+        yield from kernel_pairs.check_attention(source)
 
     holds, lines, data = _outcomes(found(), _SHARE["pairs"])
     reported = [*kernel_pairs.check_quantiser(source), *kernel_pairs.check_mosaic(source)]

@@ -4,7 +4,8 @@ Each check is an `Outcome` of kind 'pairs':
 
 * a norm, and a gate, that quantises its result, against itself followed by the quantiser;
 * rows of a norm, of a gate and of log-probabilities, few at a time, against all at once;
-* log-probabilities without logits in memory against those of the logits in memory.
+* log-probabilities without logits in memory against those of the logits in memory;
+* attention of one query over a longer cache against the same query among all of a sequence.
 
 Two are only reported, since nothing relies on them: the quantiser against the library's own in jnp,
 and the Mosaic matmul against the Triton one.
@@ -20,13 +21,14 @@ import jax.numpy as jnp
 from fp8rl_jax.bench.kernel_checks import E4M3, Outcome, blocks, difference, guarded
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import head_logprobs, norm
+from fp8rl_jax.kernels import head_logprobs, norm, strict_attention
 from fp8rl_jax.kernels.matmul import matmul
 from fp8rl_jax.quant import quantize
 
 _EPS = 1e-6
 FEW = (1, 7, 64)  # rows at a time
 ROWS, WIDTHS = 333, (128, 1000, 4096)
+LENGTHS = (1, 64, 96, 97, 128, 129, 513, 1025, 4097)  # keys that a query sees
 HEAD = (200, 1024, 5000)  # rows, width, vocabulary
 MOSAIC = ((300, 1024, 1152), (4096, 4096, 4096))  # rows, K, columns
 
@@ -123,6 +125,38 @@ def check_head(source: Source, shape: tuple[int, int, int] = HEAD) -> Iterator[O
             f"{name}: {few} rows alone, of logits", _part(from_memory, rows // 2, few),
             _rows_of(fused, rows // 2, few), *operands, head,
         )  # fmt: skip
+
+
+def check_attention(
+    source: Source, lengths=LENGTHS, heads=(8, 2), width: int = 128
+) -> Iterator[Outcome]:
+    """The last query of a sequence, alone as in a decode step, and among all as in a learner's.
+
+    Yields an Outcome for every length and type of the cache. The decode step's cache is longer and
+    holds numbers behind the sequence's end.
+    """
+
+    def among_all(q, k, v, k_scale, v_scale):
+        length = q.shape[1]
+        k, v, k_scale, v_scale = (x[:, :length] for x in (k, v, k_scale, v_scale))
+        return run(q, k, v, k_scale, v_scale, jnp.arange(length, dtype=jnp.int32)[None])[:, -1:]
+
+    def alone(q, k, v, k_scale, v_scale):
+        last = jnp.full((1, 1), q.shape[1] - 1, jnp.int32)
+        return run(q[:, -1:], k, v, k_scale, v_scale, last)
+
+    def run(q, k, v, k_scale, v_scale, positions):
+        scales = {"k_scale": k_scale, "v_scale": v_scale} if k.dtype == E4M3 else {}
+        return strict_attention.attention(q, k, v, positions, scale=width**-0.5, **scales)
+
+    for dtype in (E4M3, jnp.bfloat16):
+        for length in lengths:
+            q = source.take(jnp.bfloat16, 1, length, heads[0], width)
+            slots = (1, length + 70, heads[1])
+            keys, values = (source.take(dtype, *slots, width) for _ in range(2))
+            scales = [source.scales(*slots) for _ in range(2)]
+            name = f"attention over {length} keys in {jnp.dtype(dtype).name}: alone or among all"
+            yield _equal(name, alone, among_all, q, keys, values, *scales)
 
 
 def check_mosaic(source: Source, shapes=MOSAIC) -> Iterator[Outcome]:

@@ -12,7 +12,7 @@ from interpreter import Interpreter
 
 from fp8rl_jax.bench import kernel_pairs as pairs
 from fp8rl_jax.bench.kernel_data import Source
-from fp8rl_jax.kernels import head_logprobs, matmul, norm
+from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def interpreter():
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, interpreter):
-    for module in (matmul, norm, head_logprobs):
+    for module in (matmul, norm, head_logprobs, strict_attention):
         monkeypatch.setattr(module, "triton_call", interpreter.triton_call)
 
 
@@ -36,6 +36,11 @@ def test_fused_and_plain():
 
 def test_log_probabilities():
     outcomes = list(pairs.check_head(Source(1 << 16), (66, 64, 200)))
+    assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes
+
+
+def test_attention():
+    outcomes = list(pairs.check_attention(Source(1 << 17), (1, 65), (2, 1), 64))
     assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes
 
 
