@@ -137,13 +137,13 @@ def _cost(choice: Choice) -> float:
 
 @functools.cache
 def ordinary() -> tuple[int, ...]:
-    """Numbers of eight cheap cases: two of the float32 canary, one of every other recipe."""
+    """Numbers of seven cheap cases, one of every recipe."""
     order = sorted(range(len(choices())), key=lambda i: _cost(choices()[i]))
     by_recipe = {
         recipe: [i for i in order if choices()[i]["recipe"] == recipe]
         for recipe in FACTORS["recipe"]
     }
-    return tuple(i for r, found in by_recipe.items() for i in found[: 2 if r == "f32" else 1])
+    return tuple(found[0] for found in by_recipe.values())
 
 
 def case_of(choice: Choice, tap_logits: bool = False) -> Case:

@@ -30,5 +30,4 @@ def test_the_space_is_covered():
     assert covered >= drift_space.all_pairs()
     assert len(drift_space.choices()) <= 60
     quick = [drift_space.choices()[i] for i in drift_space.ordinary()]
-    assert len(quick) == 8
-    assert [choice["recipe"] for choice in quick].count("f32") >= 2
+    assert {choice["recipe"] for choice in quick} == set(drift_space.FACTORS["recipe"])
