@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from fp8rl_jax import models, sharding
+from fp8rl_jax import deviceless, models, sharding
 from fp8rl_jax.config import load_config
+from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.models import layers, tensor_parallel
 from fp8rl_jax.quant.site import COUNTS
 from fp8rl_jax.runtime import Runtime, make_runtime, to_device
 
@@ -56,9 +56,7 @@ def _collectives(rt: Runtime, state, batch) -> list[str]:
     """What a forward pass sends between devices: 'all-gather u8' and the like, without repeats."""
     arguments = (state.params, state.scaling_state, state.kv_scales, to_device(batch, rt), rt.rope)
     program = rt.score.lower(*arguments).compile().as_text()
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf" = \(?(\w+)\[[^=]*? ({kinds})(?:-start)?\(", program)
-    return sorted({f"{kind} {dtype}" for dtype, kind in found})
+    return list(deviceless.collectives(program))
 
 
 def _gradient_error(one: dict, other: dict) -> float:
@@ -110,9 +108,10 @@ def main() -> None:
     rng = np.random.default_rng(0)
     advantages = rng.standard_normal(ROWS).astype(np.float32)
     temperature = np.ones(ROWS, np.float32)
-    if case.get("by_hand"):  # as where GPU kernels multiply, with the reference in their place
-        tensor_parallel.resolve = lambda _: "triton"
-        layers.fuses_rows = lambda recipe: recipe.activation is not None
+    if case.get("by_hand"):
+        # As on GPUs under `auto`: kernels are traced too, and the reference runs in their place.
+        dispatch.jax = types.SimpleNamespace(default_backend=lambda: "gpu")
+        dispatch.installed = lambda: True
     results, one, rollout = [], None, None
     for sizes in case["meshes"]:
         rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))

@@ -1,7 +1,6 @@
 """Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.fused_head import drawn_logprobs
 from fp8rl_jax.models.kv_cache import KVCache, init_cache
 from fp8rl_jax.models.logprobs import (
     head_logits,
@@ -39,7 +38,6 @@ __all__ = [
     "ModelConfig",
     "Swap",
     "checksum",
-    "drawn_logprobs",
     "forward",
     "head_logits",
     "init_cache",

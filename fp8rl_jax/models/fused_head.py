@@ -14,13 +14,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import choose, head_logprobs
+from fp8rl_jax.kernels import choose, head_logprobs, resolve
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
 from fp8rl_jax.quant.varying import share
 
 # (hidden, head, targets, 1 / temperature) -> (logp, entropy), of M rows
 Plain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def applies(recipe: Recipe) -> bool:
+    """Whether the kernels take log-probabilities: not where a vocabulary lies in parts."""
+    return resolve(recipe.kernels) != "reference" and tensor_parallel.size() == 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -98,24 +104,28 @@ def token_logprobs(
 
 def drawn_logprobs(
     logits: jax.Array,
+    scaled: jax.Array,
     tokens: jax.Array,
     inverse_temperature: jax.Array,
     recipe: Recipe,
-    plain: Callable[[], jax.Array],
+    plain: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """Log-probabilities of drawn tokens from logits (M, V): the bits of `token_logprobs`.
 
     Args:
-      logits: (M, V) float32, before temperature.
+      logits: (M, V) float32, before temperature; scaled: (M, W), of `scaled_logits`.
       tokens: (M,) int32; inverse_temperature: (M,) float32.
       recipe: numerics.
-      plain: the result in jnp, where the program runs without a GPU.
+      plain: (scaled, tokens) -> (M,) in jnp, where the program runs without a GPU.
     """
 
-    def kernel(logits, tokens, inverse):
+    def kernel(logits, scaled, tokens, inverse):
         return head_logprobs.logprobs_of_logits(logits, tokens, inverse)[0]
 
-    def run(logits, tokens, inverse):
-        return (choose(recipe.kernels, kernel, lambda *_: plain(), logits, tokens, inverse),)
+    def elsewhere(logits, scaled, tokens, inverse):
+        return plain(scaled, tokens)
 
-    return by_own_rows(run, (logits, tokens, inverse_temperature), (), 0)[0]
+    def run(*operands):
+        return (choose(recipe.kernels, kernel, elsewhere, *operands),)
+
+    return by_own_rows(run, (logits, scaled, tokens, inverse_temperature), (), 0)[0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, guard, resolve
+from fp8rl_jax.kernels import EXP_LANES, guard
 from fp8rl_jax.models import fused_head, tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import replicate
@@ -95,7 +95,7 @@ def token_logprobs(
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
-    if resolve(recipe.kernels) != "reference" and tensor_parallel.size() == 1:
+    if fused_head.applies(recipe):
         inverse = inverse_temperature(temperature)
         plain = functools.partial(_row_logprobs, recipe)
         return fused_head.token_logprobs(hidden, head, targets, inverse, recipe, plain)

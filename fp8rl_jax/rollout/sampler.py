@@ -24,8 +24,8 @@ from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
     KVCache,
     ModelConfig,
-    drawn_logprobs,
     forward,
+    fused_head,
     head_logits,
     init_cache,
     inverse_temperature,
@@ -171,11 +171,14 @@ class Loop:
         scaled = scaled_logits(logits, requests.temperature)
         keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
         token = choose(scaled, keys, requests.temperature, self.sampler.top_k, self.sampler.top_p)
-        if resolve(self.recipe.kernels) == "reference" or tensor_parallel.size() > 1:
-            return token, logprobs_of_logits(scaled, token)[0], logits
+
+        def plain(scaled, token):
+            return logprobs_of_logits(scaled, token)[0]
+
+        if not fused_head.applies(self.recipe):
+            return token, plain(scaled, token), logits
         inverse = inverse_temperature(requests.temperature)
-        plain = lambda: logprobs_of_logits(scaled, token)[0]
-        logp = drawn_logprobs(logits, token, inverse, self.recipe, plain)
+        logp = fused_head.drawn_logprobs(logits, scaled, token, inverse, self.recipe, plain)
         return token, logp, logits
 
     def _record(self, rollout: Rollout, index, done, token, logp, logits) -> Rollout:
