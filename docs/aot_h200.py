@@ -4,7 +4,8 @@
 
 compiles a decode step (64 sequences, 4,096 slots, FP8 weights and KV) and a train step (gradients,
 Adam, full rematerialisation, 32 sequences of 4,096 tokens in micro-batches) for so many devices,
-with the parameters over `fsdp`. Memory is per device, as XLA planned it.
+with the parameters over `fsdp`; for one device also the loop of continuous batching (64 slots, as
+many tokens, prefill included). Memory is per device, as XLA planned it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
 from fp8rl_jax.models import (
     init_params,
     kernel_formats,
+    pages_of,
     quantize_params,
     rope_tables,
     weight_specs,
@@ -29,6 +31,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.rollout import Batching, ContinuousSampler
 from fp8rl_jax.rollout.sampler import Loop, Requests, SamplerConfig
 
 GIB = 2**30
@@ -64,22 +67,28 @@ class Programs:
             _shapes(lambda: tuple(map(jnp.asarray, rope_tables(self.model, SLOTS)))), self.whole
         )
 
-    def decode(self):
-        """One token of every sequence: weights, caches and rows as a rollout holds them."""
-        batch, new = SEQUENCES["decode"], 8
-        loop = Loop(self.model, self.recipe, SamplerConfig(new, 1, (0,), 0, cache_slots=SLOTS))
+    def _weights(self):
+        """A rollout's, as its kernels read them."""
         weights = _shapes(lambda p: quantize_params(p, self.recipe), self.params)
         parts = self.mesh.shape["tensor"]
         specs = weight_specs(weights, self.model, self.recipe, parts)
         named = sharding.named(self.mesh, specs)
-        weights = _laid_out(weights, kernel_formats(weights, named))
+        return _laid_out(weights, kernel_formats(weights, named))
 
+    def _requests(self, prompts: int, samples: int) -> Requests:
         def requests(rope):
-            ids, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)
-            return Requests(ones, jax.random.key(0), ids, jnp.ones(batch), ones, rope)
+            ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
+            lengths = jnp.ones(prompts, jnp.int32)
+            return Requests(lengths, jax.random.key(0), ids, jnp.ones(samples), ones, rope)
 
+        return _shapes(requests, self.rope)
+
+    def decode(self):
+        """One token of every sequence: weights, caches and rows as a rollout holds them."""
+        batch, new = SEQUENCES["decode"], 8
+        loop = Loop(self.model, self.recipe, SamplerConfig(new, 1, (0,), 0, cache_slots=SLOTS))
+        weights, wanted = self._weights(), self._requests(batch, batch)
         prompts = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
-        wanted = _shapes(requests, self.rope)
         prepared = _shapes(loop.prepare, weights)
         state = _shapes(loop.begin, prepared, prompts, wanted)
         rows = PartitionSpec(sharding.BATCH_AXES)
@@ -98,6 +107,23 @@ class Programs:
 
         with jax.set_mesh(self.mesh):
             return jax.jit(step, donate_argnums=2).lower(weights, wanted, state)
+
+    def continuous(self):
+        """The loop of continuous batching on one device: four samples of each prompt, eight
+        requests a slot, and pages for all slots at full length."""
+        slots, group = SEQUENCES["decode"], 4
+        samples, prompts = 8 * slots, 2 * slots
+        settings = SamplerConfig(SLOTS - PROMPT, group, (0,), 0)
+        batching = Batching(slots, slots * pages_of(SLOTS) + 1)
+        sampler = ContinuousSampler(self.model, self.recipe, settings, batching)
+        requests = self._requests(prompts, samples)
+        state = _shapes(
+            sampler._begin, jax.ShapeDtypeStruct((prompts, PROMPT), jnp.int32), requests
+        )
+        turns = jax.ShapeDtypeStruct((), jnp.int32)
+        requests, turns, state = _laid_out((requests, turns, state), self.whole)
+        with jax.set_mesh(self.mesh):
+            return sampler._advance.lower(self._weights(), requests, turns, state)
 
     def train(self, micro_batches: int):
         """Gradients and the optimiser's update for one batch."""
@@ -153,6 +179,8 @@ def main() -> None:
     for count in map(int, counts):
         programs = Programs(name, deviceless.h200_mesh({"fsdp": count}))
         print(row(f"decode, {count} H200", programs.decode()), flush=True)
+        if count == 1:
+            print(row("continuous decode, 1 H200", programs.continuous()), flush=True)
         micro_batches = SEQUENCES["train"] // count
         print(row(f"train, {count} H200", programs.train(micro_batches)), flush=True)
 

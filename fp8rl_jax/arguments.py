@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -69,3 +72,26 @@ def no_positional(command: str, positional: list[str]) -> None:
 def note(text: str) -> None:
     """A line on standard error, which holds no results."""
     print(text, file=sys.stderr, flush=True)
+
+
+def unwritable(command: str, directory: str | pathlib.Path, error: OSError) -> UserError:
+    return UserError(
+        f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
+        "name another directory"
+    )
+
+
+def writable(command: str, directory: str) -> pathlib.Path:
+    """The directory, made if need be.
+
+    Raises:
+      UserError: nothing can be written to it.
+    """
+    path = pathlib.Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise unwritable(command, directory, error) from None
+    return path

@@ -18,7 +18,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels.triton_call import installed
 from fp8rl_jax.model_source import check_positions, model_shapes
-from fp8rl_jax.models import REMAT, ModelConfig
+from fp8rl_jax.models import REMAT, ModelConfig, least_pages
 from fp8rl_jax.precision import SIDES, same_numerics, side_recipe, zero_drift_required
 from fp8rl_jax.quant import same_forward
 
@@ -52,6 +52,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     _check_latent(config, model)
     _check_chat(config)
     _check_rollout(config)
+    _check_continuous(config)
     _check_batches(config)
     check_task(config.env.task, config.env.task_options.to_dict())
     load_reward(config.env.reward)
@@ -176,6 +177,12 @@ def _check_precision(config) -> None:
         )
     if not zero_drift_required(config):
         return
+    if "fast" in (rollout.attention_kernel, learner.attention_kernel):
+        raise UserError(
+            "precision.attention_kernel is 'fast', which gives a sequence other bits than decode "
+            "gives its tokens, and precision.zero_drift is 'required': write 'strict', or set "
+            "precision.zero_drift='report'"
+        )
     if not same_forward(rollout, learner):
         raise UserError(
             f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
@@ -259,6 +266,46 @@ def _check_rollout(config) -> None:
         )
 
 
+def _check_continuous(config) -> None:
+    """What continuous batching asks for, but for what the number of devices decides."""
+    rollout = config.rollout
+    if not rollout.slots:
+        if rollout.pages:
+            raise UserError(
+                f"rollout.pages is {rollout.pages}, and pages are used by continuous batching: set "
+                "rollout.slots to the sequences that decode at a time, or pages to 0"
+            )
+        return
+    rows = rollout.prompts_per_step * rollout.group_size
+    if rollout.slots > rows:
+        raise UserError(
+            f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
+            f"(prompts_per_step x group_size): write at most {rows}"
+        )
+    if rollout.cache_slots:
+        raise UserError(
+            f"rollout.cache_slots is {rollout.cache_slots}, and with rollout.slots the cache is in "
+            "pages: write 0, and set rollout.pages to size it"
+        )
+    if config.mesh.tensor != 1:
+        raise UserError(
+            f"rollout.slots is {rollout.slots} and mesh.tensor {config.mesh.tensor}: continuous "
+            "batching does not cut layers by columns; set mesh.tensor to 1, or rollout.slots to 0"
+        )
+    recipe = side_recipe(config, "rollout")
+    if not recipe.row_local:
+        raise UserError(
+            f"rollout.slots is {rollout.slots}, and recipe {recipe.name!r} (precision.rollout) "
+            "takes an activation's scale from all that share a batch: set rollout.slots to 0, or a "
+            "recipe that scales by rows, such as fp8"
+        )
+    if config.algo.routing_replay != "none":
+        raise UserError(
+            f"algo.routing_replay is {config.algo.routing_replay!r}, and continuous batching does "
+            "not record routing: set it to 'none', or rollout.slots to 0"
+        )
+
+
 def _check_batches(config) -> None:
     warmup = config.warmup
     if warmup.steps and warmup.end_fraction < 1 and warmup.warmup_steps >= warmup.steps:
@@ -297,12 +344,29 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     }
     if config.warmup.steps:
         sizes["warmup.batch_size"] = config.warmup.batch_size
+    if config.rollout.slots:
+        sizes["rollout.slots"] = config.rollout.slots
+        sizes["rollout.pages"] = config.rollout.pages
     for name, size in sizes.items():
         if size % rows_at_once:
             raise UserError(
                 f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
                 "multiple"
             )
+
+    _check_pages(config, rows_at_once)
+
+
+def _check_pages(config: ml_collections.ConfigDict, devices: int) -> None:
+    """Raises UserError if a device's share of `rollout.pages` cannot hold one sequence."""
+    rollout = config.rollout
+    least = devices * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
+    if rollout.slots and rollout.pages and rollout.pages < least:
+        each = f" on each of {devices} devices" if devices > 1 else ""
+        raise UserError(
+            f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
+            f"max_new_tokens{each}: write at least {least}, or 0"
+        )
 
 
 def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:

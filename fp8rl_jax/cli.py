@@ -1,4 +1,5 @@
-"""The command line: `fp8rl train | eval | sample | drift | bench | recipe | convert | report`.
+"""The command line: `fp8rl train | eval | sample | drift | bench | plan | recipe | convert |
+report`.
 
 Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback,
 a bound that `fp8rl drift --fail-above` was given and found exceeded, or a check of `fp8rl bench
@@ -7,13 +8,20 @@ kernels` that failed.
 
 from __future__ import annotations
 
-import errno
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.arguments import CONFIG, no_positional, note, parse, read_config
+from fp8rl_jax.arguments import (
+    CONFIG,
+    no_positional,
+    note,
+    parse,
+    read_config,
+    unwritable,
+    writable,
+)
+from fp8rl_jax.bench_commands import bench
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.policy_commands import evaluate, sample
 
@@ -46,6 +54,14 @@ commands:
            fp8rl bench kernels: the GPU kernels, their correctness and then their speed beside
            XLA's; status 1 if a check fails; no config  [--models=qwen3_8b,...] [--rows=1,64,...]
            [--quick] [--out=runs/bench_kernels]
+           fp8rl bench rollout --config FILE, or --models=qwen3_4p5m,qwen3_29m: tokens per second
+           of the sampler on random weights, beside transformers  [--cases=bf16,fp8_linears,
+           fp8_kv,fp8] [--batch=8,32] [--prompt=64] [--new=128] [--group=1,8]
+           [--lengths=full,long_tail] [--peers=transformers] [--repeats=3]
+           [--out=runs/bench_rollout]
+  plan     fp8rl plan --rollout --config FILE: what a rollout needs of a GPU, in FP8 and BF16, and
+           how many slots and pages fit; needs no GPU and no weights
+           [--memory-gb=141] [--devices=N]
   recipe   fp8rl recipe list: the names of all recipes
            fp8rl recipe show NAME: formats, blocks and scaling policies of every GEMM
   convert  fp8rl convert SRC DST --dtype bf16|fp8: a checkpoint in Hugging Face's format in another
@@ -57,9 +73,6 @@ commands:
 
 `fp8rl COMMAND --help` lists every config field.
 """
-
-
-_MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch of 128k tokens
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -78,130 +91,10 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["gemm-error"]:
-        return _gemm_error(arguments[1:])
-    if arguments[:1] == ["drift-cost"]:
-        return _drift_cost(arguments[1:])
-    if arguments[:1] == ["kernels"]:
-        return _kernels(arguments[1:])
-    options = {
-        **CONFIG,
-        "recipes": ("string", "fp8,bf16,f32", "recipes to time"),
-        "repeats": ("int", 5, "timed repetitions, after one that compiles"),
-    }
-    values, overrides, positional = parse("bench", arguments, options)
-    if positional:
-        raise UserError(
-            f"fp8rl bench: {positional[0]!r} is not understood here; write `fp8rl bench --config "
-            "FILE`, or `fp8rl bench gemm-error`, `fp8rl bench drift-cost` or `fp8rl bench kernels` "
-            "and options after that"
-        )
-    config = read_config("bench", values, overrides)
-    from fp8rl_jax.bench.step_time import bench, format_table
+def _plan(arguments: Sequence[str]) -> int:
+    from fp8rl_jax.plan_command import plan
 
-    print(format_table(bench(config, values.recipes.split(","), values.repeats)))
-    return 0
-
-
-def _drift_cost(arguments: Sequence[str]) -> int:
-    command = "bench drift-cost"
-    options = {
-        **CONFIG,
-        "recipes": ("string", "fp8,bf16", "recipes to time"),
-        "repeats": ("int", 5, "timed repetitions, after one that compiles"),
-    }
-    values, overrides, positional = parse(command, arguments, options)
-    no_positional(command, positional)
-    config = read_config(command, values, overrides)
-    from fp8rl_jax.bench.drift_cost import drift_cost, format_cost_table
-
-    print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
-    return 0
-
-
-def _gemm_error(arguments: Sequence[str]) -> int:
-    options = {
-        "recipes": ("string", None, "recipes to measure; all that have a name if left out"),
-        "out": ("string", "runs/gemm_error", "directory of gemm_error.json and gemm_error.png"),
-    }
-    command = "bench gemm-error"
-    values, overrides, positional = parse(command, arguments, options)
-    if overrides or positional:
-        raise UserError(
-            f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
-            "--recipes=NAME,NAME and --out=DIR, and no config"
-        )
-    if not values.out:
-        raise UserError(f"fp8rl {command}: --out is empty; name a directory, or leave it out")
-    from fp8rl_jax.quant import get_recipe
-
-    recipes = None if values.recipes is None else values.recipes.split(",")
-    for name in recipes or ():
-        get_recipe(name)
-    directory = _writable(command, values.out)
-    from fp8rl_jax.bench.gemm_error import format_table, gemm_errors, write_gemm_errors
-
-    result = gemm_errors(recipes, note=lambda text: print(text, file=sys.stderr, flush=True))
-    print(format_table(result))
-    try:
-        paths = write_gemm_errors(result, directory)
-    except OSError as error:
-        raise _unwritable(command, values.out, error) from None
-    print(*paths, sep="\n")
-    return 0
-
-
-def _kernels(arguments: Sequence[str]) -> int:
-    command = "bench kernels"
-    options = {
-        "models": ("string", None, "names of presets whose matrices to run; three if left out"),
-        "rows": ("string", None, "rows of the products, separated by commas"),
-        "quick": ("bool", False, "the largest matrix of each model alone"),
-        "out": ("string", "runs/bench_kernels", "directory of kernels.json"),
-    }
-    values, overrides, positional = parse(command, arguments, options)
-    if overrides or positional:
-        raise UserError(
-            f"fp8rl {command}: {[*overrides, *positional][0]!r} is not understood; it takes "
-            "--models=NAME,NAME, --rows=N,N, --quick and --out=DIR, and no config"
-        )
-    if not values.out:
-        raise UserError(f"fp8rl {command}: --out is empty; name a directory, or leave it out")
-    from fp8rl_jax.bench import kernel_shapes
-    from fp8rl_jax.models.presets import preset
-
-    models = kernel_shapes.MODELS if values.models is None else values.models.split(",")
-    for name in models:
-        preset(name)
-    rows = kernel_shapes.ROWS if values.rows is None else _row_counts(command, values.rows)
-    directory = _writable(command, values.out)
-    from fp8rl_jax.bench.kernels import bench, format_table, write
-
-    result = bench(models, rows, values.quick, note)
-    print(format_table(result))
-    try:
-        print(write(result, directory))
-    except OSError as error:
-        raise _unwritable(command, values.out, error) from None
-    return 0 if result["ok"] else 1
-
-
-def _row_counts(command: str, text: str) -> list[int]:
-    """The numbers of '1,64,4096'.
-
-    Raises:
-      UserError: one of them is none, is below 1, or is more than a kernel counts.
-    """
-    counts = []
-    for word in text.split(","):
-        if not word.strip().isdecimal() or not 1 <= int(word) <= _MOST_ROWS:
-            raise UserError(
-                f"fp8rl {command}: --rows holds {word!r}; write whole numbers from 1 to "
-                f"{_MOST_ROWS}, such as --rows=1,64,4096"
-            )
-        counts.append(int(word))
-    return counts
+    return plan(arguments)
 
 
 def _recipe(arguments: Sequence[str]) -> int:
@@ -253,7 +146,7 @@ def _drift(arguments: Sequence[str]) -> int:
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
-    directory = _writable("drift", values.out or values.checkpoint or config.run.dir)
+    directory = writable("drift", values.out or values.checkpoint or config.run.dir)
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.inference import analyse_drift
 
@@ -262,7 +155,7 @@ def _drift(arguments: Sequence[str]) -> int:
     try:
         paths = write_analysis(result, directory)
     except OSError as error:
-        raise _unwritable("drift", directory, error) from None
+        raise unwritable("drift", directory, error) from None
     print(*paths, sep="\n")
     largest = result["headline"]["train_rollout_logprob_abs_diff_max"]
     if values.fail_above is not None and not largest <= values.fail_above:
@@ -273,29 +166,6 @@ def _drift(arguments: Sequence[str]) -> int:
         )
         return 1
     return 0
-
-
-def _unwritable(command: str, directory: str | pathlib.Path, error: OSError) -> UserError:
-    return UserError(
-        f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
-        "name another directory"
-    )
-
-
-def _writable(command: str, directory: str) -> pathlib.Path:
-    """The directory, made if need be.
-
-    Raises:
-      UserError: nothing can be written to it.
-    """
-    path = pathlib.Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise _unwritable(command, directory, error) from None
-    return path
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -341,7 +211,8 @@ _COMMANDS = {
     "eval": evaluate,
     "sample": sample,
     "drift": _drift,
-    "bench": _bench,
+    "bench": bench,
+    "plan": _plan,
     "recipe": _recipe,
     "convert": _convert,
     "report": _report,

@@ -94,6 +94,9 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
         "kernels": ("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; triton; "
                     "mosaic: triton, and Mosaic for FP8 products of many rows"),
+        "attention_kernel": ("strict", "strict: the same bits in decode, prefill and learner; "
+                             "fast: on a GPU wide tiles for prefill and learner, which drift (jnp "
+                             "and latent attention have one form)"),
         "health": (True, "count saturated, underflowed and non-finite values"),
         "self_check": (True, "before a run that relies on zero drift, try it on two layers"),
     },
@@ -127,6 +130,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "max_prompt_tokens": (24, "prompt slots"),
         "max_new_tokens": (8, "response slots"),
         "cache_slots": (0, "KV slots per sequence; 0 for prompt + response"),
+        "slots": (0, "sequences that decode at a time, each replaced when it ends (continuous "
+                  "batching); 0 decodes all samples at once"),
+        "pages": (0, "with slots: pages of 64 tokens in the KV cache; 0 for as many as the slots "
+                  "can fill and the device holds (fp8rl plan --rollout)"),
+        "prefill_chunk": (64, "with slots: tokens of a prompt that are prefilled between two "
+                          "decode steps"),
         "temperature": (1.0, "sampling temperature, above 0"),
         "top_k": (0, "sample from this many tokens; 0 for all"),
         "top_p": (1.0, "sample from this much probability; 1.0 for all"),
@@ -182,6 +191,7 @@ CHOICES = {
     "precision.kv_cache": ("recipe", "bf16", "fp8", "fp8_calibrated"),
     "precision.attention": ("bf16", "fp8"),
     "precision.kernels": ("auto", "reference", "triton", "mosaic"),
+    "precision.attention_kernel": ("strict", "fast"),
     "algo.correction": ("auto", "none", "tis"),
     "algo.old_logprobs": ("learner", "rollout"),
     "algo.routing_replay": ("none", "experts", "weights"),
@@ -196,6 +206,7 @@ AT_LEAST = {
     "run.steps": 0, "run.samples": 0, "run.checkpoint_every": 1, "run.keep_checkpoints": 1,
     "env.train_questions": 1, "rollout.prompts_per_step": 1, "rollout.group_size": 1,
     "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
+    "rollout.slots": 0, "rollout.pages": 0, "rollout.prefill_chunk": 1,
     "rollout.top_k": 0, "algo.kl_coef": 0, "algo.router_aux_loss_coef": 0,
     "algo.updates_per_rollout": 1,
     "learner.micro_batches": 1, "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0,

@@ -1,15 +1,18 @@
 """What a GPU does with this library's kernels, in one call: `bash launch/gpu_check.sh`.
 
-    python -m fp8rl_jax.gpu_check --out DIR
+    python -m fp8rl_jax.gpu_check --out DIR --only LETTERS
 
 Sections, in order: (a) the machine, and that JAX runs a jax-triton kernel; (b) tiles against each
 other, bit for bit; (c) rows, from 1 to 4,096 at a time, bit for bit; (d) every kernel against
-float64; (e) forms of one kernel against each other, bit for bit; (f) a rollout and a train step end
-to end; (g) the kernels' speed; (h) what XLA knows of the device. Each is caught on its own, and
-both results, gpu_check.json and gpu_check.md, are written whole after every one: a machine that is
-lost on the way leaves what it had found.
+float64; (e) forms of one kernel against each other, bit for bit; (f) a rollout, statically and by
+continuous batching, and a train step end to end; (g) the kernels' speed; (h) what XLA knows of the
+device; (i) tokens per second of a long rollout of Qwen3-8B's shapes, FP8 against BF16. `--only=df`
+runs these two; without it (i), which takes a call of its own, is left out. Each is caught on its
+own, and both results, gpu_check.json and gpu_check.md, are written whole after every one: a machine
+that is lost on the way leaves what it had found.
 
-Exit status: 0 if (a) to (e) hold, 1 if not, 2 for what the user can mend. (f) to (h) report.
+Exit status: 0 if those of (a) to (e) that ran hold, 1 if not, 2 for what the user can mend. (f) to
+(i) report.
 
 Runs on a bare machine: of the library's dependencies it needs jax, flax, optax and numpy, and
 jax-triton with Triton. It takes at most about nine minutes: sections (b) to (f) begin nothing new
@@ -32,16 +35,29 @@ import jax
 import numpy as np
 
 from fp8rl_jax import deviceless
+from fp8rl_jax.bench import (
+    attention_checks,
+    attention_times,
+    gradient_checks,
+    kernel_pairs,
+    kernel_shapes,
+    kernels,
+    target_config,
+    whole_programs,
+)
+from fp8rl_jax.bench import headline as long_rollout
 from fp8rl_jax.bench import kernel_checks as checks
-from fp8rl_jax.bench import kernel_pairs, kernel_shapes, kernels, target_config, whole_programs
 from fp8rl_jax.bench.kernel_checks import Dense, Outcome
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.presets import preset
 
 SECONDS = 500.0  # of all sections; the speed gets what those before it leave
 _LEAST_FOR_SPEED = 60.0
 _SHARE = {"tiles": 80.0, "rows": 130.0, "correctness": 90.0, "pairs": 60.0, "programs": 110.0}
+_USUAL, _ALL = "abcdefgh", "abcdefghi"
 ROWS = (
     1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
     257, 511, 512, 513, 1000, 1024, 2048, 4095, 4096,
@@ -136,13 +152,18 @@ _GROUPED = (
 def correctness(implementation: str = "triton") -> Finding:
     """(d) Every kernel against float64, then the shapes that (g) times.
 
-    Of the reference, which has no grouped form, the dense ones of this library's own shapes.
+    Of the reference, which has no grouped form, the dense ones of this library's own shapes, and
+    attention.
     """
 
     def found() -> Iterable[Outcome]:
         source = Source(_SMALL)
         for case in dense_checks():
             yield checks.check_dense(case, source, implementation)
+        for attention in attention_checks.CASES:
+            yield attention_checks.check_attention(attention, source, implementation)
+        for fast in gradient_checks.CASES:
+            yield from gradient_checks.check(fast, source, implementation)
         if implementation == "reference":
             return
         for grouped in _GROUPED:
@@ -169,6 +190,7 @@ def pairs() -> Finding:
         yield from kernel_pairs.check_fused(source)
         yield from kernel_pairs.check_head(source)
         yield from kernel_pairs.check_attention(source)
+        yield from kernel_pairs.check_pages(source)
 
     holds, lines, data = _outcomes(found(), _SHARE["pairs"])
     reported = [*kernel_pairs.check_quantiser(source), *kernel_pairs.check_mosaic(source)]
@@ -196,15 +218,19 @@ def programs(subjects=_PROGRAMS) -> Finding:
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             lines.append(f"- FAILED: {name}: {text}")
-    exact = len(found) == len(subjects) and all(f["drift_max"] == 0 for f in found)
+    exact = len(found) == len(subjects) and all(
+        f["drift_max"] == f["tokens_unequal"] == f["bits_from_learner"] == 0 for f in found
+    )
     head = (
         "recipe", "experts", "kernels", "tokens", "largest drift", "mean drift", "equal bits",
-        "same weights", "loss", "finite", "updated", "s",
+        "continuous: other tokens", "bits from sampler", "bits from learner", "same weights",
+        "loss", "finite", "updated", "s",
     )  # fmt: skip
     rows = [
         (
             f["recipe"], f["experts"], f["kernels"], f["tokens"], f"{f['drift_max']:.3g}",
-            f"{f['drift_mean']:.3g}", f"{f['equal']:.1%}", _yes(f["checksum_ok"]),
+            f"{f['drift_mean']:.3g}", f"{f['equal']:.1%}", f["tokens_unequal"],
+            f["bits_from_sampler"], f["bits_from_learner"], _yes(f["checksum_ok"]),
             f"{f['loss']:.4f}", _yes(f["finite"]), _yes(f["updated"]), f"{f['seconds']:.0f}",
         )
         for f in found
@@ -213,12 +239,8 @@ def programs(subjects=_PROGRAMS) -> Finding:
     lines += [
         "",
         "Drift is |logp of the train step - logp of the sampler| on the same tokens, without an "
-        "update between. "
-        + (
-            "It is zero here, bit for bit."
-            if exact
-            else "Attention and norms are XLA's own on a GPU: zero is not promised there yet."
-        ),
+        "update between; bits are those of all log-probabilities of continuous batching. "
+        + ("It is zero here, bit for bit." if exact else "On a GPU zero is not promised yet."),
     ]
     return None, lines, found
 
@@ -231,8 +253,8 @@ def speed(seconds: float) -> Finding:
     """(g) The kernels' times, beside cuBLAS's and PyTorch's; the project's targets."""
     cases = kernel_shapes.cases(quick=True)
     result: dict[str, Any] = {"environment": kernels.environment()}
-    result |= kernels.times(cases, seconds, _note)
-    result["targets"] = kernels.targets(result["rows"])
+    result |= kernels.times(cases, attention_times.cases(quick=True), seconds, _note)
+    result["targets"] = kernels.targets(result["rows"], result["attention"])
     rows = [
         (t["target"], f"{t['wanted']:g}", "-" if t["found"] is None else f"{t['found']:.4g}",
          kernels.verdict(t))
@@ -253,6 +275,23 @@ def device() -> Finding:
     else:
         lines.append(f"The topology cannot be read: {found['error']}")
     return None, lines, found
+
+
+def headline(seconds: float, model: ModelConfig | None = None, cell=long_rollout.CELL) -> Finding:
+    """(i) A long rollout by continuous batching, BF16 and FP8; Qwen3-8B's shapes by default."""
+    found = long_rollout.run(model or preset("qwen3_8b"), seconds, cell)
+    head = ("case", "tokens drawn", "s", "tokens/s", "over bf16", "compiling, s")
+    rows = [
+        (f["case"], f["tokens"], f"{f['seconds']:.1f}", f"{f['tokens_per_s']:.0f}",
+         f"{f['over_first']:.2f}", f"{f['first_s']:.0f}")
+        for f in found
+    ]  # fmt: skip
+    ran = (
+        f"{found[0]['samples']} responses of 1 to {found[0]['longest']} tokens to prompts of "
+        f"{cell.prompt}, {cell.batch} at a time; random weights. "
+        "One call each, counted; nothing extrapolated."
+    )
+    return None, [*table(head, rows), "", ran], found
 
 
 def _is_failure(line: str) -> bool:
@@ -336,34 +375,49 @@ class Report:
         kernels.replace(self.directory / "gpu_check.md", self.markdown())
 
 
-def check(directory: pathlib.Path, seconds: float = SECONDS) -> Report:
-    """Every section, in order; see the module."""
+def check(directory: pathlib.Path, only: str = _USUAL, seconds: float = SECONDS) -> Report:
+    """The sections whose letters are in `only`, in order; see the module."""
     report = Report(directory)
-    report.run("a", "the machine", machine, True)
-    report.run("b", "tiles give equal bits", tiles, True)
-    report.run("c", "rows do not see each other", rows, True)
-    report.run("d", "kernels against float64", correctness, True)
-    report.run("e", "forms of one kernel give equal bits", pairs, True)
-    report.run("f", "rollout and train step", programs, False)
-    left = seconds - (time.monotonic() - report.start)
-    report.run("g", "speed", lambda: speed(max(left, _LEAST_FOR_SPEED)), False)
-    report.run("h", "the device, as XLA sees it", device, False)
+
+    def left() -> float:
+        return seconds - (time.monotonic() - report.start)
+
+    for name, title, section, decides in (
+        ("a", "the machine", machine, True),
+        ("b", "tiles give equal bits", tiles, True),
+        ("c", "rows do not see each other", rows, True),
+        ("d", "kernels against float64", correctness, True),
+        ("e", "forms of one kernel give equal bits", pairs, True),
+        ("f", "rollout and train step", programs, False),
+        ("g", "speed", lambda: speed(max(left(), _LEAST_FOR_SPEED)), False),
+        ("h", "the device, as XLA sees it", device, False),
+        ("i", "a long rollout, FP8 against BF16", lambda: headline(left()), False),
+    ):
+        if name in only:
+            report.run(name, title, section, decides)
     return report
 
 
-def _out(arguments: Sequence[str]) -> pathlib.Path:
-    """Where the results go.
+def _options(arguments: Sequence[str]) -> tuple[pathlib.Path, str]:
+    """Where the results go, and the letters of the sections.
 
     Raises:
       UserError: the arguments are not understood.
     """
     words = [part for a in arguments for part in (a.split("=", 1) if "=" in a else [a])]
-    if words and (words[0] != "--out" or len(words) != 2 or not words[1]):
+    found = {"--out": "runs/gpu_check", "--only": _USUAL}
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    letters = given.get("--only", _USUAL)
+    if (
+        2 * len(given) != len(words) or set(given) - set(found) or not all(given.values())
+        or set(letters) - set(_ALL)
+    ):  # fmt: skip
         raise UserError(
-            f"gpu_check: {' '.join(arguments)!r} is not understood; it takes --out DIR and nothing "
-            "else"
+            f"gpu_check: {' '.join(arguments)!r} is not understood; it takes --out DIR and --only "
+            f"LETTERS, of the sections {_ALL}, and nothing else"
         )
-    return pathlib.Path(words[1] if words else "runs/gpu_check")
+    found |= given
+    return pathlib.Path(found["--out"]), found["--only"]
 
 
 def _make(directory: pathlib.Path) -> None:
@@ -385,7 +439,7 @@ def _make(directory: pathlib.Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status."""
     try:
-        directory = _out(arguments)
+        directory, only = _options(arguments)
         if not kernels.on_gpu():
             raise UserError(
                 f"gpu_check: JAX finds no GPU here but {jax.default_backend()!r}: run it on a "
@@ -395,7 +449,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    report = check(directory)
+    report = check(directory, only)
     print(report.markdown())
     name = f"docs/gpu_results/{report.suggested_name}"
     print(f"results: {directory}/gpu_check.md and {directory}/gpu_check.json")

@@ -74,6 +74,18 @@ class Display:
             f"rollout {record['tokens_per_s_rollout']:.0f} tok/s",
         )
 
+    def rollout(self, step: int, progress) -> None:
+        """How far the rollout of an RL step is; `progress` of rollout/continuous.py."""
+        done = progress.done
+        status = f"rollout {done.sum()}/{len(done)} responses, {progress.drawn.sum()} tokens"
+        now = time.perf_counter()
+        if self._live:
+            assert self._task is not None
+            self._progress.update(self._task, status=status)
+        elif now - self._last_line > _PLAIN_SECONDS and not done.all():
+            self._last_line = now
+            self.note(f"{self._name} {step}/{self._total}  {status}")
+
     def evaluation(self, record: dict) -> None:
         """A line for an evaluation."""
         self._accuracy = f"{record['accuracy_sampled']:.3f}/{record['accuracy_greedy']:.3f}"

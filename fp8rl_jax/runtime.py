@@ -41,9 +41,20 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.models.taps import ROUTING, batch_axis
+from fp8rl_jax.plan import device_memory, plan_rollout
 from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
-from fp8rl_jax.rollout import Rollout, SamplerConfig, make_calibrate, make_refit, make_sampler
+from fp8rl_jax.rollout import (
+    Batching,
+    ContinuousSampler,
+    Loop,
+    Rollout,
+    SamplerConfig,
+    Watch,
+    make_calibrate,
+    make_refit,
+    make_sampler,
+)
 
 
 @dataclasses.dataclass
@@ -193,6 +204,10 @@ class Runtime:
             eos_ids=self.tokenizer.eos_ids, pad_id=self.tokenizer.pad_id,
             top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
         )  # fmt: skip
+        if rollout.slots and not taps:
+            return ContinuousSampler(
+                self.model, self.rollout_recipe, settings, self.batching(settings), mesh=self.mesh
+            )
         rows, whole = self._rows(), self._whole()
         arguments = (self.weight_shardings, rows, rows, whole, rows, rows, rows, whole)
         results = Rollout(
@@ -202,6 +217,20 @@ class Runtime:
             self.model, self.rollout_recipe, settings,
             shardings={"in_shardings": arguments, "out_shardings": results},
         )  # fmt: skip
+
+    def batching(self, settings: SamplerConfig) -> Batching:
+        """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
+        rollout, devices = self.config.rollout, self.mesh.size
+        sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
+        if rollout.pages:
+            return sizes
+        plan = plan_rollout(
+            Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
+            prompt_tokens=rollout.max_prompt_tokens, slots=rollout.slots // devices,
+            prefill_tokens=sizes.prefill_rows * sizes.prefill_chunk, memory=device_memory(),
+            reference=self.config.algo.kl_coef > 0,
+        )  # fmt: skip
+        return dataclasses.replace(sizes, pages=plan.pages * devices)
 
     @functools.cached_property
     def sampler(self):
@@ -296,15 +325,25 @@ class Runtime:
         return pad_prompts(texts, self.tokenizer, self.config.rollout.max_prompt_tokens, self.chat)
 
     def generate(
-        self, sampler, weights, questions: list[Question], key, temperature: np.ndarray
+        self,
+        sampler,
+        weights,
+        questions: list[Question],
+        key,
+        temperature: np.ndarray,
+        watch: Watch | None = None,
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
-        """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...)."""
+        """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...).
+
+        `watch` is told what has ended while a `ContinuousSampler` goes on; others end at once.
+        """
         rollout = self.config.rollout
         prompts, lengths = self.pad_prompts(questions)
         count = temperature.shape[0]
         out = sampler(
             weights, prompts, lengths, key, np.arange(count, dtype=np.int32), temperature,
             np.full(count, rollout.max_new_tokens, np.int32), self.rope,
+            **({"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}),
         )  # fmt: skip
         return jax.device_get(out), prompts, lengths
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.errors import UserError
 
@@ -57,6 +56,24 @@ _KERNELS = {
 }
 
 
+def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
+    """Devices along every axis; None for as many devices as the axes ask for."""
+    sizes = [axes[name] for name in MESH_AXES]
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise UserError(f"mesh {axes}: sizes are at least 1, and at most one of them is -1")
+    known = math.prod(size for size in sizes if size != -1)
+    devices = devices or known
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = max(devices // known, 1)
+    if math.prod(sizes) != devices:
+        shape = dict(zip(MESH_AXES, sizes, strict=True))
+        raise UserError(
+            f"mesh {shape} has {math.prod(sizes)} places for {devices} devices; "
+            "set mesh.data, mesh.fsdp and mesh.tensor so that they multiply to that number"
+        )
+    return tuple(sizes)
+
+
 def make_mesh(axes: dict[str, int]) -> Mesh:
     """A mesh over all devices; one axis may be -1 for all that the others leave.
 
@@ -64,24 +81,22 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
       UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices()
-    sizes = [axes[name] for name in MESH_AXES]
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise UserError(f"mesh {axes}: sizes are at least 1, and at most one of them is -1")
-    known = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = max(len(devices) // known, 1)
-    if int(np.prod(sizes)) != len(devices):
-        shape = dict(zip(MESH_AXES, sizes, strict=True))
-        raise UserError(
-            f"mesh {shape} has {int(np.prod(sizes))} places for {len(devices)} devices; "
-            "set mesh.data, mesh.fsdp and mesh.tensor so that they multiply to that number"
-        )
-    return jax.make_mesh(
-        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    sizes = _sizes(axes, len(devices))
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=types, devices=devices)
 
 
-def batch_divisor(mesh: Mesh) -> int:
+def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:
+    """The mesh of so many devices that need not be there; by default an axis of -1 has one.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    return AbstractMesh(_sizes(axes, devices), MESH_AXES, axis_types=types)
+
+
+def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
     """Number of devices that share the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
@@ -100,7 +115,7 @@ def named(mesh: Mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def param_shardings(mesh: Mesh, params) -> object:
+def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:
     """NamedSharding of every leaf of a (float32 or quantised) parameter tree.
 
     A dimension that its mesh axis does not divide stays whole (scales of small matrices, norms).

@@ -140,7 +140,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
         time_step_first: seconds of the first step.
         time_step, time_rollout, time_learner, tokens_per_s_rollout, tokens_per_s_learner: seconds
           and rates, median without the first step.
-        refit_checks, refit_failures, reward_errors: counts over the run.
+        refit_checks, refit_failures, reward_errors, rollout_preemptions: counts over the run.
         notes: sentences on what is missing, unreadable or wrong.
 
     Raises:
@@ -183,8 +183,9 @@ def summarise_files(run: RunFiles) -> dict:
         "refit_checks": int(np.isfinite(checks).sum()),
         "refit_failures": int((checks == 0).sum()),
         "reward_errors": statistic(series(rows, "reward_errors")[1], np.sum),
+        "rollout_preemptions": statistic(series(rows, "rollout_preemptions")[1], np.sum),
     }
-    counts = ("questions", "drift_tokens", "reward_errors")
+    counts = ("questions", "drift_tokens", "reward_errors", "rollout_preemptions")
     out |= {key: int(out[key]) for key in counts if out[key] is not None}
     out |= {key: _token_mean(compared, key) for key in _TOKEN_MEANS}
     out |= {key: typical(rows, key) for key in TYPICAL}
@@ -207,6 +208,11 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
         notes.append("The recipes are equal, but the drift is not zero at every step.")
     if s["reward_errors"]:
         notes.append(f"{s['reward_errors']} rewards raised an error and were scored 0.")
+    if count := s["rollout_preemptions"]:
+        notes.append(
+            f"Responses lost their pages and were computed anew {count:,} times: a larger "
+            "rollout.pages or fewer rollout.slots would avoid it."
+        )
     for key in keys_with(run.metrics, "fp8_nonfinite_blocks"):
         if count := statistic(series(run.metrics, key)[1], np.sum):
             notes.append(f"{key}: {count:.0f} blocks held NaN or infinity.")

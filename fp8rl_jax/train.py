@@ -37,7 +37,7 @@ from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
-from fp8rl_jax.rollout import require_fresh
+from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
 from fp8rl_jax.run_directory import check_directory, open_run
 from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
 from fp8rl_jax.warmup import (
@@ -135,6 +135,27 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
 def _policy(state: TrainState) -> dict:
     """What a policy's log-probabilities follow from, as fields of a TrainState."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+
+
+class _Scores:
+    """Rewards of a step's responses, each computed when it is complete."""
+
+    def __init__(self, runtime: Runtime, questions: list):
+        """`questions`: one for each response."""
+        self._runtime, self._questions = runtime, questions
+        self.rewards = np.zeros(len(questions))
+        self.errors = 0
+        self._scored = np.zeros(len(questions), bool)
+
+    def add(self, rollout: Rollout, done: np.ndarray) -> None:
+        """Scores the responses that are `done` (B,) and have no reward yet."""
+        rows = np.flatnonzero(done & ~self._scored)
+        fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
+        texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
+        values, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
+        self.rewards[rows] = values
+        self.errors += errors
+        self._scored[rows] = True
 
 
 class _Run:
@@ -385,13 +406,20 @@ class _Run:
         rows = len(questions) * group
         temperature = np.full(rows, config.rollout.temperature, np.float32)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        rollout, prompts, lengths = rt.generate(rt.sampler, weights, questions, key, temperature)
+        scores = _Scores(rt, [q for q in questions for _ in range(group)])
+
+        def watch(progress: Progress) -> None:
+            scores.add(progress.rollout, progress.done)
+            self.display.rollout(step + 1, progress)
+
+        rollout, prompts, lengths = rt.generate(
+            rt.sampler, weights, questions, key, temperature, watch
+        )
         record["time_rollout"] = time.perf_counter() - begin
 
         begin = time.perf_counter()
-        per_row = [q for q in questions for _ in range(group)]
-        rewards, errors = score(rt.reward, per_row, rt.decode(rollout))
-        rewards = np.asarray(rewards)
+        scores.add(rollout, np.ones(rows, bool))
+        rewards = scores.rewards
         record["time_reward"] = time.perf_counter() - begin
 
         advantages = group_advantages(rewards, group, config.algo.normalize_std)
@@ -412,13 +440,15 @@ class _Run:
         record |= {
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
-            "reward_errors": errors,
+            "reward_errors": scores.errors,
             "group_zero_std_frac": zero_std_fraction(rewards, group),
             "response_len_mean": float(response_lengths.mean()),
             "response_len_max": int(response_lengths.max()),
             "truncated_frac": float(1 - rollout.finished.mean()),
             "tokens_per_s_rollout": float(response_lengths.sum() / record["time_rollout"]),
         }
+        if isinstance(rt.sampler, ContinuousSampler):
+            record |= rt.sampler.metrics()
         return batch, rollout.logprobs
 
     def _update(self, state, batch: Batch, step: int, record: dict):

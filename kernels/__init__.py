@@ -10,6 +10,7 @@ from fp8rl_jax.kernels.dispatch import (
     attention_vjp,
     block_matmul,
     choose,
+    fast_attention_forward,
     resolve,
 )
 from fp8rl_jax.kernels.reference import (
@@ -17,6 +18,7 @@ from fp8rl_jax.kernels.reference import (
     K_BLOCK,
     KV_CHUNK,
     as_bytes,
+    dequantized,
     from_bytes,
     guard,
     round_bf16,
@@ -33,6 +35,8 @@ __all__ = [
     "attention_vjp",
     "block_matmul",
     "choose",
+    "dequantized",
+    "fast_attention_forward",
     "from_bytes",
     "guard",
     "resolve",

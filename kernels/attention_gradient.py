@@ -1,26 +1,34 @@
-"""Gradients of attention in jnp without a matrix of queries by keys: blocks of both, twice.
+"""Gradients of attention where kernels multiply: Triton's for heads of up to 256 features.
 
-The backward pass makes no bitwise promise; XLA's dots multiply. For each block of queries a first
-pass over the keys finds the log-sum-exp of the scores and ``sum_s p_s (do . v_s)``, which the
-softmax's gradient subtracts; a second one forms ``p``, ``dv += p^T do``, ``dp = do v^T``,
-``ds = p * (dp - sum)``, ``dq += ds k`` and ``dk += ds^T q`` (the scheme of FlashAttention,
-arXiv:2205.14135, appendix B, with everything recomputed). Blocks of keys behind the last position
-of a block of queries are left out, so a causal mask halves the work.
+The backward pass makes no bitwise promise between rollout and learner, so one set of kernels with
+wide tiles serves strict and fast attention alike. It is deterministic: no sum depends on the order
+in which programs run. Wider heads (latent attention), whose gradients of a block of keys do not fit
+into registers, go block by block in jnp (attention_gradient_blocks.py).
 
-Seven products per pair of blocks, two of them repeated, in place of five.
+The kernels need each row's result and logsumexp. Fast attention hands them on; after strict
+attention, whose logsumexp is nowhere, fast attention makes both again.
+
+Memory grows with T + S: beside the operands in bf16 and the float32 results, two numbers a row.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from fp8rl_jax.kernels.reference import pad_to
-from fp8rl_jax.kernels.triton_call import varying_as
+from fp8rl_jax.kernels import attention_gradient_blocks, fast_attention
+from fp8rl_jax.kernels.fast_attention import Tile
+from fp8rl_jax.kernels.reference import dequantized
 
-_QUERIES, _KEYS = 256, 512  # of a block
-_LOWEST = -1e30
+# Of the kernel for dq, and of that for dk and dv, as `fast_attention.TILES`.
+QUERY_TILES = {
+    "bfloat16": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+    "float32": {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
+}
+KEY_TILES = {
+    "bfloat16": {64: Tile(128, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+    "float32": {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+}
 
 
 def attention_vjp(
@@ -31,91 +39,37 @@ def attention_vjp(
     cotangent: jax.Array,
     *,
     scale: float,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    forward: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_vjp`, with memory that grows with T + S instead of T * S.
+    """Gradients with respect to the dequantised q, k and v.
 
     Args:
-      q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
-      positions: (B, T) int32.
-      cotangent: (B, T, H, Dv), of the output.
-      scale: softmax scale.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale: as for `reference.attention`.
+      cotangent: (B, T, H, Dv), of the output; rounded to bf16 unless an operand is float32.
+      forward: what `fast_attention.attention` returned for these operands; None to make it again.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
     """
-    (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
-    groups = heads // kv_heads
-    size, width = min(_QUERIES, queries), min(_KEYS, slots)
-    operands = (q, k, v, positions, cotangent)
+    if not fast_attention.supports(q, v):
+        whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
+        return attention_gradient_blocks.attention_vjp(*whole, positions, cotangent, scale=scale)
+    from fp8rl_jax.kernels.triton_attention_gradient import (
+        key_gradient_kernel,
+        query_gradient_kernel,
+    )
 
-    def split(x: jax.Array) -> jax.Array:
-        """(B, T, H, n) -> (blocks, B, Hkv, size * groups, n)."""
-        x = pad_to(x, 1, size).reshape(batch, -1, size, kv_heads, groups, x.shape[3])
-        x = x.transpose(1, 0, 3, 2, 4, 5)
-        return x.reshape(*x.shape[:3], size * groups, -1).astype(jnp.float32)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = x.reshape(-1, batch, kv_heads, size, groups, x.shape[4]).transpose(1, 0, 3, 2, 4, 5)
-        return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
-
-    keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
-    # Added queries see nothing: one behind every position, and then one off.
-    rows = pad_to(positions + 1, 1, size).reshape(batch, -1, size).transpose(1, 0, 2) - 1
-
-    def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
-        return varying_as(jnp.full(shape, value, jnp.float32), *operands)
-
-    def gradients(sums, block):
-        query, dout, position = block
-        position = jnp.repeat(position, groups, axis=1)[:, None, :, None]
-        blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
-        per_row = query.shape[:3]
-
-        def part(x: jax.Array, index: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, index * width, width, 2)
-
-        def scores(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Scores, and what they would add to the cotangent's product with the output."""
-            slot = index * width + jnp.arange(width)
-            score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
-            seen = (slot <= position) & (slot < slots)
-            dweight = jnp.einsum("bhtd,bhsd->bhts", dout, part(values, index))
-            return jnp.where(seen, score, -jnp.inf), dweight
-
-        def add_up(index, carry):
-            top, total, product = carry
-            score, dweight = scores(index)
-            above = jnp.maximum(top, score.max(-1))
-            weight, rescale = jnp.exp(score - above[..., None]), jnp.exp(top - above)
-            product = product * rescale + (weight * dweight).sum(-1)
-            return above, total * rescale + weight.sum(-1), product
-
-        nothing = (zeros(per_row, _LOWEST), zeros(per_row), zeros(per_row))
-        top, total, product = lax.fori_loop(0, blocks, add_up, nothing)
-        total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing
-        logsumexp, product = (top + jnp.log(total))[..., None], (product / total)[..., None]
-
-        def differentiate(index, carry):
-            dquery, dkeys, dvalues = carry
-            score, dweight = scores(index)
-            weight = jnp.exp(score - logsumexp)
-            dscore = weight * (dweight - product) * scale
-
-            def add(sums: jax.Array, more: jax.Array) -> jax.Array:
-                return lax.dynamic_update_slice_in_dim(
-                    sums, part(sums, index) + more, index * width, 2
-                )
-
-            return (
-                dquery + jnp.einsum("bhts,bhsd->bhtd", dscore, part(keys, index)),
-                add(dkeys, jnp.einsum("bhts,bhtd->bhsd", dscore, query)),
-                add(dvalues, jnp.einsum("bhts,bhtd->bhsd", weight, dout)),
-            )
-
-        dquery, *sums = lax.fori_loop(0, blocks, differentiate, (zeros(query.shape), *sums))
-        return tuple(sums), dquery
-
-    start = zeros(keys.shape), zeros(values.shape)
-    (dkeys, dvalues), dqueries = lax.scan(gradients, start, (split(q), split(cotangent), rows))
-    dkeys, dvalues = (x.transpose(0, 2, 1, 3)[:, :slots] for x in (dkeys, dvalues))
-    return join(dqueries), dkeys, dvalues
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales)
+    out, logsumexp = forward or fast_attention.forward(operands)
+    delta = (cotangent.astype(jnp.float32) * out).sum(-1)
+    delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
+    of_rows = operands.in_their_type(cotangent), logsumexp, delta
+    (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
+    dk, dv = operands.call(
+        key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"
+    )
+    return dq, dk, dv

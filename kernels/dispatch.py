@@ -17,8 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import attention_gradient, matmul, reference, strict_attention
-from fp8rl_jax.kernels.triton_call import installed
+from fp8rl_jax.kernels import (
+    attention_gradient,
+    fast_attention,
+    matmul,
+    reference,
+    strict_attention,
+)
+from fp8rl_jax.kernels.triton_call import installed, varying_as
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
 
@@ -87,31 +93,82 @@ def block_matmul(
     return choose(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
 
-def attention(*arrays: jax.Array, implementation: str = "auto", **keywords) -> jax.Array:
+def attention(
+    *arrays: jax.Array,
+    implementation: str = "auto",
+    fast: bool = False,
+    table: jax.Array | None = None,
+    **keywords,
+) -> jax.Array:
     """`reference.attention` by the implementation of choice; its arguments and result.
 
-    `implementation` is one of `IMPLEMENTATIONS`.
+    `implementation` is one of `IMPLEMENTATIONS`. With `fast` several queries go by `fast_attention`
+    where kernels multiply, unless the cache lies in pages; one query, and the reference, are the
+    same as without.
+    """
+
+    def kernel(arrays, table, keywords):
+        if fast and table is None and arrays[0].shape[1] > 1:
+            return fast_attention.attention(*arrays, scale=scale, **keywords)[0]
+        return strict_attention.attention(*arrays, scale=scale, table=table, **keywords)
+
+    def plain(arrays, table, keywords):
+        return reference.attention(*arrays, scale=scale, table=table, **keywords)
+
+    scale = keywords.pop("scale")
+    return choose(implementation, kernel, plain, arrays, table, keywords)
+
+
+def fast_attention_forward(
+    *arrays: jax.Array, implementation: str = "auto", **keywords
+) -> tuple[jax.Array, jax.Array]:
+    """Fast attention of any number of queries, and each row's logsumexp for `attention_vjp`.
+
+    Arguments as of `attention`. The logsumexp (B, T, H) is 0 under the reference, whose gradients
+    do not read it.
     """
 
     def kernel(arrays, keywords):
-        return strict_attention.attention(*arrays, scale=scale, **keywords)
+        return fast_attention.attention(*arrays, scale=scale, **keywords)
 
     def plain(arrays, keywords):
-        return reference.attention(*arrays, scale=scale, **keywords)
+        out = reference.attention(*arrays, scale=scale, **keywords)
+        return out, varying_as(jnp.zeros(out.shape[:3], jnp.float32), *arrays)
 
     scale = keywords.pop("scale")
     return choose(implementation, kernel, plain, arrays, keywords)
 
 
 def attention_vjp(
-    *arrays: jax.Array, scale: float, implementation: str = "auto"
+    *arrays: jax.Array,
+    scale: float,
+    implementation: str = "auto",
+    forward: tuple[jax.Array, jax.Array] | None = None,
+    **scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_vjp`; where kernels multiply, without a matrix of scores in memory."""
+    """`reference.attention_vjp` by the implementation of choice.
 
-    def kernel(*arrays):
-        return attention_gradient.attention_vjp(*arrays, scale=scale)
+    Args:
+      arrays: q, k, v, positions and the cotangent; q, k and v as `attention` reads them.
+      scale: of the scores.
+      implementation: one of `IMPLEMENTATIONS`.
+      forward: what `fast_attention_forward` returned for these operands, or None.
+      scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
-    def plain(*arrays):
-        return reference.attention_vjp(*arrays, scale=scale)
+    Returns:
+      Gradients with respect to the dequantised q, k and v, float32.
+    """
 
-    return choose(implementation, kernel, plain, *arrays)
+    def kernel(arrays, scales, forward):
+        return attention_gradient.attention_vjp(*arrays, scale=scale, forward=forward, **scales)
+
+    def plain(arrays, scales, forward):
+        del forward
+        *operands, positions, cotangent = arrays
+        operands = (
+            reference.dequantized(x, scales.get(f"{name}_scale"))
+            for name, x in zip("qkv", operands, strict=True)
+        )
+        return reference.attention_vjp(*operands, positions, cotangent, scale=scale)
+
+    return choose(implementation, kernel, plain, arrays, scales, forward)

@@ -27,11 +27,10 @@ from jax import lax
 
 from fp8rl_jax.kernels.matmul import matmul
 from fp8rl_jax.kernels.reference import pad_to
-from fp8rl_jax.kernels.tiles import BAND, HEAD_COLUMNS, Tile, head_tile
-from fp8rl_jax.kernels.triton_call import triton_call, varying_as
+from fp8rl_jax.kernels.tiles import HEAD_COLUMNS, head_tile
+from fp8rl_jax.kernels.triton_call import align, per_load, triton_call, varying_as
 
 CHUNK = 4096  # tokens whose gradient of the logits exists at once
-_ALIGNMENT = 16  # bytes: rows start where a 16-byte load may start
 _LOGITS_ROWS = 8  # that a program reads from memory
 
 
@@ -70,17 +69,6 @@ def _combine(statistics, targets: jax.Array, columns: int):
     )  # fmt: skip
 
 
-def _product(kind: str, tile: Tile) -> dict[str, int | str]:
-    return {
-        "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "BAND": BAND,
-    }  # fmt: skip
-
-
-def _align(x: jax.Array) -> jax.Array:
-    return pad_to(x, 1, _ALIGNMENT // x.dtype.itemsize)
-
-
 def head_logprobs(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,13 +91,13 @@ def head_logprobs(
 
     kind = _kind(hidden, head)
     rows, columns = hidden.shape[0], head.shape[1]
-    hidden, head = _align(hidden), _align(head.T)
+    hidden, head = align(hidden), align(head.T)
     tile = head_tile(kind, rows)
     statistics = triton_call(
         head_statistics_kernel, hidden, head, targets, inverse_temperature,
         out=_statistics_shapes(rows, columns),
         grid=(-(-rows // tile.rows) * _tiles(columns),), warps=tile.warps, stages=tile.stages,
-        M=rows, N=columns, K=hidden.shape[1], **_product(kind, tile),
+        M=rows, N=columns, K=hidden.shape[1], **tile.constants(kind),
     )  # fmt: skip
     return _combine(statistics, targets, columns)
 
@@ -161,11 +149,11 @@ def head_logprobs_vjp(
 
     kind = _kind(hidden, head)
     (rows, depth), columns, dtype = hidden.shape, head.shape[1], hidden.dtype
-    pack = _ALIGNMENT // dtype.itemsize
+    pack = per_load(dtype)
     chunk = min(CHUNK, rows + -rows % pack)
     width = columns + -columns % pack
-    hidden, head = _align(hidden), pad_to(head, 0, pack)
-    head_t, head = head.T, _align(head)
+    hidden, head = align(hidden), pad_to(head, 0, pack)
+    head_t, head = head.T, align(head)
     tile = head_tile(kind, chunk)
 
     def gradients(rows_of_chunk: Sequence[jax.Array]):
@@ -174,7 +162,7 @@ def head_logprobs_vjp(
             head_gradient_kernel, x, head_t, *rows_of_chunk[1:],
             out=tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((chunk, width), (width, chunk))),
             grid=(-(-chunk // tile.rows) * _tiles(width),), warps=tile.warps, stages=tile.stages,
-            M=chunk, N=columns, K=x.shape[1], WIDTH=width, **_product(kind, tile),
+            M=chunk, N=columns, K=x.shape[1], WIDTH=width, **tile.constants(kind),
         )  # fmt: skip
         return matmul(x.T, dlogits_t.T), matmul(dlogits, head.T)
 

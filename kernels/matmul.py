@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from fp8rl_jax.kernels.reference import K_BLOCK, pad_to
-from fp8rl_jax.kernels.tiles import BAND, Tile, matmul_tile
-from fp8rl_jax.kernels.triton_call import triton_call
-
-_ALIGNMENT = 16  # bytes: rows of K start where a 16-byte load may start
+from fp8rl_jax.kernels.reference import K_BLOCK
+from fp8rl_jax.kernels.tiles import Tile, matmul_tile
+from fp8rl_jax.kernels.triton_call import align, triton_call
 
 
 def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
@@ -40,19 +38,7 @@ def _operands(lhs: jax.Array, rhs: jax.Array, kind: str) -> tuple[jax.Array, jax
     """Both in a type that the kernel multiplies, every row of K at a multiple of 16 bytes."""
     if kind == "float32":
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-
-    def align(x: jax.Array) -> jax.Array:
-        return pad_to(x, x.ndim - 1, _ALIGNMENT // x.dtype.itemsize)
-
     return align(lhs), align(rhs)
-
-
-def _constants(kind: str, tile: Tile) -> dict[str, int | bool | str]:
-    return {
-        "SCALED": kind == "fp8",
-        "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "BAND": BAND,
-    }  # fmt: skip
 
 
 def _tiles(tile: Tile, rows: int, columns: int) -> int:
@@ -83,7 +69,8 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
         grid=(total // group * _tiles(tile, group, columns),),
         warps=tile.warps, stages=tile.stages,
         TOTAL=total, GROUP=group, N=columns, K=depth, E=count,
-        GROUPED=experts is not None, COLUMN_SCALES=by_column, **_constants(kind, tile),
+        GROUPED=experts is not None, COLUMN_SCALES=by_column, SCALED=kind == "fp8",
+        **tile.constants(kind),
     )  # fmt: skip
 
 
@@ -179,15 +166,15 @@ def grouped_wgrad(
     tile = tile or matmul_tile("wgrad" if kind == "fp8" else kind, depth, columns)
     ids = jnp.arange(count + 1, dtype=experts.dtype)
     starts = jnp.searchsorted(experts, ids, method="compare_all") * blocks  # one fusion, no loop
-    if x_scale is None:
+    if x_scale is None or dy_scale is None:
         x_scale = dy_scale = _unused(jnp.float32)
+    else:
+        x_scale, dy_scale = x_scale.reshape(-1, depth), dy_scale.reshape(-1, columns)
     return triton_call(
         grouped_wgrad_kernel, x.reshape(total, depth).T, dy.reshape(total, columns).T,
-        x_scale.reshape(-1, depth) if kind == "fp8" else x_scale,
-        dy_scale.reshape(-1, columns) if kind == "fp8" else dy_scale,
-        starts.astype(jnp.int32),
+        x_scale, dy_scale, starts.astype(jnp.int32),
         out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
         grid=(_tiles(tile, depth, columns), count),
         warps=tile.warps, stages=tile.stages,
-        TOTAL=total, N=columns, K=depth, **_constants(kind, tile),
+        TOTAL=total, N=columns, K=depth, SCALED=kind == "fp8", **tile.constants(kind),
     )  # fmt: skip

@@ -64,11 +64,14 @@ def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """FP8 as uint8, other types as they are: for slices and padding.
+    """FP8 as uint8, bf16 as uint16, other types as they are: for slices, padding and storage.
 
-    XLA:CPU moves FP8 through float16 and rounds it back, which takes longer than the product.
+    XLA:CPU moves small floats through wider ones and rounds them back, whole buffers at a time,
+    which took most of a decode step.
     """
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+    if x.dtype.itemsize > 2 or jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
 
 
 def from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -151,6 +154,37 @@ def _visible(positions: jax.Array, slots: jax.Array, groups: int) -> jax.Array:
     return jnp.repeat(mask, groups, axis=1)[:, None]
 
 
+def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Queries, keys or values (..., Dh) in float32, times their scales, () or (...)."""
+    x = x.astype(jnp.float32)
+    if scale is None:
+        return x
+    return x * (scale[..., None] if scale.ndim else scale)
+
+
+def _by_head(x: jax.Array | None) -> jax.Array | None:
+    """(B, S, Hkv, ...) -> (B, Hkv, whole chunks of S, ...); one number, or none, as it is."""
+    if x is None or not x.ndim:
+        return x
+    return jnp.moveaxis(pad_to(x, 1, KV_CHUNK), 1, 2)
+
+
+def _read_page(
+    x: jax.Array, table: jax.Array, last: jax.Array, chunk: int | jax.Array
+) -> jax.Array:
+    """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...).
+
+    Zeros behind each sequence's last position (B,): a page may hold what its former owner left,
+    and 0 * NaN is NaN. A table entry of no visible slot is not read, so it may be anything.
+    """
+    page = lax.dynamic_index_in_dim(table, chunk, 1, keepdims=False)
+    page = jnp.where(chunk * KV_CHUNK <= last, page, table[:, 0])
+    slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
+    there = (slot[None, :] <= last[:, None])[:, None]
+    part = jnp.moveaxis(x.at[page].get(mode="clip"), 1, 2)
+    return jnp.where(there[..., None] if part.ndim == 4 else there, part, 0)
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -163,6 +197,7 @@ def attention(
     v_scale: jax.Array | None = None,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
 
@@ -180,6 +215,9 @@ def attention(
       k_scale, v_scale: likewise (B, S, Hkv), () or None.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
         queries and keys, never quantised (multi-head latent attention); None for none.
+      table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
+        and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
+        None for a cache of (B, S). Entries behind a sequence's position are never read.
 
     Returns:
       (B, T, H, Dv) float32.
@@ -201,18 +239,21 @@ def attention(
     mask_rows = jnp.repeat(positions, groups, axis=1)
     mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_ROWS - rows, 0))))
     stored = k.dtype
-    k, v = (pad_to(as_bytes(x), 1, KV_CHUNK).transpose(0, 2, 1, 3) for x in (k, v))
-    k_scale, v_scale = (
-        pad_to(x, 1, KV_CHUNK).transpose(0, 2, 1) if x is not None and x.ndim else x
-        for x in (k_scale, v_scale)
-    )
+    k, v = as_bytes(k), as_bytes(v)
     if q_rope is not None and k_rope is not None:
         q_rope = by_kv_head(q_rope)
-        k_rope = pad_to(k_rope, 1, KV_CHUNK).transpose(0, 2, 1, 3)
-    chunks = k.shape[2] // KV_CHUNK
+    if table is None:
+        k, v, k_scale, v_scale, k_rope = map(_by_head, (k, v, k_scale, v_scale, k_rope))
+        chunks = k.shape[2] // KV_CHUNK
+    else:
+        chunks = table.shape[1]
 
     def take(x: jax.Array, chunk: int | jax.Array, dtype=jnp.float32) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2)
+        """A chunk of slots, (B, Hkv, KV_CHUNK, ...) float32."""
+        if table is None:
+            part = lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2)
+        else:
+            part = _read_page(x, table, positions.max(axis=1), chunk)
         return from_bytes(part, dtype).astype(jnp.float32)
 
     def scale_of(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
@@ -261,6 +302,9 @@ def attention(
         return weight_sum, value
 
     top = scores(0)[0].max(-1)
+    visible = chunks
+    if table is not None:  # tables are as wide as the longest sequence may become
+        visible = jnp.minimum(positions.max() // KV_CHUNK + 1, chunks)
     if chunks <= _UNROLL_KV:
         for chunk in range(1, chunks):
             top = jnp.maximum(top, scores(chunk)[0].max(-1))
@@ -269,13 +313,13 @@ def attention(
             weight_sum, value = summands(chunk, top)
             total, out = total + weight_sum, out + value
     else:
-        top = lax.fori_loop(1, chunks, lambda c, m: jnp.maximum(m, scores(c)[0].max(-1)), top)
+        top = lax.fori_loop(1, visible, lambda c, m: jnp.maximum(m, scores(c)[0].max(-1)), top)
 
         def add(chunk: jax.Array, sums: tuple[jax.Array, jax.Array]):
             weight_sum, value = summands(chunk, top)
             return sums[0] + weight_sum, sums[1] + value
 
-        total, out = lax.fori_loop(1, chunks, add, summands(0, top))
+        total, out = lax.fori_loop(1, visible, add, summands(0, top))
     out = (out / total[..., None])[:, :, :rows]
     out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, -1)

@@ -30,6 +30,13 @@ class Tile:
     warps: int
     stages: int
 
+    def constants(self, kind: str) -> dict[str, int | str]:
+        """What a product's kernel is told of the tile; `kind` as for `matmul_tile`."""
+        return {
+            "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
+            "BM": self.rows, "BN": self.columns, "BK": self.depth, "BAND": BAND,
+        }  # fmt: skip
+
 
 # Few rows: the weight's bytes are the time, so narrow tiles put every multiprocessor to work.
 FP8_FEW_ROWS = (Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4))

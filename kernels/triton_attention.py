@@ -17,6 +17,9 @@ Invariants, for the bits of a row:
   * what lies behind its position adds nothing: a score there is -inf, its weight exactly 0, the
     maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
     the tile or a longer cache, change nothing;
+  * where a block of keys lies, in a cache of the sequence's own or in a page of a pool, decides
+    nothing. A page is a block, so one number of the table is read for it, and none of the pages
+    behind the last position of the tile;
   * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
     NaN, and 0 * NaN is;
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
@@ -79,10 +82,10 @@ def _multiply(a, b):
 
 
 @triton.jit
-def _scale_at(x, place, there, SCALES: tl.constexpr):
-    """Scales at places: one for each (2), or for all (1)."""
+def _scale_at(x, first, place, there, SCALES: tl.constexpr):
+    """Scales at places counted from the first: one for each (2), or for all (1)."""
     if SCALES == 2:
-        scale = tl.load(x + place, mask=there, other=0.0)
+        scale = tl.load(x + first + place, mask=there, other=0.0)
     else:
         scale = tl.broadcast_to(tl.load(x), there.shape)
     return scale
@@ -97,27 +100,37 @@ def _nothing(V_WIDTH: tl.constexpr):
 
 @triton.jit
 def _one_split(
-    split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope,
+    split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope, table,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
     top, total, values = _nothing(V_WIDTH)
+    page = 0
+    if PAGED:
+        page = tl.load(table + split * (SPLIT // BLOCK))
     for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), BLOCK):
         slot = start + tl.arange(0, BLOCK)
         there = slot <= last
-        place = slot * HKV
-        key = _vectors(k, place, there, D, WIDTH)
+        if PAGED:
+            first = tl.cast(page, tl.int64) * (BLOCK * HKV)
+            place = tl.arange(0, BLOCK) * HKV
+            # A block ahead: in its own turn it would take a stage of the pipeline from the keys.
+            page = tl.load(table + tl.minimum(start + BLOCK, last) // BLOCK)
+        else:
+            first = 0
+            place = slot * HKV
+        key = _vectors(k + first * D, place, there, D, WIDTH)
         score = _multiply(query, key.T)
         multiplier = tl.full((1, BLOCK), SCALE, tl.float32)
         if K_SCALES > 0:
-            multiplier *= _scale_at(k_scale, place, there, K_SCALES)[None, :]
+            multiplier *= _scale_at(k_scale, first, place, there, K_SCALES)[None, :]
         if Q_SCALES > 0:
             multiplier = multiplier * query_scale[:, None]
         score *= multiplier
         if DR > 0:
-            key_rope = _vectors(k_rope, place, there, DR, R_WIDTH)
+            key_rope = _vectors(k_rope + first * DR, place, there, DR, R_WIDTH)
             score += _multiply(query_rope, key_rope.T) * SCALE
         score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
         above = tl.maximum(top, tl.max(score, 1))
@@ -125,8 +138,8 @@ def _one_split(
         rescale = tl.exp2(top - above)
         total = tl.fma(total, rescale, tl.sum(weight, 1))
         if V_SCALES > 0:
-            weight *= _scale_at(v_scale, place, there, V_SCALES)[None, :]
-        value = _vectors(v, place, there, DV, V_WIDTH)
+            weight *= _scale_at(v_scale, first, place, there, V_SCALES)[None, :]
+        value = _vectors(v + first * DV, place, there, DV, V_WIDTH)
         part = _multiply(weight.to(value.dtype), value)
         values = tl.fma(values, tl.broadcast_to(rescale[:, None], values.shape), part)
         top = above
@@ -155,7 +168,7 @@ def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: 
 @triton.jit
 def attention_kernel(
     q,  # (B, T, H, D)
-    k,  # (B, S, HKV, D)
+    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); likewise v, scales and k_rope
     v,  # (B, S, HKV, DV)
     positions,  # (B, T) int32
     q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
@@ -163,6 +176,7 @@ def attention_kernel(
     v_scale,  # (B, S, HKV), likewise
     q_rope,  # (B, T, H, DR), unused if DR is 0
     k_rope,  # (B, S, HKV, DR)
+    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED
     out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
     total,  # likewise
@@ -180,14 +194,19 @@ def attention_kernel(
     Q_SCALES: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    PAGED: tl.constexpr,
     ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
 ):
     SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
     # The tiles with the most keys first: they end last.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
     place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
-    # The rest is counted from the first token's keys, in 32 bits.
-    first = tl.cast(tl.program_id(2), tl.int64) * S * HKV + tl.program_id(1)
+    # The rest is counted from the first token's keys, of the sequence or of a page, in 32 bits.
+    batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    if PAGED:
+        table += batch * (S // BLOCK)
+    else:
+        first += batch * S * HKV
     k += first * D
     v += first * DV
     k_rope += first * DR
@@ -200,15 +219,15 @@ def attention_kernel(
     if DR > 0:
         query_rope = _vectors(q_rope, place, exists, DR, R_WIDTH)
     if Q_SCALES > 0:
-        query_scale = _scale_at(q_scale, place, exists, Q_SCALES)
+        query_scale = _scale_at(q_scale, 0, place, exists, Q_SCALES)
 
     if ONE_SPLIT:
         split = tl.program_id(0) % SPLITS
         if split * SPLIT <= last:
             row_top, row_total, values = _one_split(
                 split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
-                k_rope, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES, K_SCALES,
-                V_SCALES,
+                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
+                K_SCALES, V_SCALES, PAGED,
             )  # fmt: skip
             place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
             tl.store(top + place, row_top, mask=exists)
@@ -221,8 +240,8 @@ def attention_kernel(
         for split in range(0, last // SPLIT + 1):
             more_top, more_total, more_values = _one_split(
                 split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
-                k_rope, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES, K_SCALES,
-                V_SCALES,
+                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
+                K_SCALES, V_SCALES, PAGED,
             )  # fmt: skip
             row_top, row_total, values = _join(
                 row_top, row_total, values, more_top, more_total, more_values

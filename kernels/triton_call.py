@@ -16,10 +16,23 @@ import importlib.util
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+
+from fp8rl_jax.kernels.reference import pad_to
 
 HOPPER = 90
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
+
+
+def per_load(dtype) -> int:
+    """Numbers of a dtype in a 16-byte load, which is what rows are padded to multiples of."""
+    return 16 // jnp.dtype(dtype).itemsize
+
+
+def align(x: jax.Array) -> jax.Array:
+    """Pads the last axis with zeros, so that every row starts where a 16-byte load may start."""
+    return pad_to(x, x.ndim - 1, per_load(x.dtype))
 
 
 def installed() -> bool:

@@ -4,6 +4,7 @@
 # jax-triton, and that only from a wheel in wheels/ and only where it is missing. Arguments go to
 # the check:
 #   bash launch/gpu_check.sh --out DIR     default: runs/gpu_check
+#   bash launch/gpu_check.sh --only=i      a long rollout, FP8 against BF16; other sections likewise
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"

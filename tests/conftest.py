@@ -32,3 +32,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with --slow"))
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Triton's interpreter in the place of `triton_call` (tests/kernels/interpreter.py)."""
+    pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
+    from interpreter import Interpreter
+
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()

@@ -9,10 +9,28 @@ import sys
 import jax
 import numpy as np
 
+from fp8rl_jax import deviceless
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.optimizer import make_optimizer
+from fp8rl_jax.rollout import ContinuousSampler
 from fp8rl_jax.runtime import make_runtime, to_device
+
+
+def _note_collectives(sampler) -> list[str]:
+    """Filled at each call of a continuous sampler with what its loop sends between devices."""
+    found: list[str] = []
+    if isinstance(sampler, ContinuousSampler):
+        advance = sampler._advance
+
+        def noted(*arguments):
+            program = advance.lower(*arguments).compile().as_text()
+            found.extend(deviceless.collectives(program))
+            assert "while(" in program, "the text must be that of the loop"
+            return advance(*arguments)
+
+        sampler._advance = noted
+    return found
 
 
 def main() -> None:
@@ -30,6 +48,7 @@ def main() -> None:
         step = rt.train_step(optimizer, LossConfig(), micro_batches)
         weights, checksum, _ = rt.refit_state(state)
         questions = rt.questions["train"][:8]
+        collectives = _note_collectives(rt.sampler)
         rollout, prompts, lengths = rt.generate(
             rt.sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
         )
@@ -50,6 +69,7 @@ def main() -> None:
             {
                 "devices": rt.mesh.size,
                 "sharded_leaves": int(sharded),
+                "loop_collectives": collectives,
                 "drift": float(drift),
                 "tokens": rollout.tokens.tolist(),
                 "logp": logp.view(np.int32)[rollout.mask].tolist(),

@@ -18,6 +18,7 @@ import test_bad_input as bad
 from fp8rl_jax import checks
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.precision import zero_drift_required
 
 pytestmark = bad.pytestmark
 _count_compilations, _place = bad._count_compilations, bad._place
@@ -59,6 +60,8 @@ _VALUES = {
     "kernels=cuda": ["'cuda'", "auto", "reference", "triton", "mosaic"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
     "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
+    "attention_kernel=Fast": ["'Fast'", "strict", "fast"],
+    "attention_kernel=": ["''", "strict", "fast"],
     "kv_margin=0.99": ["0.99", "at least 1"],
     "kv_margin=nan": ["nan", "finite"],
     "kv_margin=inf": ["inf", "finite"],
@@ -150,6 +153,10 @@ _SEVERAL = {
     "bf16 learner": (["learner=bf16", _REQUIRED], [*_DIFFER, "fp8_blockwise", "bf16"]),
     "other scales": (["learner=fp8_blockwise_pow2", _REQUIRED], [*_DIFFER, "fp8_blockwise_pow2"]),
     "delayed learner": (["learner=fp8_delayed", _REQUIRED], [*_DIFFER, "fp8_delayed"]),
+    "fast attention": (
+        ["attention_kernel=fast", _REQUIRED],
+        ["'fast'", "decode", "precision.zero_drift", "'strict'", "zero_drift='report'"],
+    ),
     "FP8 and its imitation": (["learner=fake", _REQUIRED], [*_DIFFER, "fp8_blockwise", "fake"]),
     "no gradients quantised": (
         [*_both("fake_forward"), "gradient_policy=zzzzz"], ["gradient_policy"]
@@ -185,6 +192,7 @@ _FIELD_AT_FAULT = {
     "modules": (["bf16_modules=lm_head"], "bf16_modules"),
     "attention": (["attention=fp8", "kv_cache=bf16"], "attention"),
     "tensorwise": (_TENSORWISE, "rollout"),
+    "fast attention": (["attention_kernel=fast", _REQUIRED], "attention_kernel"),
     "dynamic activations": (
         [*_both("fp8_delayed"), "activation_policy=dynamic"],
         "activation_policy",
@@ -210,6 +218,12 @@ def test_what_was_refused_is_not_offered(refused_fields):
     """Activations of fp8_delayed with dynamic scales: another recipe is offered, or the field."""
     message = refused_fields(*_full(*_both("fp8_delayed"), "activation_policy=dynamic"))
     assert "fp8_delayed" not in message.partition("use ")[2], message
+
+
+@pytest.mark.parametrize("kernel", ["strict", "fast"])
+def test_auto_promises_nothing_of_fast_attention(kernel):
+    config = load_config("tiny.py", [f"--config.precision.attention_kernel={kernel}"])
+    assert zero_drift_required(config) == (kernel == "strict")
 
 
 _ON_A_GPU = {
@@ -257,6 +271,9 @@ _GOOD = [
     ["bf16_modules= down_proj , [qk]_proj "],
     ["bf16_modules=*"],
     [*_BF16, "attention=fp8", "kv_cache=fp8"],
+    ["attention_kernel=fast"],
+    ["attention_kernel=fast", "attention=fp8", "zero_drift=report"],
+    ["attention_kernel=strict", _REQUIRED],
     ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1", "kv_percentile=1"],
     ["kv_cache=bf16", "health=False", "kernels=reference"],
     ["kv_cache=fp8_calibrated", "kv_percentile=100", "learner=bf16"],

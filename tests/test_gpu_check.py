@@ -10,10 +10,21 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from fp8rl_jax import deviceless, gpu_check
-from fp8rl_jax.bench import kernel_checks, kernels, target_config, whole_programs
+from fp8rl_jax.bench import (
+    attention_checks,
+    gradient_checks,
+    headline,
+    kernel_checks,
+    kernels,
+    rollout_ways,
+    target_config,
+    whole_programs,
+)
+from fp8rl_jax.bench.rollout import Cell
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A topology as JAX 0.11.2 serialises it: of an H200 as `deviceless` described it, one field apart
@@ -42,7 +53,9 @@ _ABSENT = (
 def test_correctness_of_the_reference():
     """Section (d) holds on a CPU for all that has a reference, and one line says how many."""
     ok, lines, data = gpu_check.correctness("reference")
-    assert ok and len(data) == len(gpu_check.dense_checks()) >= 14
+    assert ok and len(gpu_check.dense_checks()) >= 14
+    attention = len(attention_checks.CASES) + 2 * len(gradient_checks.CASES)
+    assert len(data) == len(gpu_check.dense_checks()) + attention
     assert lines[0].startswith(f"- float64: {len(data)} of {len(data)} hold")
     json.dumps(data)
 
@@ -76,7 +89,43 @@ def test_whole_programs_do_not_drift(monkeypatch):
     assert found["drift_max"] == 0 and found["equal"] == 1 and found["tokens"] > 8
     assert found["checksum_ok"] and found["finite"] and found["updated"]
     assert found["kernels"] == "reference"
+    assert found["tokens_unequal"] == found["bits_from_sampler"] == found["bits_from_learner"] == 0
     assert "It is zero here, bit for bit." in lines[-1]
+
+
+def test_differing_bits():
+    one, mask = np.float32([1, 2, 3]), np.array([True, True, False])
+    assert whole_programs._differing_bits(one, one, mask) == 0
+    assert whole_programs._differing_bits(one, np.nextafter(one, np.float32(0)), mask) > 1
+    assert whole_programs._differing_bits(one, np.float32([1, 2, 4]), mask) == 0
+
+
+def test_long_rollout(monkeypatch):
+    """Section (i): both cases draw the tokens that long_tail says, and the text counts them."""
+    monkeypatch.setitem(rollout_ways.WAYS, "continuous", rollout_ways.make_static)
+    small = dataclasses.replace(
+        whole_programs.DENSE, vocab_size=128, hidden_size=64, num_hidden_layers=1
+    )
+    ok, lines, found = gpu_check.headline(60.0, small, Cell(4, 3, 16, 2))
+    wanted = int(rollout_ways.long_tail(8, 16).sum())
+    assert ok is None and [f["case"] for f in found] == ["bf16", "fp8"]
+    assert [f["tokens"] for f in found] == [wanted] * 2 and found[0]["over_first"] == 1
+    assert f"| bf16 | {wanted} |" in lines[2]
+    assert lines[-1].startswith("8 responses of 1 to 16 tokens to prompts of 3, 4 at a time")
+
+
+def test_length_of_a_long_rollout():
+    """Responses are halved until they fit, and never planned shorter than what was tried."""
+    step = 0.01
+    assert headline.longest(128 * step, 123.0, 4096) == 4096
+    assert headline.longest(128 * step, 122.0, 4096) == 2048
+    assert headline.longest(128 * step, 0.0, 4096) == 64
+
+
+def test_without_the_way_it_says_so(monkeypatch):
+    monkeypatch.delitem(rollout_ways.WAYS, "continuous", raising=False)
+    with pytest.raises(headline.UserError, match="no way 'continuous'"):
+        gpu_check.headline(1.0)
 
 
 def test_failed_program_is_reported(monkeypatch):
@@ -163,6 +212,8 @@ def test_device_without_a_topology():
         (["junk"], ["'junk'", "--out DIR"]),
         (["--out="], ["--out DIR"]),
         (["--out", "a", "b"], ["--out DIR"]),
+        (["--only=dz"], ["--only LETTERS", "abcdefghi"]),
+        (["--only=di", "--out", "a"], ["no GPU"]),
     ],
 )
 def test_refusals(arguments, words, tmp_path, monkeypatch, capsys):
@@ -195,6 +246,8 @@ def test_exit_status(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert re.findall(r"^## \((.)\)", output, re.M) == list("abcdefgh")
     assert "commit them as docs/gpu_results/" in output
+    assert gpu_check.main([f"--out={tmp_path}", "--only=cf"]) == 0
+    assert re.findall(r"^## \((.)\)", capsys.readouterr().out, re.M) == ["c", "f"]
     monkeypatch.setattr(gpu_check, "rows", lambda: (False, ["- FAILED: row 3"], {}))
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     assert "- (c) row 3" in capsys.readouterr().out

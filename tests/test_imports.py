@@ -18,6 +18,7 @@ _PROGRAM = {
     "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
     "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
     "progress", "report", "run_directory", "sharding", "summary",
+    "plan",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
     "bench", "deviceless",
     _PACKAGE,
@@ -51,6 +52,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "precision": {"model_source", "models", "quant"},
     "run_directory": {"checks", "config", "metrics", "model_source"},
     "checks": {"config", "envs", "kernels", "model_source", "models", "precision", "quant"},
+    "plan": {"models", "quant", "rollout", "sharding"},
     "recipe_show": {"quant"},
     **dict.fromkeys(
         (
@@ -69,8 +71,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
         _PROGRAM,
     ),
     "arguments": {"config"},
+    "bench_commands": _PROGRAM | {"arguments"},
     "policy_commands": _PROGRAM | {"arguments"},
-    "cli": _PROGRAM | {"arguments", "policy_commands", "recipe_show"},
+    "plan_command": _PROGRAM | {"arguments"},
+    "cli": _PROGRAM
+    | {"arguments", "bench_commands", "plan_command", "policy_commands", "recipe_show"},
     _PACKAGE: {"kernels"},
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}

@@ -126,6 +126,21 @@ def test_experts_are_drawn_where_there_are_some(tmp_path, monkeypatch):
     assert "Largest load over the mean" in drawn and "Experts without a token" in drawn
 
 
+def test_continuous_batching_is_drawn_where_it_was_used(tmp_path, monkeypatch):
+    drawn = _drawn(monkeypatch)
+    root = _make(tmp_path / "run")
+    page = _read(report.write_report(root))
+    assert "Continuous batching" not in page and "lost their pages" not in page
+    rows = [_metrics(i) | {"rollout_slots_used": 0.8} for i in range(1, _STEPS + 1)]
+    _write(root / "metrics.jsonl", [row | {"rollout_preemptions": 0} for row in rows])
+    page = _read(report.write_report(root))
+    assert "<h2>Continuous batching</h2>" in page and "lost their pages" not in page
+    assert "Share of slots that drew" in drawn and "Responses computed anew" in drawn
+    _write(root / "metrics.jsonl", [row | {"rollout_preemptions": 100} for row in rows])
+    assert "lost their pages and were computed anew 1,200 times" in _read(report.write_report(root))
+    assert summary.summarise(root)["rollout_preemptions"] == 1200
+
+
 def test_page_is_self_contained_and_replaced_whole(tmp_path):
     root = _make(tmp_path / "run")
     report.write_report(root)

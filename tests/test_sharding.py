@@ -52,6 +52,17 @@ def test_fsdp_equals_one_device(recipe):
 
 
 @pytest.mark.slow
+def test_continuous_batching_on_a_mesh_equals_one_device():
+    """Each of eight devices runs two responses through a slot of its own, and tells nobody; one
+    device runs all sixteen at once."""
+    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "fp8")
+    many = _run(8, {"data": 1, "fsdp": 8, "tensor": 1}, "fp8", 1, "rollout.slots=8")
+    assert one["drift"] == many["drift"] == 0.0
+    assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
+    assert many["loop_collectives"] == []
+
+
+@pytest.mark.slow
 def test_delayed_scaling_sees_every_device():
     """Amaxes are of the whole batch on 8 devices, and after 2 micro-batches, as on one device."""
     one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "fp8_delayed")
@@ -172,6 +183,7 @@ def test_columns_equal_one_device():
 )  # fmt: skip
 def test_rows_by_hand_equal_one_device(case):
     """As GPU kernels need it, without columns in parts; norms and gates quantise in passing."""
+    pytest.importorskip("jax_triton", reason="traces the kernels: pip install 'fp8rl_jax[dev]'")
     case = case | {"by_hand": True, "config": {"rollout.max_new_tokens": 4}}
     first, *others = _script(8, "tensor_steps.py", json.dumps(case))
     for result in others:

@@ -67,9 +67,16 @@ def naive_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
+    fast: bool = False,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """`kernels.attention` as one softmax; arguments and result are the same."""
-    del implementation
+    del implementation, fast
+
+    def rows(x: jax.Array | None) -> jax.Array | None:
+        if x is None or table is None or not x.ndim:
+            return x
+        return x[table].reshape(len(table), -1, *x.shape[2:])
 
     def dequantised(x: jax.Array, s: jax.Array | None) -> jax.Array:
         x = x.astype(jnp.float32)
@@ -77,7 +84,8 @@ def naive_attention(
 
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    q, k, v = dequantised(q, q_scale), dequantised(k, k_scale), dequantised(v, v_scale)
+    q = dequantised(q, q_scale)
+    k, v = dequantised(rows(k), rows(k_scale)), dequantised(rows(v), rows(v_scale))
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
     score = jnp.einsum("bthgd,bshd->bhgts", q, k) * scale
     visible = jnp.arange(k.shape[1])[None, None] <= positions[:, :, None]

@@ -5,7 +5,8 @@ Each check is an `Outcome` of kind 'pairs':
 * a norm, and a gate, that quantises its result, against itself followed by the quantiser;
 * rows of a norm, of a gate and of log-probabilities, few at a time, against all at once;
 * log-probabilities without logits in memory against those of the logits in memory;
-* attention of one query over a longer cache against the same query among all of a sequence.
+* attention of one query over a longer cache against the same query among all of a sequence;
+* attention over pages of a pool against attention over the same caches in one piece.
 
 Two are only reported, since nothing relies on them: the quantiser against the library's own in jnp,
 and the Mosaic matmul against the Triton one.
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.bench.kernel_checks import E4M3, Outcome, blocks, difference, guarded
-from fp8rl_jax.bench.kernel_data import Source
+from fp8rl_jax.bench.kernel_data import Source, in_one_piece, pages
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import head_logprobs, norm, strict_attention
 from fp8rl_jax.kernels.matmul import matmul
@@ -157,6 +158,46 @@ def check_attention(
             scales = [source.scales(*slots) for _ in range(2)]
             name = f"attention over {length} keys in {jnp.dtype(dtype).name}: alone or among all"
             yield _equal(name, alone, among_all, q, keys, values, *scales)
+
+
+def check_pages(
+    source: Source, lengths=LENGTHS, heads=(8, 2), width: int = 128, queries: int = 40
+) -> Iterator[Outcome]:
+    """Sequences' caches in shuffled pages, and in one piece.
+
+    Yields an Outcome for a decode step in both of its forms and for `queries` of a sequence at a
+    time, each for every type of the cache. NaN lies in what nobody may read.
+    """
+    lengths = tuple(max(length, queries) for length in lengths)
+    layout = pages(lengths)
+    slots, table = (*layout.used.shape, heads[1]), jnp.asarray(layout.table)
+
+    def run(q, table, *cached, one_split=None):
+        last = jnp.asarray(lengths, jnp.int32)[:, None] - q.shape[1]
+        positions = last + jnp.arange(q.shape[1], dtype=jnp.int32)
+        named = dict(zip(("k", "v", "k_scale", "v_scale"), cached, strict=False))
+        return strict_attention.attention(
+            q, positions=positions, scale=width**-0.5, table=table, one_split=one_split, **named
+        )
+
+    uses = {"decode in splits": (1, True), "decode in one program": (1, False)}
+    uses[f"{queries} queries"] = (queries, None)
+    for dtype in (E4M3, jnp.bfloat16):
+        cached = [layout.fill(source.take(dtype, *slots, width)) for _ in range(2)]
+        if dtype == E4M3:
+            cached += [layout.fill(source.scales(*slots)) for _ in range(2)]
+        for use, (count, one_split) in uses.items():
+            q = source.take(jnp.bfloat16, len(lengths), count, heads[0], width)
+
+            def paged(q, *cached, one_split=one_split):
+                return run(q, table, *cached, one_split=one_split)
+
+            def whole(q, *cached, one_split=one_split):
+                caches = (in_one_piece(x, table) for x in cached)
+                return run(q, None, *caches, one_split=one_split)
+
+            name = f"attention, {use}, {jnp.dtype(dtype).name}: pages or one piece"
+            yield _equal(name, paged, whole, q, *cached)
 
 
 def check_mosaic(source: Source, shapes=MOSAIC) -> Iterator[Outcome]:

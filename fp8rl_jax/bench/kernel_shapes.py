@@ -4,7 +4,8 @@ A decode step multiplies a few rows by every matrix of a layer; a train step mul
 three times: fprop, dgrad (contracts over the outputs) and wgrad (over the rows). A `Case` is one of
 those products in the terms of the kernel: rows x depth by depth x columns.
 
-Not here: attention, and the absorbed matrices of latent attention, which have no kernel yet.
+Not here: attention (attention_times.py), and the absorbed matrices of latent attention, which have
+no kernel yet.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
 
 L2 = 60e6  # bytes, of an H100 or H200
-_ROTATED = 4 * L2
+ROTATED = 4 * L2
 _MEMORY = 16e9  # bytes that the operands and results of one program may take
-_IN_FLIGHT = 4e-3  # seconds that a sample lasts at least, by the estimate
+IN_FLIGHT = 4e-3  # seconds that a sample lasts at least, by the estimate
 _MOST_CALLS = 192  # in a program; more would be spent on its arguments
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling
@@ -56,9 +56,9 @@ def calls(case: Case) -> tuple[int, int]:
     seconds = max(case.bytes / _BYTES_PER_S, case.flops / _FLOPS_PER_S[case.kind])
     wide = 2 if case.kind == "fp8" else 1  # the bf16 counterpart's operands are twice as large
     fit = max(2, int(_MEMORY / (wide * case.held_bytes)))
-    wanted = max(2, math.ceil(_IN_FLIGHT / 2 / seconds), math.ceil(_ROTATED / case.bytes))
+    wanted = max(2, math.ceil(IN_FLIGHT / 2 / seconds), math.ceil(ROTATED / case.bytes))
     count = min(wanted, fit, _MOST_CALLS)
-    return count, max(1, math.ceil(_IN_FLIGHT / (count * seconds)))
+    return count, max(1, math.ceil(IN_FLIGHT / (count * seconds)))
 
 
 def seconds_per_call(

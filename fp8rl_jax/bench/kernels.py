@@ -1,9 +1,10 @@
 """`fp8rl bench kernels`: the GPU kernels' correctness, then their speed beside XLA's and PyTorch's.
 
 Correctness comes first and alone decides the exit status (`kernel_checks`). Times follow on a GPU
-(`kernel_times`), with the two ceilings measured in the same run: a copy for products of few rows,
-whose time is the weight's bytes, and a bf16 product of 8192^3 for many. Last, the project's
-targets: met, missed and by how much, or not measured.
+(`attention_times`, `kernel_times`), with the two ceilings measured in the same run: a copy for
+decode attention and products of few rows, whose time is the cache's and the weight's bytes, and a
+bf16 product of 8192^3 for many. Last, the project's targets: met, missed and by how much, or not
+measured.
 
 Without a GPU the reference is checked and everything else is named as not measured: the Triton
 kernels run on a CPU only in Triton's interpreter, which is for the tests.
@@ -25,15 +26,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8rl_jax.bench import (
+    attention_checks,
+    attention_times,
+    gradient_checks,
+    kernel_times,
+    torch_products,
+)
 from fp8rl_jax.bench import kernel_checks as checks
 from fp8rl_jax.bench import kernel_shapes as shapes
-from fp8rl_jax.bench import kernel_times, torch_products
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels.triton_call import installed
 
 SECONDS = 300.0  # no further product is begun after so long
+_OF_ATTENTION = 0.4  # share of the seconds after which no further attention is begun
 _COLUMNS_ON_CPU = 1024  # the reference's check there takes no wider matrix
 _CHECKED_ROWS = 200
 _TORCH_SECONDS = 120
@@ -88,7 +96,8 @@ def _driver() -> str | None:
 def correctness(cases: Sequence[Case], seed: int = 0) -> Iterator[checks.Outcome]:
     """Checks of every kind and shape of the cases, with few rows; see `kernel_checks`.
 
-    On a GPU the Triton kernels; elsewhere the reference, of dense products and narrower matrices.
+    Attention over pages, fast attention and gradients too. On a GPU the Triton kernels; elsewhere
+    the reference, of dense products and narrower matrices.
     """
     implementation = "triton" if on_gpu() else "reference"
     dense = dense_checks(cases, implementation == "reference")
@@ -102,6 +111,10 @@ def correctness(cases: Sequence[Case], seed: int = 0) -> Iterator[checks.Outcome
     source = Source(largest, seed)
     for case in dense:
         yield checks.check_dense(case, source, implementation, seed)
+    for attention in attention_checks.CASES:
+        yield attention_checks.check_attention(attention, source, implementation)
+    for fast in gradient_checks.CASES:
+        yield from gradient_checks.check(fast, source, implementation)
     for kind in ("fp8", "bf16", "float32"):
         wide = checks.Dense(kind, 0, 512, 1152)
         yield from checks.check_rows(wide, checks.ROWS, source, implementation, seed)
@@ -150,13 +163,13 @@ def bench(
     Args:
       models: names of presets.
       rows: of the products.
-      quick: the largest matrix of each model alone.
+      quick: the largest matrix of each model and the shapes of attention's targets alone.
       note: called with a line of progress.
       seconds: after so long no further product is begun; what is left out is listed.
 
     Returns:
       What `kernels.json` holds: environment; outcomes of the checks; ok; and after a run on a GPU
-      ceilings, rows (one per case), torch, left_out; targets.
+      ceilings, attention and rows (one per case), torch, left_out; targets.
 
     Raises:
       UserError: no such model, or a GPU without jax-triton.
@@ -164,26 +177,40 @@ def bench(
     start = time.monotonic()
     cases = shapes.cases(models, rows, quick)
     result: dict[str, Any] = {"environment": environment(), "quick": quick}
-    note(f"{len(cases)} products; checking first")
+    attention = attention_times.cases(quick)
+    note(f"{len(cases)} products, {len(attention)} of attention; checking first")
     outcomes = list(correctness(cases))
     result["checks"] = [vars(outcome) for outcome in outcomes]
     result["ok"] = all(outcome.ok for outcome in outcomes)
     note(checks.format_outcomes(outcomes))
     if on_gpu():
-        result |= times(cases, seconds - (time.monotonic() - start), note)
+        result |= times(cases, attention, seconds - (time.monotonic() - start), note)
     else:
-        result |= {"ceilings": None, "rows": [], "torch": None, "left_out": [str(c) for c in cases]}
-    result["targets"] = targets(result["rows"])
+        left_out = [str(case) for case in (*attention, *cases)]
+        result |= {"ceilings": None, "attention": [], "rows": [], "torch": None}
+        result["left_out"] = left_out
+    result["targets"] = targets(result["rows"], result["attention"])
     return result
 
 
-def times(cases: Sequence[Case], seconds: float, note: Note = lambda text: None) -> dict[str, Any]:
-    """The part of `bench` that needs a GPU: ceilings, rows, torch, left_out."""
+def times(
+    cases: Sequence[Case],
+    attention: Sequence[attention_times.Case],
+    seconds: float,
+    note: Note = lambda text: None,
+) -> dict[str, Any]:
+    """The part of `bench` that needs a GPU: ceilings, attention, rows, torch, left_out."""
     start = time.monotonic()
-    source = Source(kernel_times.largest_operand(list(cases)))
+    largest = kernel_times.largest_operand(list(cases)), attention_times.largest_operand()
+    source = Source(max(largest))
     ceilings = kernel_times.ceilings(source)
     note(f"copy {ceilings['copy_gbps']:.0f} GB/s, bf16 {ceilings['bf16_tflops']:.0f} TFLOPS")
     result: dict[str, Any] = {"ceilings": ceilings, "rows": [], "left_out": [], "torch": None}
+    result["attention"] = []
+    for row in attention_times.time_all(attention, source, ceilings, _OF_ATTENTION * seconds):
+        result["attention"].append(row)
+        note(attention_times.line(row))
+    attention_times.compare(result["attention"])
     result["torch"] = _torch([c for c in cases if c.name.startswith("square") and c.kind == "fp8"])
     for case in cases:
         if time.monotonic() - start > seconds:
@@ -233,15 +260,17 @@ def _row(case: Case, measured: dict[str, Any], ceilings: dict[str, float]) -> di
 _BANDWIDTH_GBPS = 4300.0
 
 
-def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
-    """The project's targets.
+def targets(rows: Sequence[dict], attention: Sequence[dict] = ()) -> list[dict[str, Any]]:
+    """The project's targets, of the rows of products and of attention.
 
     Returns:
       {'target', 'wanted', 'found' (of the worst case, None without any), 'case', 'missing' (cases
       that belong to the target and have no figure, because something failed)} of each.
     """
 
-    def worst(target: str, wanted: float, key: str, belongs: Callable[[dict], bool]) -> dict:
+    def worst(
+        target: str, wanted: float, key: str, belongs: Callable[[dict], bool], rows=rows
+    ) -> dict:
         mine = [row for row in rows if belongs(row)]
         measured = [row for row in mine if key in row]
         least = min(measured, key=lambda row: row[key], default=None)
@@ -256,6 +285,10 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
 
     def dense(row: dict, kind: str) -> bool:
         return row["kind"] == kind and not row["experts"]
+
+    def decode(row: dict) -> bool:
+        shape = row["batch"], row["length"]
+        return row["use"] == "decode" and attention_times.decides(*shape) and "skipped" not in row
 
     found = [
         worst("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", lambda r: square(r, "fp8")),
@@ -273,6 +306,13 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
             lambda r: r["name"].startswith("128 experts"),
         ),
         worst("bf16 over XLA's bf16", 0.75, "over_bf16", lambda r: dense(r, "bf16")),
+        worst(
+            "decode of 32 and more, 8k keys, over a copy", 0.75, "of_copy", decode, attention
+        ),
+        worst(
+            "the same, FP8 KV over bf16 KV", 1.8, "over_bf16",
+            lambda r: decode(r) and r["kind"] == "fp8", attention,
+        ),
     ]  # fmt: skip
     return found
 
@@ -330,7 +370,7 @@ def format_table(result: dict) -> str:
     if result["ceilings"] is None:
         lines.append(
             f"no GPU: the kernels are not checked and the times of {len(result['left_out'])} "
-            "products are not measured; what was checked is the reference in jnp"
+            "kernel calls are not measured; what was checked is the reference in jnp"
         )
     else:
         ceilings = result["ceilings"]
@@ -341,6 +381,7 @@ def format_table(result: dict) -> str:
         lines.append(f"{'product':<{_WIDTH}}" + "".join(f"{h:>9}" for h in _HEAD))
         lines += [_line(row) for row in result["rows"]]
         lines += [_LEGEND, *_torch_lines(result["torch"])]
+        lines += attention_times.format_table(result["attention"])
         if result["left_out"]:
             lines.append(f"left out, the time was up: {'; '.join(result['left_out'])}")
     lines.append("targets (the worst case counts):")

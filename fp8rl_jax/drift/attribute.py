@@ -26,7 +26,7 @@ from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.drift.programs import Host, Programs, Taps
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS, tap_names
-from fp8rl_jax.quant import BoundWeight, QArray
+from fp8rl_jax.quant import BoundWeight, QArray, is_weight
 from fp8rl_jax.rl import mismatch_metrics
 
 # A quantised value that was swapped in is quantised again: its scale may move by one last bit.
@@ -239,9 +239,7 @@ def compare_weights(rollout: dict, learner: dict) -> dict:
 
 
 def _leaves(tree: dict) -> dict:
-    found = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, QArray | BoundWeight)
-    )
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_weight)
     return {
         ".".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path): (
             leaf.value if isinstance(leaf, BoundWeight) else leaf

@@ -76,7 +76,10 @@ def _cut(runtime: Runtime) -> Runtime:
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
     config = ml_collections.ConfigDict(runtime.config.to_dict())
     slots = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    config.rollout.cache_slots = config.rollout.cache_slots or slots
+    if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
+        config.rollout.slots, config.rollout.pages = batch_divisor(runtime.mesh), 0
+    else:
+        config.rollout.cache_slots = config.rollout.cache_slots or slots
     config.rollout.max_new_tokens = min(config.rollout.max_new_tokens, _NEW_TOKENS)
     config.rollout.prompts_per_step = min(
         max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step

@@ -1,7 +1,15 @@
 """Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.kv_cache import KVCache, init_cache
+from fp8rl_jax.models.kv_cache import (
+    PAGE,
+    KVCache,
+    PagedCache,
+    init_cache,
+    init_paged_cache,
+    least_pages,
+    pages_of,
+)
 from fp8rl_jax.models.logprobs import (
     head_logits,
     inverse_temperature,
@@ -32,22 +40,27 @@ __all__ = [
     "LAYER_TAPS",
     "LINEAR_LAYERS",
     "MODEL_TAPS",
+    "PAGE",
     "REMAT",
     "ForwardOutput",
     "KVCache",
     "ModelConfig",
+    "PagedCache",
     "Swap",
     "checksum",
     "forward",
     "head_logits",
     "init_cache",
+    "init_paged_cache",
     "init_params",
     "init_probes",
     "init_scaling",
     "inverse_temperature",
     "kernel_formats",
+    "least_pages",
     "logprobs_of_logits",
     "output_head",
+    "pages_of",
     "quantize_params",
     "rope_tables",
     "scaled_logits",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp8rl_jax import kernels
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.kv_cache import StoredKV, write
+from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
@@ -42,13 +42,15 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
 
 
 def _attend(
-    recipe: Recipe, query, kv: StoredKV, positions, scales: Scales | None, scale: float
+    recipe: Recipe, query, cache: LayerCache, positions, scales: Scales | None, scale: float
 ) -> jax.Array:
-    q, q_scale = query
+    (q, q_scale), kv = query, cache.numbers
+    assert isinstance(kv, StoredKV)
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
-        q, kv.k, kv.v, positions, scale=scale,
+        q, kv.k, kv.v, positions, scale=scale, table=cache.table,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, implementation=recipe.kernels,
+        fast=recipe.attention_kernel == "fast",
     )  # fmt: skip
 
 
@@ -93,16 +95,25 @@ def self_attention(
 
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(recipe, query, kv, positions, scales, scale)
-    return out, (query, kv, positions, scales, jnp.zeros((0,), q.dtype))
+    if recipe.attention_kernel == "strict":
+        out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
+        forward = None
+    else:
+        (stored_q, q_scale), (k_scale, v_scale) = query, _scales(kv, scales)
+        forward = kernels.fast_attention_forward(
+            stored_q, kv.k, kv.v, positions, scale=scale, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, implementation=recipe.kernels,
+        )  # fmt: skip
+        out = forward[0]
+    return out, (query, kv, positions, scales, forward, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
-    (q, q_scale), kv, positions, scales, like = residual
+    (q, q_scale), kv, positions, scales, forward, like = residual
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
-        dequantize_kv(q, q_scale), dequantize_kv(kv.k, k_scale), dequantize_kv(kv.v, v_scale),
-        positions, cotangent, scale=scale, implementation=recipe.kernels,
+        q, kv.k, kv.v, positions, cotangent, scale=scale, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, forward=forward, implementation=recipe.kernels,
     )  # fmt: skip
     return (*(g.astype(like.dtype) for g in grads), None, None)
 
@@ -122,7 +133,7 @@ class Attention(nn.Module):
         self,
         x,
         rows: QArray | None,
-        cache: StoredKV | None,
+        cache: LayerCache | None,
         scales: Scales | None,
         positions,
         cos,
@@ -163,7 +174,7 @@ class Attention(nn.Module):
         if cache is None:
             out = self_attention(recipe, scale, *share(q, k, v, positions, scales))
         else:
-            cache = write(cache, _store(k, v, recipe, scales), positions)
+            cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
             out = _attend(recipe, query, cache, positions, scales, scale)
         out = tap(self, "attention", compute_value(out, recipe))

@@ -1,14 +1,21 @@
-"""The KV cache: stored keys and values of every layer, slot == position."""
+"""The KV cache: stored keys and values of every layer, slot == position.
+
+Two forms. `KVCache` has a row of slots for every sequence. `PagedCache` has one pool of pages of
+64 slots for all sequences and layers; a table says in which pages a sequence's slots lie, so that
+sequences share the pages of a common prompt and give theirs back when they end. Attention reads
+both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import as_bytes, from_bytes
+from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.quant import Recipe
@@ -18,6 +25,8 @@ from fp8rl_jax.quant.formats import E4M3
 @flax.struct.dataclass
 class StoredKV:
     """Keys and values as attention reads them, of one layer or stacked (a leading L axis).
+
+    A cache holds the bits of E4M3 and bf16, as uint8 and uint16 (`as_bytes`).
 
     Attributes:
       k, v: (L, B, S, Hkv, Dh) E4M3 under an FP8 recipe, else the compute dtype.
@@ -47,17 +56,51 @@ class StoredLatent:
     rope: jax.Array
 
 
-Stored = TypeVar("Stored", StoredKV, StoredLatent)
+Stored = StoredKV | StoredLatent
+_BITS = {jnp.dtype(E4M3): jnp.uint8, jnp.dtype(jnp.bfloat16): jnp.uint16}
+_NUMBERS = {jnp.dtype(bits): number for number, bits in _BITS.items()}
+PAGE = KV_CHUNK  # slots of a page: attention reads one at a time
 
 
-def write(stored: Stored, new: Stored, positions: jax.Array) -> Stored:
-    """One layer's cache with `new` (B, T, ...) written at `positions` (B, T)."""
-    rows = jnp.arange(positions.shape[0])[:, None]
+def pages_of(tokens: int) -> int:
+    """Pages of a sequence of at most so many tokens."""
+    return -(-tokens // PAGE)
 
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        return from_bytes(as_bytes(old).at[rows, positions].set(as_bytes(x)), old.dtype)
 
-    return jax.tree.map(put, stored, new)
+def least_pages(tokens: int) -> int:
+    """Pages that a pool must have for sequences of at most so many tokens: one sequence, the last
+    page of the prompt that it shares, and page 0."""
+    return pages_of(tokens) + 2
+
+
+@flax.struct.dataclass
+class LayerCache:
+    """What attention of one layer reads and writes.
+
+    Attributes:
+      stored: arrays (B, S, ...) of this layer; with a table (L * P, PAGE, ...), of all layers.
+      table: (B, N) int32, this layer's pages; None for rows of slots.
+    """
+
+    stored: Stored
+    table: jax.Array | None = None
+
+    def write(self, new: Stored, positions: jax.Array) -> LayerCache:
+        """With `new` (B, T, ...) at `positions` (B, T)."""
+        if self.table is None:
+            place = jnp.arange(positions.shape[0])[:, None], positions
+        else:
+            place = jnp.take_along_axis(self.table, positions // PAGE, axis=1), positions % PAGE
+
+        def put(old: jax.Array, x: jax.Array) -> jax.Array:
+            return old.at[place].set(as_bytes(x))
+
+        return LayerCache(jax.tree.map(put, self.stored, new), self.table)
+
+    @property
+    def numbers(self) -> Stored:
+        """`stored` in the types of its numbers."""
+        return jax.tree.map(lambda x: from_bytes(x, _NUMBERS.get(x.dtype, x.dtype)), self.stored)
 
 
 @flax.struct.dataclass
@@ -68,7 +111,7 @@ class KVCache:
       runs: as `layer_runs` cuts the layers; usually one.
     """
 
-    runs: tuple[StoredKV | StoredLatent, ...]
+    runs: tuple[Stored, ...]
 
     @property
     def slots(self) -> int:
@@ -84,26 +127,105 @@ class KVCache:
 
         def pad(x: jax.Array) -> jax.Array:
             widths = [(0, 0), (0, 0), (0, slots)] + [(0, 0)] * (x.ndim - 3)
-            return from_bytes(jnp.pad(as_bytes(x), widths), x.dtype)
+            return jnp.pad(x, widths)
 
         return jax.tree.map(pad, self)
 
 
-def init_cache(config: ModelConfig, recipe: Recipe, batch: int, slots: int) -> KVCache:
-    """An empty cache for `batch` sequences of at most `slots` tokens."""
+@flax.struct.dataclass
+class PagedCache:
+    """One pool of pages for all sequences, and the table of who reads which.
+
+    Attributes:
+      runs: as in `KVCache`, but arrays (L * P, PAGE, ...): page p of layer l at l * P + p.
+      table: (B, N) int32, pages of each sequence in the order of its slots.
+      pages: P.
+    """
+
+    runs: tuple[Stored, ...]
+    table: jax.Array
+    pages: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.table.shape[1] * PAGE
+
+    def tables(self, layers: int) -> jax.Array:
+        """(L, B, N) tables of the layers of a run, whose pages follow each other in the pool."""
+        first = self.pages * jnp.arange(layers, dtype=self.table.dtype)
+        return first[:, None, None] + self.table
+
+
+# A scan over layers hands rows of slots in and out layer by layer. It carries a pool along, so that
+# a step writes into it where it lies.
+
+
+def layer_cache(cached: Any, pool: Stored | None) -> LayerCache | None:
+    """What a layer reads, from its entry of `by_layer` and the pool that is carried, if any."""
+    if pool is not None:
+        return LayerCache(pool, cached)
+    return None if cached is None else LayerCache(cached)
+
+
+def after_layer(cache: LayerCache | None) -> tuple[Stored | None, Stored | None]:
+    """(pool, stored) of a layer's cache: what is carried on, or what is this layer's own."""
+    if cache is None:
+        return None, None
+    return (cache.stored, None) if cache.table is not None else (None, cache.stored)
+
+
+def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
+    """(pool, entries of each layer) of one run of so many layers."""
+    if cache is None:
+        return None, None
+    if isinstance(cache, PagedCache):
+        return cache.runs[run], cache.tables(layers)
+    return None, cache.runs[run]
+
+
+def with_runs(
+    cache: KVCache | PagedCache | None, found: list[tuple[Any, Any]]
+) -> KVCache | PagedCache | None:
+    """`cache` after all runs, from the pool and the entries of each."""
+    if cache is None:
+        return None
+    kept = (pool if isinstance(cache, PagedCache) else stored for pool, stored in found)
+    return dataclasses.replace(cache, runs=tuple(kept))
+
+
+def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Stored:
+    """Zeros of so many (..., slots)."""
+
+    def zeros(dtype, *features: int) -> jax.Array:
+        return jnp.zeros((*shape, *features), _BITS.get(jnp.dtype(dtype), dtype))
 
     dtype = E4M3 if recipe.kv_quantized else recipe.compute_dtype
+    if config.latent:
+        scale = zeros(jnp.float32) if recipe.kv_quantized else None
+        rope = zeros(recipe.compute_dtype, config.qk_rope_head_dim)
+        return StoredLatent(zeros(dtype, config.kv_lora_rank), scale, rope)
+    heads = config.num_key_value_heads
+    scale = zeros(jnp.float32, heads) if recipe.kv == "dynamic" else None
+    k, v = (zeros(dtype, heads, config.head_dim) for _ in "kv")
+    return StoredKV(k, v, scale, scale)
 
-    def empty(layers: int) -> StoredKV | StoredLatent:
-        shape: tuple[int, ...] = (layers, batch, slots)
-        if config.latent:
-            latent = jnp.zeros((*shape, config.kv_lora_rank), dtype)
-            scale = jnp.zeros(shape, jnp.float32) if recipe.kv_quantized else None
-            rope = jnp.zeros((*shape, config.qk_rope_head_dim), recipe.compute_dtype)
-            return StoredLatent(latent, scale, rope)
-        shape = (*shape, config.num_key_value_heads, config.head_dim)
-        scale = jnp.zeros(shape[:-1], jnp.float32) if recipe.kv == "dynamic" else None
-        return StoredKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), scale, scale)
 
+def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
+    """Layers of each run."""
     runs = layer_runs(layer_stacks(config), recipe)
-    return KVCache(tuple(empty(run.span.stop - run.span.start) for run in runs))
+    return [run.span.stop - run.span.start for run in runs]
+
+
+def init_cache(config: ModelConfig, recipe: Recipe, batch: int, slots: int) -> KVCache:
+    """An empty cache for `batch` sequences of at most `slots` tokens."""
+    shapes = ((layers, batch, slots) for layers in _layers(config, recipe))
+    return KVCache(tuple(_empty(config, recipe, shape) for shape in shapes))
+
+
+def init_paged_cache(
+    config: ModelConfig, recipe: Recipe, pages: int, table: jax.Array
+) -> PagedCache:
+    """An empty pool of so many pages a layer, read through `table` (B, N) int32."""
+    shapes = ((layers * pages, PAGE) for layers in _layers(config, recipe))
+    return PagedCache(tuple(_empty(config, recipe, shape) for shape in shapes), table, pages)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.kv_cache import StoredLatent, write
+from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
 from fp8rl_jax.models.layers import Kernel, RMSNorm, gives_rows, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
@@ -55,11 +55,14 @@ def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
     return dequantize_kv(*quantize_kv(latent, recipe))
 
 
-def _attend(recipe: Recipe, q, q_rope, stored: StoredLatent, positions, scale: float) -> jax.Array:
+def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: float) -> jax.Array:
+    stored = cache.numbers
+    assert isinstance(stored, StoredLatent)
     latent = stored.latent[:, :, None]
     latent_scale = None if stored.scale is None else stored.scale[:, :, None]
     return kernels.attention(
-        q, latent, latent, positions, scale=scale, k_scale=latent_scale, v_scale=latent_scale,
+        q, latent, latent, positions, scale=scale, table=cache.table,
+        k_scale=latent_scale, v_scale=latent_scale,
         q_rope=q_rope, k_rope=stored.rope[:, :, None], implementation=recipe.kernels,
     )  # fmt: skip
 
@@ -93,7 +96,7 @@ def latent_self_attention(
 
 def _forward(recipe, scale, q, q_rope, latent, rope, positions):
     stored = _store(latent, rope, recipe)
-    out = _attend(recipe, q, q_rope, stored, positions, scale)
+    out = _attend(recipe, q, q_rope, LayerCache(stored), positions, scale)
     return out, (q, q_rope, stored, positions)
 
 
@@ -138,7 +141,7 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x, rows: QArray | None, cache: StoredLatent | None, scales, positions, cos, sin
+        self, x, rows: QArray | None, cache: LayerCache | None, scales, positions, cos, sin
     ):
         """x (B, T, D) and its rows if they are quantised, positions (B, T), cos/sin (B, T, Dr/2);
         scales must be None.
@@ -175,7 +178,7 @@ class LatentAttention(nn.Module):
                 recipe, scale, *share(absorbed, q_rope, latent, k_rope, positions)
             )
         else:
-            cache = write(cache, _store(latent, k_rope, recipe), positions)
+            cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
         out = tap(self, "attention", compute_value(out, recipe))
         v_b = Kernel((heads, rank, config.v_head_dim), name="v_b_proj")()

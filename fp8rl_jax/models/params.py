@@ -37,6 +37,7 @@ from fp8rl_jax.quant import (
     get_recipe,
     init_probe,
     init_site,
+    is_weight,
     quantize_weight,
     update_site,
     widen,
@@ -211,7 +212,7 @@ def widen_linears(weights):
             return dataclasses.replace(leaf, value=widen(leaf.value))
         return widen(leaf)
 
-    return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
 
 
 def kernel_formats(weights, shardings):
@@ -233,20 +234,14 @@ def kernel_formats(weights, shardings):
         return Format(Layout(major_to_minor=(*axes[:-2], axes[-1], axes[-2])), sharding)
 
     def visit(path, weight, sharding):
-        names = _names(path)
-        matrix = (names[-1] == "kernel" and "router" not in names) or names == ["lm_head"]
-        if not matrix:
+        if _role(path) != "linear" and _names(path) != ["lm_head"]:
             return sharding
         if isinstance(weight, BoundWeight):
             value = visit(path, weight.value, sharding.value)
             return dataclasses.replace(sharding, value=value)
         return jax.tree.map(by_column, weight, sharding)
 
-    return jax.tree_util.tree_map_with_path(visit, weights, shardings, is_leaf=_is_weight)
-
-
-def _is_weight(x) -> bool:
-    return isinstance(x, QArray | BoundWeight)
+    return jax.tree_util.tree_map_with_path(visit, weights, shardings, is_leaf=is_weight)
 
 
 def _value(weight):
@@ -278,7 +273,7 @@ def trainable_params(
         return BoundWeight(value, master, lax.stop_gradient(state), probe)
 
     masters = split_layers(params, get_recipe(recipe))
-    return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=is_weight)
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
@@ -286,7 +281,7 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
     recipe = get_recipe(recipe)
     values = {
         _site(path): _value(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=_is_weight)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
     }
     health = {}
     for name, (site, master) in _sites(params, recipe).items():

@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
-from fp8rl_jax.quant import BoundWeight, QArray, Recipe
+from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
 from fp8rl_jax.sharding import BATCH_AXES
@@ -146,10 +146,6 @@ def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
 # Who holds what.
 
 
-def _is_weight(x) -> bool:
-    return isinstance(x, QArray | BoundWeight)
-
-
 def _weight_spec(weight, cut: bool, storage: int):
     """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
 
@@ -194,7 +190,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
             return _weight_spec(weight, cut, storage if trained else 1)
         return jax.tree.map(lambda _: _WHOLE, weight)
 
-    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)
 
 
 def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: int) -> Callable:

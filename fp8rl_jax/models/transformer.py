@@ -18,7 +18,7 @@ from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
-from fp8rl_jax.models.kv_cache import KVCache
+from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer, with_runs
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
@@ -28,10 +28,10 @@ from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
     LayerOf,
-    QArray,
     Recipe,
     compute_value,
     get_recipe,
+    is_weight,
     take_layer,
 )
 from fp8rl_jax.quant.varying import share
@@ -50,7 +50,7 @@ class ForwardOutput:
     Attributes:
       logits: (B, T, V) float32, or None with ``output='hidden'``.
       hidden: (B, T, D) after the final norm, in the compute dtype.
-      cache: the cache with the new keys and values, or None.
+      cache: the cache with the new keys and values, in the form it was given, or None.
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
         collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
         {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
@@ -61,7 +61,7 @@ class ForwardOutput:
 
     logits: jax.Array | None
     hidden: jax.Array
-    cache: KVCache | None
+    cache: KVCache | PagedCache | None
     aux: dict
 
 
@@ -94,21 +94,20 @@ class Transformer(nn.Module):
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK,
                 self.collect_health, self.collect_amax, self.collect_load, self.tensor,
             )  # fmt: skip
-            stored = cache.runs[index] if cache is not None else None
+            pool, cached = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
-            arguments = (x, stored, scales, positions, cos, sin, valid)
+            arguments = ((x, pool), cached, scales, positions, cos, sin, valid)
             if cache is not None and self._reads_in_place(run.recipe):
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
-                x, (stored, aux) = _scan_in_place(layer, stack[run.name], *arguments)
+                (x, pool), (cached, aux) = _scan_in_place(layer, stack[run.name], *arguments)
             else:
-                x, (stored, aux) = self._scan(settings, run)(*arguments)
-            caches.append(stored)
+                (x, pool), (cached, aux) = self._scan(settings, run)(*arguments)
+            caches.append((pool, cached))
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
-        cache = KVCache(tuple(caches)) if cache is not None else None
-        return x, cache, _join(auxes)
+        return x, with_runs(cache, caches), _join(auxes)
 
     def _scan(self, settings: tuple, run: Run) -> nn.Module:
         """The layers of a run as a module over stacked parameters."""
@@ -130,14 +129,11 @@ class Transformer(nn.Module):
         return not watched and resolve(recipe.kernels) != "reference"
 
 
-def _scan_in_place(layer: DecoderLayer, stack, x, stored, scales, *others):
+def _scan_in_place(layer: DecoderLayer, stack, carried, cached, scales, *others):
     """`Transformer._scan` of a forward pass whose linear layers stay in their stack (`LayerOf`).
 
     Arguments and result are those of the scanned module, with its parameters in front.
     """
-
-    def is_weight(leaf) -> bool:
-        return isinstance(leaf, QArray | BoundWeight)
 
     def one(path, leaf, index: jax.Array):
         names = [entry.key for entry in path]
@@ -145,15 +141,15 @@ def _scan_in_place(layer: DecoderLayer, stack, x, stored, scales, *others):
             return LayerOf(leaf, index)
         return take_layer(leaf, index)
 
-    def step(x, scanned):
-        index, stored, scales = scanned
+    def step(carried, scanned):
+        index, cached, scales = scanned
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: one(path, leaf, index), stack, is_leaf=is_weight
         )
-        return layer.apply({"params": params}, x, stored, scales, *others)
+        return layer.apply({"params": params}, carried, cached, scales, *others)
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    return lax.scan(step, x, (jnp.arange(count, dtype=jnp.int32), stored, scales))
+    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), cached, scales))
 
 
 def _join(auxes: list[dict]) -> dict:
@@ -197,7 +193,7 @@ def forward(
     *,
     positions: jax.Array | None = None,
     lengths: jax.Array | None = None,
-    cache: KVCache | None = None,
+    cache: KVCache | PagedCache | None = None,
     kv_scales: KVScales | None = None,
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",

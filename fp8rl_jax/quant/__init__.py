@@ -38,6 +38,7 @@ from fp8rl_jax.quant.weights import (
     LayerOf,
     Weight,
     compute_value,
+    is_weight,
     quantize_weight,
     take_layer,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "grouped_matmul",
     "init_probe",
     "init_site",
+    "is_weight",
     "keep_dtypes",
     "kv_health",
     "make_dot_general",

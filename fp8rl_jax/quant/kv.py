@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.kernels import dequantized
 from fp8rl_jax.quant import formats, qarray, scaling
 from fp8rl_jax.quant.dot_general import compute_value
 from fp8rl_jax.quant.recipe import Recipe
@@ -98,10 +99,7 @@ def quantize_kv(
 
 def dequantize_kv(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The values that attention reads, float32 (..., Dh), of what `quantize_kv` returned."""
-    x = stored.astype(jnp.float32)
-    if scale is None:
-        return x
-    return x * (scale[..., None] if scale.ndim else scale)
+    return dequantized(stored, scale)
 
 
 def kv_health(

@@ -92,6 +92,11 @@ class LayerOf:
 Weight = jax.Array | QArray | Widened | BoundWeight | LayerOf
 
 
+def is_weight(x) -> bool:
+    """Whether a node of a parameter tree is one weight of several arrays, for `is_leaf=`."""
+    return isinstance(x, QArray | BoundWeight)
+
+
 def take_layer(tree, layer: jax.Array):
     """Entry `layer` of every array's first axis: a layer, or an expert."""
 

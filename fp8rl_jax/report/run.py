@@ -282,6 +282,8 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
     drifts = (("|Δlogp| of a token, nats", DRIFT_MAX, DRIFT_MEAN),)
     drifts += (("Share of tokens with other bits", "1 - logprob_equal_frac"),)
     fp8 = (("Saturated share", "fp8_saturated_frac"), ("Underflow share", "fp8_underflow_frac"))
+    slots = (("Share of slots that drew", "rollout_slots_used"),)
+    slots += (("Responses computed anew", "rollout_preemptions"),)
     load = (("Largest load over the mean", "expert_load_max", "expert_load_max_mean"),)
     load += (("Entropy of the load", "expert_load_entropy"),)
     load += (("Experts without a token", "experts_unused_frac"),)
@@ -303,13 +305,19 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
             _panels(rows, False, *load),
             "Load of the routed experts: of the worst layer and the mean of layers.",
         ),
+        "Continuous batching": (
+            _panels(rows, False, *slots),
+            "Slots and turns of the rollout that drew a token, and how often a response lost its "
+            "pages and was computed anew (docs/rollout.md).",
+        ),
         "Time": (_plot_time(rows), "Recorded phases of each step, stacked, and the throughput."),
         "Optimiser": (_panels(rows, False, *learning, *policy), "Reinforcement learning steps."),
         "Warm-up": (_panels(run.warmup, False, *learning), "Supervised steps before RL."),
     }
     sections = {"Key figures": _key_figures(s), "Recipes and settings": _main_fields(run)}
-    if plots["Experts"][0] is None:  # a dense model
-        del plots["Experts"]
+    for title in ("Experts", "Continuous batching"):  # a dense model; a static rollout
+        if plots[title][0] is None:
+            del plots[title]
     sections |= {title: figure_html(*plot) for title, plot in plots.items()}
     sections["Time"] += _time_table(rows) if rows else ""
     sections["Drift between rollout and learner"] += drift_section(run.path)

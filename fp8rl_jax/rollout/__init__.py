@@ -1,15 +1,21 @@
 """The jitted sampler and the refit that feeds it. Never imports the learner."""
 
 from fp8rl_jax.rollout.calibrate import is_fresh, make_calibrate, require_fresh
+from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.refit import make_refit
-from fp8rl_jax.rollout.sampler import Requests, Rollout, SamplerConfig, make_sampler
+from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig, make_sampler
 from fp8rl_jax.rollout.stream import Stream, make_stream
 
 __all__ = [
+    "Batching",
+    "ContinuousSampler",
+    "Loop",
+    "Progress",
     "Requests",
     "Rollout",
     "SamplerConfig",
     "Stream",
+    "Watch",
     "is_fresh",
     "make_calibrate",
     "make_refit",

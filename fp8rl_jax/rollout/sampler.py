@@ -4,7 +4,7 @@ One program for a batch of prompts times `group_size` samples. It calls the same
 same log-probability as the learner, and records each token's log-probability at the moment it is
 drawn. Finished sequences keep their row until every sequence has ended or reached its limit.
 
-Not done: replacing finished sequences by new prompts (continuous batching).
+Not done: replacing finished sequences by waiting ones; rollout/continuous.py does.
 """
 
 from __future__ import annotations
@@ -134,12 +134,6 @@ def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return functools.reduce(jnp.logical_or, found) if found else jnp.zeros(token.shape, bool)
 
 
-def _converts_each_step(recipe: Recipe) -> bool:
-    """Whether the platform's products read weights in another type than they are stored in."""
-    on_cpu = jax.default_backend() == "cpu" and resolve(recipe.kernels) == "reference"
-    return on_cpu and tensor_parallel.size() == 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """Prefill and decode steps of one model, recipe and setting, to be traced.
@@ -152,34 +146,59 @@ class Loop:
     recipe: Recipe
     sampler: SamplerConfig
 
+    @property
+    def converts(self) -> bool:
+        """Whether the platform's products read weights in another type than they are stored in."""
+        on_cpu = jax.default_backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
+        return on_cpu and tensor_parallel.size() == 1
+
     def prepare(self, weights) -> Prepared:
-        """Takes the scales and the output head out of the weights; widens what is read often."""
+        """Takes the scales and the output head out of the weights; widens what is read often.
+
+        What `prepare_once` has prepared is returned as it is.
+        """
+        if isinstance(weights, Prepared):
+            return weights
         kv_scales = weights.get("kv_scales")
         weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         head = output_head(weights, self.model)
-        if _converts_each_step(self.recipe):
+        if self.converts:
             weights = widen_linears(weights)
             head = widen(head) if isinstance(head, jax.Array) else head
         return Prepared(weights, head, kv_scales)
+
+    def prepare_once(self) -> Callable[[Any], Any]:
+        """`prepare` for a rollout in several programs, if it converts anything.
+
+        Else weights stay as they are, for `prepare` inside of each program: a program would return
+        copies of all of them, and not in the layouts of `kernel_formats`.
+        """
+        return exact_jit(self.prepare) if self.converts else lambda weights: weights
 
     def _start(self, requests: Requests) -> jax.Array:
         """Position of each response's first token, (B,) int32."""
         return jnp.repeat(requests.lengths, self.sampler.group_size)
 
-    def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
+    def draw(
+        self, prepared: Prepared, hidden: jax.Array, keys: jax.Array, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(tokens (M,), their log-probabilities (M,), logits (M, V)) after hidden states (M, D)."""
         logits = head_logits(hidden, prepared.head, self.recipe)
-        scaled = scaled_logits(logits, requests.temperature)
-        keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
-        token = choose(scaled, keys, requests.temperature, self.sampler.top_k, self.sampler.top_p)
+        scaled = scaled_logits(logits, temperature)
+        token = choose(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
 
         def plain(scaled, token):
             return logprobs_of_logits(scaled, token)[0]
 
         if not fused_head.applies(self.recipe):
             return token, plain(scaled, token), logits
-        inverse = inverse_temperature(requests.temperature)
+        inverse = inverse_temperature(temperature)
         logp = fused_head.drawn_logprobs(logits, scaled, token, inverse, self.recipe, plain)
         return token, logp, logits
+
+    def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
+        keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
+        return self.draw(prepared, hidden, keys, requests.temperature)
 
     def _record(self, rollout: Rollout, index, done, token, logp, logits) -> Rollout:
         sampler, taps = self.sampler, rollout.taps
@@ -215,7 +234,7 @@ class Loop:
             taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
         ends = (requests.lengths - 1)[:, None, None]
         last = jnp.take_along_axis(prefill.hidden, ends, axis=1)[:, 0]
-        assert prefill.cache is not None
+        assert isinstance(prefill.cache, KVCache)
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
         shape = (batch, slots_new)
         rollout = Rollout(
@@ -253,7 +272,7 @@ class Loop:
             taps = rollout.taps | write_taps(rollout.taps, out.aux["taps"], start + state.index)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
-        assert out.cache is not None
+        assert isinstance(out.cache, KVCache)
         return LoopState(index, drawn[0], done, out.cache, rollout)
 
 

@@ -36,6 +36,18 @@ def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
+def _first_largest(x: jax.Array) -> jax.Array:
+    """(B,) int32 argmax of x (B, W); 0 for a row with NaN.
+
+    As a maximum and a search: XLA:CPU computes what an argmax reads number by number, logarithms of
+    the noise included, which takes twice as long.
+    """
+    x = jax.lax.optimization_barrier(x)
+    width = x.shape[1]
+    place = jnp.where(x == x.max(axis=-1, keepdims=True), jnp.arange(width, dtype=jnp.int32), width)
+    return place.min(axis=-1) % width
+
+
 def choose(
     scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
 ) -> jax.Array:
@@ -55,5 +67,5 @@ def choose(
     if top_p < 1.0:
         masked = mask_top_p(masked, top_p)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (scaled.shape[1],), jnp.float32))(keys)
-    drawn = jnp.argmax(masked + noise, axis=-1)
-    return jnp.where(temperature == 0, jnp.argmax(scaled, axis=-1), drawn).astype(jnp.int32)
+    greedy = (temperature == 0)[:, None]
+    return _first_largest(jnp.where(greedy, scaled, masked + noise))

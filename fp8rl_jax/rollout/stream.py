@@ -19,7 +19,7 @@ from jax import lax
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout.sampler import Loop, LoopState, Prepared, Requests, SamplerConfig
+from fp8rl_jax.rollout.sampler import Loop, LoopState, Requests, SamplerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Stream:
     """The jitted parts.
 
     Attributes:
-      prepare: ``prepare(weights) -> prepared``, with weights from refit.
+      prepare: ``prepare(weights) -> prepared``, with weights from refit; see `Loop.prepare_once`.
       begin: ``begin(prepared, prompts, requests) -> state``: prefill, and the first token.
       advance: ``advance(prepared, requests, state) -> state`` after at most `chunk` more tokens of
         every row; the old state is donated.
     """
 
-    prepare: Callable[[Any], Prepared]
-    begin: Callable[[Prepared, jax.Array, Requests], LoopState]
-    advance: Callable[[Prepared, Requests, LoopState], LoopState]
+    prepare: Callable[[Any], Any]
+    begin: Callable[[Any, jax.Array, Requests], LoopState]
+    advance: Callable[[Any, Requests, LoopState], LoopState]
 
 
 def make_stream(
@@ -47,7 +47,11 @@ def make_stream(
     """
     loop = Loop(model, get_recipe(recipe), sampler)
 
-    def advance(prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
+    def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:
+        return loop.begin(loop.prepare(weights), prompts, requests)
+
+    def advance(weights, requests: Requests, state: LoopState) -> LoopState:
+        prepared = loop.prepare(weights)
         until = state.index + jnp.int32(chunk)
 
         def running(state: LoopState) -> jax.Array:
@@ -56,6 +60,4 @@ def make_stream(
         step = functools.partial(loop.step, prepared, requests)
         return lax.while_loop(running, step, state)
 
-    return Stream(
-        exact_jit(loop.prepare), exact_jit(loop.begin), exact_jit(advance, donate_argnums=2)
-    )
+    return Stream(loop.prepare_once(), exact_jit(begin), exact_jit(advance, donate_argnums=2))

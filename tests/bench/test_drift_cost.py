@@ -50,6 +50,16 @@ def test_naive_attention(scaled):
     exact = kernels.attention(q, k, v, positions, scale=0.2, **scales)
     naive = naive_attention(q, k, v, positions, scale=0.2, **scales)
     np.testing.assert_allclose(naive, exact, atol=2e-6)
+    table = jnp.asarray([[2, 0], [3, 1]])
+
+    def pages(x):
+        x = jnp.pad(x, [(0, 0), (0, 28)] + [(0, 0)] * (x.ndim - 2))
+        pool = jnp.full((4, 64, *x.shape[2:]), np.nan, x.dtype)
+        return pool.at[table].set(x.reshape(2, 2, 64, *x.shape[2:]))
+
+    scales = {name: pages(x) for name, x in scales.items()}
+    paged = naive_attention(q, pages(k), pages(v), positions, scale=0.2, table=table, **scales)
+    np.testing.assert_allclose(paged, exact, atol=2e-6)
 
 
 def test_exact_programs_do_not_drift_and_naive_ones_do():

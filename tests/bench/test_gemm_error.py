@@ -218,7 +218,6 @@ def count_compilations():
         (["gemm-error", "--out="], ["--out", "directory"]),
         (["gemm_error"], ["gemm_error", "gemm-error", "--config FILE"]),
         (["--recipes=fp8", "gemm-error"], ["fp8rl bench gemm-error", "options after"]),
-        (["--recipes=fp8", "gemm-error"], ["fp8rl bench gemm-error", "options after"]),
     ],
 )
 def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys, count_compilations):

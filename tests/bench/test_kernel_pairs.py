@@ -1,25 +1,14 @@
 """The checks that kernels agree, in Triton's interpreter: they hold, and see what is planted."""
 
-import sys
-
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
-sys.path.insert(0, __file__.rsplit("/bench/", 1)[0] + "/kernels")
 
-from interpreter import Interpreter
 
 from fp8rl_jax.bench import kernel_pairs as pairs
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +31,16 @@ def test_log_probabilities():
 def test_attention():
     outcomes = list(pairs.check_attention(Source(1 << 17), (1, 65), (2, 1), 64))
     assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes
+
+
+def test_attention_over_pages(monkeypatch):
+    """And pages in another order than the table's are seen, by every check of them."""
+    few = Source(1 << 17), (3, 70), (2, 1), 32, 5
+    outcomes = list(pairs.check_pages(*few))
+    assert len(outcomes) == 6 and all(o.ok for o in outcomes), outcomes
+    gathered = pairs.in_one_piece
+    monkeypatch.setattr(pairs, "in_one_piece", lambda x, table: gathered(x, table[:, ::-1]))
+    assert not any(o.ok for o in pairs.check_pages(*few))
 
 
 def test_planted_differences_are_seen(monkeypatch):

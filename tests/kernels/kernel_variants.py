@@ -11,8 +11,17 @@ from collections.abc import Iterator
 
 from sass import Machine, compile_kernel
 
-from fp8rl_jax.kernels import norm, strict_attention, tiles, triton_norm
+from fp8rl_jax.kernels import (
+    attention_gradient,
+    fast_attention,
+    norm,
+    strict_attention,
+    tiles,
+    triton_norm,
+)
 from fp8rl_jax.kernels.triton_attention import attention_kernel, join_kernel
+from fp8rl_jax.kernels.triton_attention_fast import fast_attention_kernel
+from fp8rl_jax.kernels.triton_attention_gradient import key_gradient_kernel, query_gradient_kernel
 from fp8rl_jax.kernels.triton_head import (
     combine_kernel,
     head_gradient_kernel,
@@ -47,9 +56,8 @@ class Variant:
     def compile(self) -> Machine:
         tile = self.tile
         constants = {
-            "TOTAL": 8192, "N": 4096, "K": self.depth, "BM": tile.rows, "BN": tile.columns,
-            "BK": tile.depth, "BAND": tiles.BAND, "SCALED": self.kind == "fp8",
-            "PRECISION": "ieee" if self.kind == "float32" else "tf32",
+            "TOTAL": 8192, "N": 4096, "K": self.depth, "SCALED": self.kind == "fp8",
+            **tile.constants(self.kind),
         }  # fmt: skip
         left, right, out = (_POINTERS[name] for name in (self.left, self.right, self.out))
         if self.wgrad:
@@ -160,11 +168,7 @@ class HeadVariant:
         warps, stages = 4, 1
         if tile := self.tile:
             warps, stages = tile.warps, tile.stages
-            constants |= {
-                "K": self.depth, "WIDTH": columns, "BM": tile.rows, "BN": tile.columns,
-                "BK": tile.depth, "BAND": tiles.BAND,
-                "PRECISION": "ieee" if self.kind == "float32" else "tf32",
-            }  # fmt: skip
+            constants |= {"K": self.depth, "WIDTH": columns, **tile.constants(self.kind)}
         elif kernel is logits_statistics_kernel:
             constants |= {"BM": 8, "BN": tiles.HEAD_COLUMNS}
         else:
@@ -213,18 +217,21 @@ class AttentionVariant:
     scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
     rope: int = 0
     slots: int = 4096  # of the cache; as many queries of the learner
+    paged: bool = False
 
     def __str__(self) -> str:
         q = f" by {self.queries}" * (self.queries != "bf16")
         scales = "" if self.keys != "fp8" else ", one scale" * (self.scales == 1)
         rope = f" + {self.rope}" * bool(self.rope)
-        return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}"
+        pages = ", pages" * self.paged
+        return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}{pages}"
 
     def compile(self) -> Machine:
         float32 = self.queries == "float32"
         warps, stages = strict_attention.warps_and_stages(self.width, float32)
         types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "out", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
+        types["table"] = "*i32" if self.paged else "*fp32"
         types |= dict.fromkeys(("k", "v"), _POINTERS[self.keys])
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         scales = self.scales if self.keys == "fp8" else 0
@@ -234,6 +241,7 @@ class AttentionVariant:
             "D": self.width, "WIDTH": 1 << (self.width - 1).bit_length(), "DR": self.rope,
             "R_WIDTH": self.rope or 16, "SCALE": 0.1, "K_SCALES": scales, "V_SCALES": scales,
             "Q_SCALES": 2 if self.queries == "fp8" else 0, "ONE_SPLIT": self.use == "decode",
+            "PAGED": self.paged,
         }  # fmt: skip
         constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
         kernel = join_kernel if self.use == "join" else attention_kernel
@@ -258,8 +266,63 @@ def attention_variants() -> Iterator[AttentionVariant]:
         yield AttentionVariant(use, scales=1)
         yield AttentionVariant(use, "fp8", 512, rope=64)
         yield AttentionVariant(use, "bf16", 512, rope=64)
+        for keys, width, rope in (("fp8", 128, 0), ("bf16", 128, 0), ("fp8", 512, 64)):
+            yield AttentionVariant(use, keys, width, rope=rope, paged=True)
     yield AttentionVariant("join")
     yield AttentionVariant("join", width=512)
+
+
+@dataclasses.dataclass(frozen=True)
+class FastVariant:
+    """Fast attention or a kernel of its gradients: 32 heads by 8, 4,096 tokens."""
+
+    use: str  # forward, dq or dk dv
+    kind: str = "bf16"  # of the operands
+    width: int = 128
+    scaled: bool = True  # keys and values were E4M3
+    q_scaled: bool = False
+
+    def __str__(self) -> str:
+        scales = " of fp8" * self.scaled + " by fp8" * self.q_scaled
+        tile = self.tile
+        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}"
+        return f"fast attention {self.use}, {self.kind}{scales}, {self.width}, {size}"
+
+    @property
+    def tile(self) -> fast_attention.Tile:
+        table = _FAST[self.use][1]["bfloat16" if self.kind == "bf16" else self.kind]
+        return table[min(width for width in table if width >= self.width)]
+
+    def compile(self) -> Machine:
+        types = dict.fromkeys(("q", "k", "v", "dout"), _POINTERS[self.kind])
+        types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "logsumexp", "delta"), "*fp32")
+        types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
+        width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
+        constants = {
+            "T": 4096, "S": 4096, "H": 32, "HKV": 8, "D": self.width, "DV": self.width,
+            "WIDTH": width, "V_WIDTH": width, "SCALE": 0.1, "Q_SCALED": self.q_scaled,
+            "KV_SCALED": self.scaled, "ROWS": tile.rows, "KEYS": tile.keys,
+        }  # fmt: skip
+        pointers = {name: types[name] for name in kernel.arg_names if name in types}
+        return compile_kernel(kernel, pointers, constants, tile.warps, tile.stages)
+
+
+_FAST = {
+    "forward": (fast_attention_kernel, fast_attention.TILES),
+    "dq": (query_gradient_kernel, attention_gradient.QUERY_TILES),
+    "dk dv": (key_gradient_kernel, attention_gradient.KEY_TILES),
+}
+
+
+def fast_variants() -> Iterator[FastVariant]:
+    """Forward and gradients for the widths and types of the models."""
+    for use in _FAST:
+        for width in (64, 96, 128, 256):
+            yield FastVariant(use, width=width)
+        for width in (128, 256):
+            yield FastVariant(use, "float32", width, scaled=False)
+        yield FastVariant(use, scaled=False)
+        yield FastVariant(use, q_scaled=True)
 
 
 def table() -> str:
@@ -268,7 +331,9 @@ def table() -> str:
         "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
         "|---|---|---|---|---|",
     ]
-    for variant in itertools.chain(variants(), head_variants(), attention_variants()):
+    for variant in itertools.chain(
+        variants(), head_variants(), attention_variants(), fast_variants()
+    ):
         machine = variant.compile()
         matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
         lines.append(

@@ -10,9 +10,9 @@ pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_j
 
 from hopper import lower, products
 
+from fp8rl_jax.kernels import attention_gradient, fast_attention, norm, strict_attention
 from fp8rl_jax.kernels import head_logprobs as head
 from fp8rl_jax.kernels import matmul as kernels
-from fp8rl_jax.kernels import norm, strict_attention
 
 E4M3 = jnp.float8_e4m3fn
 ONE = {"triton_kernel_call": 1}
@@ -169,6 +169,65 @@ def test_attention_over_latents():
     assert "tensor<2x1x128x512xf32>" in text
 
 
+@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
+@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), (128, 1, 1), (2, 700, 1)])
+def test_attention_over_pages(batch, queries, kernels, keys):
+    """The pool enters as it lies: no sequence's cache is gathered."""
+    q, _, _, positions, *_ = _attention_case(batch, queries, 64, keys)
+    pages = _shape(9000, 64, 8, 128, dtype=keys)
+    scale = _shape(9000, 64, 8) if keys == E4M3 else None
+    table = _shape(batch, 64, dtype=jnp.int32)
+
+    def f(q, k, v, positions, k_scale, v_scale, table):
+        return strict_attention.attention(
+            q, k, v, positions, scale=0.1, k_scale=k_scale, v_scale=v_scale, table=table
+        )
+
+    text = lower(f, q, pages, pages, positions, scale, scale, table)
+    assert products(text) == {"triton_kernel_call": kernels}
+    for name in ("gather", "transpose", "convert", "dynamic_slice"):
+        assert f"stablehlo.{name}" not in text
+
+
+def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
+    cotangent = jnp.ones(q.shape, jnp.float32)
+    return attention_gradient.attention_vjp(
+        q, k, v, positions, cotangent, scale=0.1, k_scale=k_scale, v_scale=v_scale,
+        forward=forward or None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
+@pytest.mark.parametrize("width", [96, 256])
+def test_fast_attention_and_gradients(keys, width):
+    """No other product, nothing of queries by keys, no copies of keys or values in float32."""
+    case = _attention_case(2, 700, 700, keys, width)
+
+    def fast(q, k, v, positions, k_scale, v_scale):
+        return fast_attention.attention(
+            q, k, v, positions, scale=0.1, k_scale=k_scale, v_scale=v_scale
+        )
+
+    assert products(lower(fast, *case)) == ONE
+    forward = jax.eval_shape(fast, *case)
+    for given, calls in ((forward, 2), ((), 3)):
+        text = lower(_gradients, *case, *given)
+        assert products(text) == {"triton_kernel_call": calls}
+        assert "stablehlo.transpose" not in text and "700x700" not in text
+        assert not re.search(rf"convert .*-> tensor<2x700x8x{width}xf32>", text)
+
+
+def test_gradients_over_latents_are_not_kernels():
+    """576 features: in jnp, by blocks."""
+    bf16 = jnp.bfloat16
+    q, k, v = (_shape(2, 700, n, m, dtype=bf16) for n, m in ((16, 576), (1, 576), (1, 512)))
+    text = lower(
+        lambda *x: attention_gradient.attention_vjp(*x, scale=0.1),
+        q, k, v, _shape(2, 700, dtype=jnp.int32), _shape(2, 700, 16, 512),
+    )  # fmt: skip
+    assert "triton_kernel_call" not in products(text) and "700x700" not in text
+
+
 def test_attention_under_shard_map():
     """Each device's own sequences; typed so, which shard_map checks."""
     mesh = jax.sharding.AbstractMesh((4,), ("data",))
@@ -179,3 +238,14 @@ def test_attention_under_shard_map():
 
     out = jax.eval_shape(f, *_attention_case(8, 1, 4096, E4M3))
     assert out.shape == (8, 1, 32, 128) and out.dtype == jnp.float32
+
+
+def test_gradients_under_shard_map():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def f(*arguments):
+        return jax.shard_map(_gradients, mesh=mesh, in_specs=spec, out_specs=spec)(*arguments)
+
+    grads = jax.eval_shape(f, *_attention_case(8, 40, 40, E4M3))
+    assert [x.shape for x in grads] == [(8, 40, 32, 128), *[(8, 40, 8, 128)] * 2]

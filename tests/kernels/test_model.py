@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from interpreter import Interpreter
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
+from fp8rl_jax.kernels import fast_attention, head_logprobs, matmul, norm, strict_attention
 from fp8rl_jax.learner import Batch, response_logprobs
 from fp8rl_jax.models import (
     ModelConfig,
@@ -30,7 +29,7 @@ from fp8rl_jax.models import (
     trainable_params,
 )
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.rollout import SamplerConfig, make_sampler
+from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
 
 _DENSE = ModelConfig(
     vocab_size=96, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -44,13 +43,6 @@ _LATENT = dict(
 _PROMPTS, _NEW = 6, 5
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
-
-
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, interpreter):
     """The calls as they are traced: (name of the kernel, whether it quantises beside its work)."""
@@ -60,7 +52,7 @@ def interpreted(monkeypatch, interpreter):
         calls.append((kernel.fn.__name__, keywords.get("QUANTIZE", False)))
         return interpreter.triton_call(kernel, *arrays, **keywords)
 
-    for module in (matmul, norm, head_logprobs, strict_attention):
+    for module in (matmul, norm, head_logprobs, strict_attention, fast_attention):
         monkeypatch.setattr(module, "triton_call", triton_call)
     return calls
 
@@ -87,19 +79,22 @@ def _rollout(config, recipe, weights, rope):
 
 
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "more", "attention"),
     [
-        pytest.param("f32", {}, id="f32"),
-        pytest.param("fp8", _EXPERTS, id="fp8 experts"),
-        pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
-        pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
-        pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
-        pytest.param("fake", {}, id="fake", marks=pytest.mark.slow),
-        pytest.param("fp8_tensorwise", {}, id="per tensor", marks=pytest.mark.slow),
+        pytest.param("f32", {}, "strict", id="f32"),
+        pytest.param("fp8", _EXPERTS, "strict", id="fp8 experts"),
+        pytest.param("bf16", {}, "fast", id="bf16, fast attention", marks=pytest.mark.slow),
+        pytest.param("bf16", {}, "strict", id="bf16", marks=pytest.mark.slow),
+        pytest.param("fp8", {}, "strict", id="fp8", marks=pytest.mark.slow),
+        pytest.param("fp8", {}, "fast", id="fp8, fast attention", marks=pytest.mark.slow),
+        pytest.param("f32", _EXPERTS, "strict", id="f32 experts", marks=pytest.mark.slow),
+        pytest.param("fake", {}, "strict", id="fake", marks=pytest.mark.slow),
+        pytest.param("fp8_tensorwise", {}, "strict", id="per tensor", marks=pytest.mark.slow),
     ],
 )
-def test_results_and_drift(interpreted, name, more):
-    config, recipe = dataclasses.replace(_DENSE, **more), get_recipe(name)
+def test_results_and_drift(interpreted, name, more, attention):
+    config = dataclasses.replace(_DENSE, **more)
+    recipe = dataclasses.replace(get_recipe(name), attention_kernel=attention)
     params = init_params(config, jax.random.key(0))
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")
@@ -116,14 +111,15 @@ def test_results_and_drift(interpreted, name, more):
         return *found, gradient
 
     logp, entropy, gradient = learn(on_kernels)
-    if recipe.row_local:  # no drift
+    if recipe.row_local and attention == "strict":  # no drift
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     fused = {kernel for kernel, quantised in interpreted if quantised}
     dense = {"gated_silu_kernel"} if not more else set()  # experts quantise what they sorted
     assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
     used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
-    used |= {"attention_kernel"}
+    used |= {"attention_kernel", "query_gradient_kernel", "key_gradient_kernel"}
+    used |= {"fast_attention_kernel"}  # for the gradients of strict attention, too
     if name == "fp8":
         used |= {"quantize_rows_kernel", "quantize_columns_kernel"}
     assert {kernel for kernel, _ in interpreted} >= used
@@ -138,6 +134,29 @@ def test_results_and_drift(interpreted, name, more):
     size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
     error = jax.tree.map(lambda a, b, n: float(jnp.linalg.norm(a - b) / n), gradient, want[2], size)
     assert max(jax.tree.leaves(error)) < gradient_bound, error
+
+
+@pytest.mark.slow
+def test_continuous_batching():
+    """On kernels over pages too it draws the static sampler's tokens with its bits."""
+    recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton")
+    weights = quantize_params(init_params(_DENSE, jax.random.key(0)), recipe)
+    settings = SamplerConfig(_NEW, 2, (), 0)
+    prompts = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, _DENSE.vocab_size)
+    arguments = (
+        weights, prompts, jnp.asarray([_PROMPTS, 3], jnp.int32), jax.random.key(2),
+        jnp.arange(4, dtype=jnp.int32), jnp.full(4, 0.8),
+        jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
+        tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
+    )  # fmt: skip
+    sampler = ContinuousSampler(
+        _DENSE, recipe, settings, Batching(2, 8, prefill_rows=1, prefill_chunk=4)
+    )
+    found, wanted = sampler(*arguments), make_sampler(_DENSE, recipe, settings)(*arguments)
+    for field in ("tokens", "mask", "logprobs"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field))
+    assert sampler.progress.prefilled[0] >= _PROMPTS - 1 + 3 - 1
+    assert int(sampler.progress.turns[0]) > _NEW, "slots were refilled"
 
 
 @pytest.mark.parametrize(

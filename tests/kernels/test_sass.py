@@ -13,6 +13,7 @@ from kernel_variants import (
     Pass,
     Variant,
     attention_variants,
+    fast_variants,
     head_variants,
     passes,
     tiles,
@@ -136,14 +137,17 @@ def test_attention(variant):
     machine = _attention(*dataclasses.astuple(variant))
     assert machine.registers < 255 or variant.rope  # a query of 576 features takes most of them
     assert machine.shared_bytes <= SHARED_LIMIT
-    # The assembler puts up to four words aside where one more program then fits beside the others.
-    assert machine.local_bytes <= 16 and machine.opcodes["LDL"] <= 4
+    # The assembler puts up to four words aside where one more program then fits beside the others;
+    # latents in pages have no register left for the second address.
+    most = 24 if variant.paged and variant.rope else 16
+    assert machine.local_bytes <= most and machine.opcodes["LDL"] <= most - 12
     assert "ex2.approx" in machine.ptx and "div.full" not in machine.ptx
     assert not re.search(r"\b(atom|red)\.", machine.ptx)
     if variant.use == "join":
         assert not machine.matrix
         return
     assert machine.opcodes["LDGSTS"] > 0  # keys and values reach shared memory without registers
+    assert "cp.async.cg" in machine.ptx  # 16 bytes at a time
     assert machine.opcodes["F2F"] == 0 and machine.opcodes["PRMT"] == 0
     if variant.queries == "float32":
         assert not machine.matrix  # TF32 would keep 10 bits of the mantissa
@@ -171,6 +175,26 @@ def test_decode_and_learner_add_in_one_order(keys, queries, width):
         assert results == 4 * decode.opcodes["HMMA"]
 
 
+@pytest.mark.parametrize("use", ["decode", "learner"])
+@pytest.mark.parametrize("keys, width, rope", [("fp8", 128, 0), ("bf16", 128, 0), ("fp8", 512, 64)])
+def test_pages_change_no_arithmetic(use, keys, width, rope):
+    """Nor how many keys are on their way: shared memory holds as many stages of them."""
+    rest = (use, keys, width, "bf16", 2, rope, 4096)
+    one, other = _attention(*rest), _attention(*rest, True)
+    assert one.dots == other.dots and one.sums == other.sums
+    assert arithmetic_of_products(one.ptx) == arithmetic_of_products(other.ptx)
+    assert one.shared_bytes == other.shared_bytes
+    assert one.opcodes["LDGSTS"] == other.opcodes["LDGSTS"]
+
+
+def test_pages_are_counted_in_64_bits():
+    """A pool of all layers holds more than 2**31 numbers: its page's number is widened first."""
+    ttir = _attention("decode", "fp8", 128, "bf16", 2, 0, 4096, True).ttir
+    assert re.search(r"arith\.extsi %\w+ : i32 to i64.*\n.*arith\.muli %\w+, %c512_i64 : i64", ttir)
+    starts = re.findall(r"tt\.addptr %\w+, %\w+ : !tt\.ptr<f8E4M3FN>, (i\d+)", ttir)
+    assert starts.count("i64") == 2  # keys and values; the head's own begin in 32 bits
+
+
 @pytest.mark.parametrize("use, slots", [("learner", 300), ("learner", 1003), ("decode", 1003)])
 def test_lengths_change_no_arithmetic(use, slots):
     rest = ("fp8", 128, "bf16", 2, 0)
@@ -189,3 +213,25 @@ def test_bytes_in_another_order():
     """Why the learner does not widen FP8 keys to bf16 first: their products have other layouts."""
     fp8, bf16 = (_attention("learner", keys, 128, "bf16", 2, 0, 4096) for keys in ("fp8", "bf16"))
     assert fp8.dots != bf16.dots and fp8.sums == bf16.sums
+
+
+@pytest.mark.parametrize("variant", list(fast_variants()), ids=str)
+def test_fast_attention(variant):
+    machine, tile = variant.compile(), variant.tile
+    assert machine.shared_bytes <= SHARED_LIMIT
+    assert machine.registers <= 255
+    # Gradients of 256 features take more words than there are registers; others none, or a few.
+    spilled = {"float32": 216, "bf16": 48}[variant.kind] if variant.width == 256 else 16
+    assert machine.local_bytes <= spilled
+    assert "ex2.approx" in machine.ptx
+    assert not re.search(r"\b(atom|red)\.", machine.ptx)
+    if variant.kind == "float32":
+        assert not machine.matrix  # TF32 would keep 10 bits of the mantissa
+        return
+    assert machine.matrix and all(name.startswith("HGMMA.64x") for name in machine.matrix)
+    if variant.width <= 128:  # wider ones are split over two groups of warps
+        across = tile.rows if variant.use == "dk dv" else tile.keys
+        assert f"HGMMA.64x{across}x16.F32.BF16" in machine.matrix
+    assert machine.opcodes["LDGSTS"] > 0  # operands reach shared memory without registers
+    assert machine.opcodes["PRMT"] <= 1
+    assert "cvt.rn.bf16" in machine.ptx  # weights and ds, to nearest even

@@ -5,29 +5,20 @@ here is about masks, blocks, splits, tiles and rescaling. test_sass.py compares 
 decide the order of sums on a GPU.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from interpreter import Interpreter
 
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels import strict_attention as strict
-from fp8rl_jax.kernels.attention_gradient import attention_vjp
 
 E4M3 = jnp.float8_e4m3fn
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
+PAGE = reference.KV_CHUNK
 KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +195,92 @@ def test_large_scores_and_values_that_cancel():
         assert not np.signbit(one[..., 0]).any()  # not even of zero
 
 
+def _in_pages(caches, lengths):
+    """Caches with equal beginnings, the same as pools of pages in any order, and their table.
+
+    Sequences of a page or more share the first. NaN in pages that nobody has and behind each
+    sequence's end, and no page's number behind its last.
+    """
+    counts = [-(-n // PAGE) for n in lengths]
+    pages = sum(counts) + 3
+    ids = iter(np.random.default_rng(7).permutation(pages))
+    table = np.full((len(lengths), max(counts) + 1), 10**9, np.int32)
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = [next(ids) for _ in range(count)]
+    sharing = np.flatnonzero(np.asarray(lengths) >= PAGE)
+    table[sharing, 0] = table[sharing[:1], 0]
+    whole, pools = {}, {}
+    for name, x in caches.items():
+        whole[name] = pools[name] = x
+        if not x.ndim:
+            continue
+        x = np.array(x)
+        x[sharing, :PAGE] = x[sharing[:1], :PAGE]
+        pool = np.full((pages, PAGE, *x.shape[2:]), np.nan, x.dtype)
+        for sequence, row, length in zip(x, table, lengths, strict=True):
+            for page, start in zip(row, range(0, length, PAGE), strict=False):
+                part = sequence[start : min(start + PAGE, length)]
+                pool[page, : len(part)] = part
+        whole[name], pools[name] = jnp.asarray(x), jnp.asarray(pool)
+    return whole, pools, jnp.asarray(table)
+
+
+def _pages_equal_one_piece(q, caches, starts, **more):
+    """Queries at positions from `starts` on, the last of a sequence; returns the result."""
+    positions = jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    whole, pools, table = _in_pages(caches, [start + q.shape[1] for start in starts])
+    want = strict.attention(q, positions=positions, scale=0.3, **whole, **more)
+    got = strict.attention(q, positions=positions, scale=0.3, table=table, **pools, **more)
+    assert np.isfinite(got).all()
+    _same(got, want)
+    return got
+
+
+def _queries_and_caches(kind, lengths, queries=1, **more):
+    """Queries and their scale; keys, values and their scales, by name."""
+    (q, k, v), scales = _case(kind, max(lengths), batch=len(lengths), **more)
+    first = {"q": q, "q_scale": scales.pop("q_scale", None)}
+    first = {n: x if x is None or not x.ndim else x[:, :queries] for n, x in first.items()}
+    return first, {"k": k, "v": v, **scales}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_from_pages(kind, interpreted):
+    lengths = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
+    first, caches = _queries_and_caches(kind, lengths)
+    starts = [n - 1 for n in lengths]
+    joined = _pages_equal_one_piece(caches=caches, starts=starts, **first)
+    assert interpreted == ["attention_kernel", "join_kernel"] * 2
+    if kind == "fp8":
+        alone = _pages_equal_one_piece(caches=caches, starts=starts, one_split=False, **first)
+        _same(alone, joined)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_of_a_piece_from_pages(kind):
+    """Queries from anywhere in a page on, over several."""
+    first, caches = _queries_and_caches(kind, (131, 70, 100), 70, kv_heads=2)
+    _pages_equal_one_piece(caches=caches, starts=(61, 0, 30), **first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 40])
+def test_thousands_of_keys_from_pages(queries):
+    first, caches = _queries_and_caches("fp8", (4097, 1500), queries)
+    _pages_equal_one_piece(caches=caches, starts=(4097 - queries, 1500 - queries), **first)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_latents_from_pages(kind):
+    lengths = (65, 130)
+    first, caches = _queries_and_caches(kind, lengths, heads=8, dim=64)
+    rng = np.random.default_rng(1)
+    rope = jnp.asarray(rng.standard_normal((2, max(lengths), 9, 16)), jnp.bfloat16)
+    caches |= {"v": caches["k"][..., :32], "k_rope": rope[:, :, 8:]}
+    starts = [n - 1 for n in lengths]
+    _pages_equal_one_piece(caches=caches, starts=starts, q_rope=rope[:, :1, :8], **first)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_latents_with_rotated_keys(kind):
     """Multi-head latent attention: values of another width, further features."""
@@ -244,8 +321,8 @@ def test_arguments_are_checked():
     (q, k, v), _ = _case("bf16", 8, heads=4, kv_heads=2)
     positions = _positions(1, 8)
 
-    def attention(q=q, k=k, v=v, positions=positions, **scales):
-        strict.attention(q, k, v, positions, scale=1.0, **scales)
+    def attention(q=q, k=k, v=v, positions=positions, **more):
+        strict.attention(q, k, v, positions, scale=1.0, **more)
 
     with pytest.raises(ValueError, match="do not fit keys"):
         attention(q=q[:, :, :3])
@@ -257,58 +334,17 @@ def test_arguments_are_checked():
         attention(k=k.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"k_scale \(1, 8\) must be"):
         attention(k_scale=jnp.ones((1, 8)))
+    rope = jnp.ones((1, 8, 4, 16))
+    with pytest.raises(ValueError, match=r"k_rope .* does not fit keys"):
+        attention(q_rope=rope, k_rope=rope[:, :7, :2])
+    table, pages = jnp.zeros((1, 3), jnp.int32), jnp.ones((5, PAGE, 2, 16), jnp.bfloat16)
+    for wrong in (table[0], table[:0], table.astype(jnp.float32)):
+        with pytest.raises(ValueError, match=r"table .* must be int32 of \(1, pages of"):
+            attention(k=pages, v=pages, table=wrong)
+    with pytest.raises(ValueError, match="must have 64 slots"):
+        attention(table=table)
+    with pytest.raises(ValueError, match=r"k_scale .* or \(5, 64, 2\)"):
+        attention(k=pages, v=pages, table=table, k_scale=jnp.ones((1, 192, 2)))
     with pytest.raises(ValueError, match="256 in float32"):
         wide = jnp.ones((1, 8, 2, 512))
         attention(q=wide, k=wide, v=wide)
-
-
-@pytest.mark.parametrize(
-    ("queries", "slots", "heads", "kv_heads", "dims"),
-    [(37, 37, 4, 2, (32, 32)), (600, 700, 4, 1, (32, 16)), (1100, 1100, 2, 2, (16, 16))],
-)
-def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
-    rng = np.random.default_rng(0)
-    shapes = (
-        (2, queries, heads, dims[0]), (2, slots, kv_heads, dims[0]),
-        (2, slots, kv_heads, dims[1]), (2, queries, heads, dims[1]),
-    )  # fmt: skip
-    q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-    positions = _positions(2, queries) + jnp.asarray([[0], [slots - queries]], jnp.int32)
-    got, want = (
-        jax.jit(lambda *x, f=f: f(*x, scale=dims[0] ** -0.5))(q, k, v, positions, cotangent)
-        for f in (attention_vjp, reference.attention_vjp)
-    )
-    for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape and a.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
-
-
-def _temporary_bytes(function, length):
-    heads = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
-    kv = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
-    positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    compiled = jax.jit(lambda *x: function(*x, scale=0.1)).lower(heads, kv, kv, positions, heads)
-    return compiled.compile().memory_analysis().temp_size_in_bytes
-
-
-def test_gradients_hold_no_matrix_of_scores():
-    matrix = 4 * 8 * 4096**2
-    assert _temporary_bytes(reference.attention_vjp, 4096) > matrix
-    assert _temporary_bytes(attention_vjp, 4096) < matrix / 10
-    assert _temporary_bytes(attention_vjp, 8192) < 2.5 * _temporary_bytes(attention_vjp, 4096)
-
-
-def test_gradients_under_shard_map():
-    (q, k, v), _ = _case("float32", 40, heads=4, kv_heads=2)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    positions = _positions(1, 40)
-    run = jax.shard_map(
-        lambda *x: attention_vjp(*x, scale=0.3), mesh=mesh, in_specs=spec, out_specs=spec
-    )
-    for a, b in zip(
-        jax.jit(run)(q, k, v, positions, q),
-        reference.attention_vjp(q, k, v, positions, q, scale=0.3),
-        strict=True,
-    ):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)

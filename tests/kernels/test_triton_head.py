@@ -11,18 +11,10 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from interpreter import Interpreter
 
 from fp8rl_jax.kernels import head_logprobs as api
 from fp8rl_jax.kernels import matmul as kernels
 from fp8rl_jax.kernels.tiles import HEAD_FLOAT32
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from interpreter import Interpreter
 
 from fp8rl_jax.kernels import matmul as kernels
 from fp8rl_jax.kernels.reference import block_matmul
@@ -15,13 +14,6 @@ from fp8rl_jax.kernels.tiles import FP8_FEW_ROWS, FP8_MANY_ROWS, Tile
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = Tile(64, 32, 128, 4, 2)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import Interpreter
 
 from fp8rl_jax.kernels import matmul as products
 from fp8rl_jax.kernels import norm as kernels
@@ -24,13 +23,11 @@ _few = settings(max_examples=12, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    interpreter = Interpreter()
+def interpreted(interpreter):
     with pytest.MonkeyPatch.context() as patch:
         for module in (kernels, products):
             patch.setattr(module, "triton_call", interpreter.triton_call)
         yield
-    interpreter.close()
 
 
 def _normal(*shape: int, seed: int = 0, dtype=jnp.bfloat16):

@@ -1,0 +1,210 @@
+"""`fp8rl plan --rollout`: what a config's rollout needs of a device, without that device.
+
+The same plan by which a run allocates (plan.py), for GPUs of a given memory and a mesh of any size,
+in the config's own recipe and beside it in FP8 and BF16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+
+import ml_collections
+from jax.sharding import AbstractMesh
+
+from fp8rl_jax import checks, sharding
+from fp8rl_jax.arguments import CONFIG, no_positional, parse, read_config
+from fp8rl_jax.data import load_tokenizer
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import PAGE, pages_of
+from fp8rl_jax.plan import RolloutPlan, gib, plan_rollout
+from fp8rl_jax.precision import side_recipe
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rollout import Batching, Loop, SamplerConfig
+
+_BESIDE = ("fp8", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigPlan:
+    """The plans of a config on a mesh.
+
+    Attributes:
+      config: the whole configuration.
+      mesh: of devices that need not be there.
+      plans: {name of a recipe: its plan}; the first is the config's own.
+    """
+
+    config: ml_collections.ConfigDict
+    mesh: AbstractMesh
+    plans: dict[str, RolloutPlan]
+
+    @property
+    def own(self) -> RolloutPlan:
+        return next(iter(self.plans.values()))
+
+    @property
+    def samples(self) -> int:
+        """Responses of a step on each device."""
+        rollout = self.config.rollout
+        return rollout.prompts_per_step * rollout.group_size // self.mesh.size
+
+    @property
+    def best_slots(self) -> int:
+        """`rollout.slots` with which responses of half the length fill the room there is."""
+        fitting = self.own.slots_of(math.ceil(self.own.tokens / 2))
+        return self.mesh.size * min(self.samples, max(fitting or 0, 1))
+
+
+def plan_config(
+    config: ml_collections.ConfigDict, memory: int, devices: int | None = None
+) -> ConfigPlan:
+    """The plans of a config's rollout on GPUs.
+
+    Args:
+      config: of `load_config`. Where the directory of `model.checkpoint` is not there, and
+        `model.name` is given, the shapes are those of the name.
+      memory: bytes of a device.
+      devices: of the mesh; by default as many as its axes ask for, and one for an axis of -1.
+
+    Raises:
+      UserError: something in the configuration cannot work.
+    """
+    config = _with_shapes(config)
+    checks.check_config(config)
+    mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
+    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    rollout = config.rollout
+    for field, other in (("mesh.tensor", 1), ("algo.routing_replay", "none")):
+        section, name = field.split(".")
+        if config[section][name] != other:
+            raise UserError(
+                f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
+                f"batching, which is planned here, needs {other!r}"
+            )
+    vocabulary = 1
+    if not (config.model.checkpoint or config.model.name):
+        vocabulary = load_tokenizer(config.data).vocab_size
+    model = checks.model_config(config, vocabulary)
+    sampler = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
+    slots = rollout.slots or rollout.prompts_per_step * rollout.group_size
+    sizes = Batching(slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
+
+    def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
+        on_gpu = dataclasses.replace(recipe, kernels="triton")
+        return plan_rollout(
+            Loop(model, on_gpu, sampler), learner, mesh,
+            prompt_tokens=rollout.max_prompt_tokens, slots=slots // mesh.size,
+            prefill_tokens=sizes.prefill_rows * sizes.prefill_chunk, memory=memory,
+            reference=config.algo.kl_coef > 0,
+        )  # fmt: skip
+
+    own = side_recipe(config, "rollout")
+    learner = side_recipe(config, "learner")
+    plans = {f"{own.name} *": plan(own, learner)}
+    for recipe in map(get_recipe, _BESIDE):
+        if recipe != dataclasses.replace(own, kernels=recipe.kernels):
+            plans[recipe.name] = plan(recipe, recipe)
+    return ConfigPlan(config, mesh, plans)
+
+
+def _with_shapes(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """The config with shapes that can be read: of the name, where the checkpoint is missing."""
+    checkpoint = config.model.checkpoint
+    if not checkpoint or pathlib.Path(checkpoint).is_dir():
+        return config
+    if not config.model.name:
+        raise UserError(
+            f"fp8rl plan: model.checkpoint: {checkpoint} is no directory; name one, or plan with "
+            "the shapes of a published model: --config.model.name=qwen3_8b"
+        )
+    config = config.copy_and_resolve_references()
+    config.model.checkpoint = ""
+    return config
+
+
+def format_plans(found: ConfigPlan) -> str:
+    """The table of `fp8rl plan --rollout`."""
+    own, count = found.own, found.mesh.size
+    axes = ", ".join(f"{name} {size}" for name, size in found.mesh.shape.items())
+    half = math.ceil(own.tokens / 2)
+    lines = [
+        f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: {axes}); "
+        "figures of each.",
+        f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
+        f"step: {found.samples} samples, of which {own.slots} decode at a time.",
+        "",
+    ]
+    rows = {"": list(found.plans)}
+    columns = list(found.plans.values())
+    rows["weights"] = [gib(p.weights) for p in columns]
+    rows["train state"] = [gib(p.train_state) for p in columns]
+    rows["workspace, about"] = [gib(p.workspace) for p in columns]
+    rows["a page"] = [f"{p.page / 2**10:,.1f} KiB" for p in columns]
+    rows["KV of a token"] = [f"{p.page / PAGE / 2**10:,.2f} KiB" for p in columns]
+    rows["pages that fit"] = [f"{p.room:,}" for p in columns]
+    rows[f"slots of {own.tokens} tokens"] = [f"{p.slots_of(own.tokens):,}" for p in columns]
+    rows[f"slots of {half} tokens"] = [f"{p.slots_of(half):,}" for p in columns]
+    width = max(map(len, rows))
+    cell = max(len(text) for texts in rows.values() for text in texts) + 2
+    for name, texts in rows.items():
+        lines.append(f"{name:{width}}" + "".join(f"{text:>{cell}}" for text in texts))
+    return "\n".join([*lines, "", "* the config's own recipe (precision.rollout)"])
+
+
+def describe_allocation(found: ConfigPlan) -> str:
+    """What the sampler allocates for the config as it is.
+
+    Raises:
+      UserError: it cannot.
+    """
+    rollout, own, devices = found.config.rollout, found.own, found.mesh.size
+    planned = own.pages
+    if not rollout.slots:
+        slots = rollout.cache_slots or own.tokens
+        cache = found.samples * slots * own.page // PAGE
+        return (
+            f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
+            f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "
+            f"rollout.slots={found.best_slots}"
+        )
+    pages = rollout.pages // devices or planned
+    if pages > (own.room or 0):
+        raise UserError(
+            f"rollout.pages is {rollout.pages}, {pages} a device, and {own.room} fit: write at "
+            f"most {(own.room or 0) * devices}, or 0"
+        )
+    return (
+        f"The sampler allocates {own.slots} slots and {pages} pages a device, "
+        f"{gib(pages * own.page)} ({own.wanted} pages would hold every slot's whole sequence)"
+    )
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """`fp8rl plan`."""
+    options = {
+        **CONFIG,
+        "rollout": ("bool", False, "plan the rollout"),
+        "memory_gb": ("float", 141.0, "memory of a GPU, in GiB"),
+        "devices": ("int", None, "of the mesh; as many as its axes ask for if left out"),
+    }
+    values, overrides, positional = parse("plan", arguments, options)
+    no_positional("plan", positional)
+    if not values.rollout:
+        raise UserError(
+            "fp8rl plan: a rollout is what can be planned; write `fp8rl plan --rollout --config "
+            "FILE`"
+        )
+    if not 0 < values.memory_gb < 2**20:
+        raise UserError(
+            f"fp8rl plan: --memory-gb is {values.memory_gb}; write the memory of a GPU, such as 80"
+        )
+    if values.devices is not None and values.devices < 1:
+        raise UserError(f"fp8rl plan: --devices is {values.devices}; write at least 1")
+    config = read_config("plan", values, overrides)
+    found = plan_config(config, int(values.memory_gb * 2**30), values.devices)
+    print(format_plans(found))
+    print(describe_allocation(found))
+    return 0

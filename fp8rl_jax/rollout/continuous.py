@@ -1,0 +1,395 @@
+"""Continuous batching: a rollout of any number of samples through a fixed number of slots.
+
+One jitted program: a loop whose every turn gives idle slots to waiting requests, prefills a chunk
+of some prompts and decodes one token of every slot that has its keys and values. A slot is refilled
+as soon as its response ends, without leaving the program. Keys and values lie in a pool of pages
+(models/kv_cache.py); who sits where is schedule.py's.
+
+A prompt is cached up to its last token, once for all samples of its group; the last token is the
+first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit,
+whoever shares the batch: every token's bits depend on its own sequence alone, and its random bits
+on its sample and position (tests/rollout/test_continuous.py).
+
+The loop also ends after a given number of turns, so that the host can look at what has ended while
+the next part runs. On a mesh every device has slots, a pool and a queue of its own, for its share
+of the prompts; nothing is exchanged between devices while they run.
+
+Not done: taps; columns in parts (mesh.tensor); moving requests from one device to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import PAGE, ModelConfig, PagedCache, forward, init_paged_cache, least_pages
+from fp8rl_jax.models.kv_cache import Stored
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rollout import schedule
+from fp8rl_jax.rollout.sampler import Loop, Prepared, Requests, Rollout, SamplerConfig, is_end
+from fp8rl_jax.rollout.sampling import sample_keys
+from fp8rl_jax.rollout.schedule import Schedule
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """Sizes of the batch and of its pool, fixed when the program compiles.
+
+    Attributes:
+      slots: B, sequences that decode at a time.
+      pages: P, pages of 64 tokens that they share; `models.least_pages` at least.
+      prefill_rows: prompts of which a turn prefills a chunk.
+      prefill_chunk: tokens of a chunk, if prompts have so many.
+    """
+
+    slots: int
+    pages: int
+    prefill_rows: int = 1
+    prefill_chunk: int = 64
+
+
+@flax.struct.dataclass
+class BatchState:
+    """Where a rollout stands: everything that a turn changes.
+
+    Attributes:
+      pool: `PagedCache.runs`; the tables are the schedule's.
+      schedule: who is where.
+      tokens: (M, S) int32, each request's prompt and, right behind it, its response.
+      logprobs: (M, R) float32.
+      finished: (M,) bool, whether a response ended by itself.
+      turns, drawn, prefilled: (1,) int32, turns of the loop, tokens drawn, and tokens prefilled.
+    """
+
+    pool: tuple[Stored, ...]
+    schedule: Schedule
+    tokens: jax.Array
+    logprobs: jax.Array
+    finished: jax.Array
+    turns: jax.Array
+    drawn: jax.Array
+    prefilled: jax.Array
+
+
+def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
+    """`run(state)` if `wanted` () bool, else `state`, as a loop of at most one turn.
+
+    XLA:GPU carries the pool through a loop where it lies; the branches of `lax.cond` return copies.
+    """
+
+    def body(carried):
+        return jnp.zeros((), bool), run(carried[1])
+
+    return lax.while_loop(lambda carried: carried[0], body, (wanted, state))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContinuousLoop:
+    """The turns of one model, recipe and setting, to be traced."""
+
+    loop: Loop
+    batching: Batching
+
+    def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
+        """Everything waiting. prompts (Q, Tp), right-padded."""
+        loop, batching = self.loop, self.batching
+        new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
+        tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), group, axis=0)
+        count, slots = tokens.shape
+        least = least_pages(slots)
+        if batching.pages < least:
+            raise ValueError(
+                f"a pool of {batching.pages} pages is too small for sequences of {slots} tokens; "
+                f"give at least {least}"
+            )
+        plan = schedule.new_schedule(
+            requests.lengths, requests.limits <= 0,
+            slots=batching.slots, pages=batching.pages, tokens=slots,
+        )  # fmt: skip
+        zero = jnp.zeros((1,), jnp.int32)
+        return BatchState(
+            pool=init_paged_cache(loop.model, loop.recipe, batching.pages, plan.table).runs,
+            schedule=plan,
+            tokens=tokens,
+            logprobs=jnp.zeros((count, new), jnp.float32),
+            finished=jnp.zeros((count,), bool),
+            turns=zero,
+            drawn=zero,
+            prefilled=zero,
+        )
+
+    def running(self, state: BatchState) -> jax.Array:
+        """Whether some request is not done."""
+        return (state.schedule.status != schedule.DONE).any()
+
+    def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
+        """Admission, a chunk of prefill, and a token of every slot that can draw one, unless more
+        slots are still waiting for prefill."""
+        plan, source, target = lax.cond(
+            self._may_admit(state.schedule), self._admit, self._keep, state.schedule
+        )
+        pool = self._copy(state.pool, source, target)
+        state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
+        prefill = functools.partial(self._prefill, prepared, requests)
+        state = _once_if(state.schedule.prefilling.any(), prefill, state)
+        plan = state.schedule
+        worth = plan.decoding.sum() >= plan.prefilling.sum()  # at first few slots could decode
+        return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
+
+    # Admission.
+
+    def _may_admit(self, plan: Schedule) -> jax.Array:
+        idle = (~plan.occupied).any() & (plan.status == schedule.WAITING).any()
+        return idle | plan.ready.any()
+
+    def _admit(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
+        return schedule.admit(schedule.share_prompts(plan))
+
+    def _keep(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
+        none = jnp.zeros_like(plan.request)
+        return plan, none, none
+
+    def _copy(
+        self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
+    ) -> tuple[Stored, ...]:
+        """Pages `source` (B,) written to pages `target`, in all layers; 0 stands for none.
+
+        One after the other: at once they would take as much memory again as a page of every slot.
+        """
+
+        def one(stored, slot: jax.Array):
+            layers = jax.tree.leaves(stored)[0].shape[0] // self.batching.pages
+            first = self.batching.pages * jnp.arange(layers, dtype=jnp.int32)
+            return jax.tree.map(
+                lambda x: x.at[first + target[slot]].set(x[first + source[slot]]), stored
+            )
+
+        def copy(carried):
+            left, pool = carried
+            slot = jnp.argmax(left)
+            return left.at[slot].set(False), tuple(one(stored, slot) for stored in pool)
+
+        return lax.while_loop(lambda carried: carried[0].any(), copy, (target != 0, pool))[1]
+
+    # The model.
+
+    def _forward(self, prepared, requests, state: BatchState, tokens, positions, table):
+        cache = PagedCache(state.pool, table, self.batching.pages)
+        out = forward(
+            prepared.weights, tokens, self.loop.model, self.loop.recipe, positions=positions,
+            cache=cache, kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden",
+        )  # fmt: skip
+        assert isinstance(out.cache, PagedCache)
+        return out.hidden, out.cache.runs
+
+    def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
+        """The next chunk of the first slots that must prefill."""
+        plan, batching = state.schedule, self.batching
+        prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
+        chunk = min(batching.prefill_chunk, prompt_slots)
+        slots, counts = schedule.to_prefill(plan, batching.prefill_rows, chunk)
+        table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
+        start = jnp.append(plan.cached, 0)[slots]
+        positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        # Behind a chunk's tokens lie slots that are written before anyone sees them, or page 0.
+        positions = jnp.minimum(positions, plan.table.shape[1] * PAGE - 1)
+        request = jnp.maximum(jnp.append(plan.request, 0)[slots], 0)
+        column = jnp.minimum(positions, state.tokens.shape[1] - 1)
+        tokens = state.tokens[request[:, None], column]
+        _, pool = self._forward(prepared, requests, state, tokens, positions, table)
+        return dataclasses.replace(
+            state, pool=pool, schedule=schedule.prefilled(plan, slots, counts),
+            prefilled=state.prefilled + counts.sum(),
+        )  # fmt: skip
+
+    def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
+        """One token of every slot that is ready; the others compute one that nobody reads."""
+        loop = self.loop
+        # Before a prompt's first sample ends or loses its pages, its siblings get to share them.
+        plan = schedule.make_room(schedule.share_prompts(state.schedule))
+        draws = plan.decoding
+        request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
+        position = jnp.where(draws, plan.cached, 0)
+        table = jnp.where(draws[:, None], plan.table, 0)
+        tokens = state.tokens[request, position][:, None]
+        hidden, pool = self._forward(prepared, requests, state, tokens, position[:, None], table)
+        keys = sample_keys(requests.key, requests.sample_ids[request], position + 1)
+        token, logp, _ = loop.draw(prepared, hidden[:, 0], keys, requests.temperature[request])
+        index = position + 1 - plan.prompt_lengths[plan.prompt]
+        ended = draws & is_end(token, loop.sampler.eos_ids)
+        plan = schedule.decoded(plan)
+        plan = schedule.end(plan, ended | (draws & (index + 1 >= requests.limits[request])))
+        return dataclasses.replace(
+            state, pool=pool, schedule=plan,
+            tokens=state.tokens.at[row, position + 1].set(token, mode="drop"),
+            logprobs=state.logprobs.at[row, index].set(logp, mode="drop"),
+            finished=state.finished.at[row].set(ended, mode="drop"),
+            drawn=state.drawn + draws.sum(),
+        )  # fmt: skip
+
+    def result(self, requests: Requests, state: BatchState) -> Rollout:
+        """What has been drawn so far, as the static sampler returns it."""
+        sampler = self.loop.sampler
+        start = jnp.repeat(requests.lengths, sampler.group_size)[:, None]
+        index = jnp.arange(sampler.max_new_tokens)
+        mask = index < state.schedule.lengths[:, None] - start
+        tokens = jnp.take_along_axis(state.tokens, start + index, axis=1)
+        tokens = jnp.where(mask, tokens, sampler.pad_id)
+        return Rollout(tokens, mask, state.logprobs, state.finished, taps={})
+
+
+@flax.struct.dataclass
+class Progress:
+    """A rollout after some turns.
+
+    Attributes:
+      rollout: what has been drawn so far.
+      done: (M,) bool, whether a response is complete.
+      turns, drawn, prefilled, preemptions: (D,) int32 of each device, see `BatchState`, `Schedule`.
+    """
+
+    rollout: Rollout
+    done: jax.Array
+    turns: jax.Array
+    drawn: jax.Array
+    prefilled: jax.Array
+    preemptions: jax.Array
+
+
+Watch = Callable[[Progress], None]
+_ALL_TURNS = 2**30
+
+
+class ContinuousSampler:
+    """The sampler of `make_sampler`, by continuous batching; same arguments, same bits.
+
+    Attributes:
+      progress: of the last call, after its last turn.
+    """
+
+    progress: Progress
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        recipe: Recipe | str,
+        sampler: SamplerConfig,
+        batching: Batching,
+        *,
+        mesh: Mesh | None = None,
+        part: int = 64,
+    ):
+        """
+        Args:
+          model, recipe, sampler: as for `make_sampler`, without taps and cache_slots.
+          batching: sizes; slots and pages are those of all devices together.
+          mesh: whose devices share prompts, slots and pages; None for one device.
+          part: turns after which a call with `watch` looks at what has ended.
+
+        Raises:
+          ValueError: taps, a size below 1, or one that the devices cannot share equally.
+        """
+        if sampler.taps:
+            raise ValueError("continuous batching records no taps")
+        devices = mesh.size if mesh is not None else 1
+        for name, size in dataclasses.asdict(batching).items():
+            if size < 1:
+                raise ValueError(f"{name} = {size}; give at least 1")
+        for name in ("slots", "pages"):
+            if getattr(batching, name) % devices:
+                raise ValueError(
+                    f"{name} = {getattr(batching, name)} do not divide among {devices} devices"
+                )
+        own = dataclasses.replace(
+            batching, slots=batching.slots // devices, pages=batching.pages // devices
+        )
+        loop = ContinuousLoop(Loop(model, get_recipe(recipe), sampler), own)
+        self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
+
+        def advance(weights, requests, turns, state):
+            prepared = loop.loop.prepare(weights)
+            until = state.turns[0] + turns
+
+            def more(state: BatchState) -> jax.Array:
+                return loop.running(state) & (state.turns[0] < until)
+
+            turn = functools.partial(loop.turn, prepared, requests)
+            state = lax.while_loop(more, turn, state)
+            return state, Progress(
+                rollout=loop.result(requests, state),
+                done=state.schedule.status == schedule.DONE,
+                turns=state.turns, drawn=state.drawn, prefilled=state.prefilled,
+                preemptions=state.schedule.preemptions,
+            )  # fmt: skip
+
+        begin = loop.begin
+        if mesh is not None and devices > 1:
+            rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
+            specs: Any = (rows, whole, rows, rows, rows, whole)
+            of_requests = Requests(*specs)
+
+            def by_device(run, *specs):
+                return jax.shard_map(
+                    run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False
+                )
+
+            begin = by_device(begin, rows, of_requests)
+            advance = by_device(advance, whole, of_requests, whole, rows)
+        self._prepare = loop.loop.prepare_once()
+        self._begin = exact_jit(begin)
+        self._advance = exact_jit(advance, donate_argnums=3)
+
+    def __call__(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope,
+        watch: Watch | None = None,
+    ) -> Rollout:  # fmt: skip
+        """Samples; arguments as those of `make_sampler`'s result.
+
+        Args:
+          watch: called with a `Progress` on the host after every `part` turns, while the device
+            goes on with the next; at the end, too.
+        """
+        weights = self._prepare(weights)
+        limits = jnp.minimum(limits, self._most)
+        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
+        state = self._begin(prompts, requests)
+        turns = jnp.int32(_ALL_TURNS if watch is None else self._part)
+        state, progress = self._advance(weights, requests, turns, state)
+        while watch is not None:
+            state, following = self._advance(weights, requests, turns, state)
+            seen = jax.device_get(progress)
+            watch(seen)
+            if seen.done.all():
+                break
+            progress = following
+        self.progress = progress
+        return progress.rollout
+
+    def metrics(self) -> dict[str, float]:
+        """How the last call used its slots.
+
+        Returns:
+          rollout_slots_used: share of slots and turns that drew a token; rollout_preemptions: how
+          often a response lost its pages and was computed anew; rollout_prefilled: tokens.
+        """
+        progress, slots = jax.device_get(self.progress), self._slots
+        return {
+            "rollout_slots_used": float(progress.drawn.sum() / (progress.turns.max() * slots)),
+            "rollout_preemptions": int(progress.preemptions.sum()),
+            "rollout_prefilled": int(progress.prefilled.sum()),
+        }
+
+    def _cache_size(self) -> int:
+        """How often the loop was compiled, as a jitted function says it."""
+        return self._advance._cache_size()  # type: ignore[attr-defined]

@@ -1,0 +1,53 @@
+"""Pages of a pool as counts of references: how many sequences and prompts read each.
+
+A page whose count is 0 is free; there is no other list. Page 0 is nobody's: rows of a batch without
+a sequence write there, and 0 in a table stands for no page.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def new_pool(pages: int) -> jax.Array:
+    """(P,) int32 counts of a pool in which every page but page 0 is free."""
+    return jnp.zeros((pages,), jnp.int32).at[0].set(1)
+
+
+def count_free(refs: jax.Array) -> jax.Array:
+    """() int32 free pages."""
+    return (refs == 0).sum(dtype=jnp.int32)
+
+
+def first_true(chosen: jax.Array, count: int, otherwise: int) -> jax.Array:
+    """(count,) int32 indices of the first True entries of (N,) bool; `otherwise` behind them."""
+    place = jnp.where(chosen, jnp.cumsum(chosen) - 1, count)
+    numbers = jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    return jnp.full((count,), otherwise, jnp.int32).at[place].set(numbers, mode="drop")
+
+
+def allocate(refs: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes a free page for every True.
+
+    Args:
+      refs: (P,) counts.
+      wanted: bool of any shape, with no more True than pages are free.
+
+    Returns:
+      (refs, pages): pages int32 shaped as `wanted`, the lowest free ones in order; 0 where False.
+    """
+    lowest = first_true(refs == 0, wanted.size, otherwise=0)
+    order = jnp.cumsum(wanted.ravel()) - 1
+    pages = jnp.where(wanted, lowest[order].reshape(wanted.shape), 0)
+    return hold(refs, pages), pages
+
+
+def hold(refs: jax.Array, pages: jax.Array) -> jax.Array:
+    """One more reference to every page; 0 stands for none."""
+    return refs.at[pages].add((pages != 0).astype(refs.dtype))
+
+
+def release(refs: jax.Array, pages: jax.Array) -> jax.Array:
+    """One reference less to every page; 0 stands for none."""
+    return refs.at[pages].add(-(pages != 0).astype(refs.dtype))

@@ -1,0 +1,276 @@
+"""Which request sits in which slot, and on which pages: continuous batching's book-keeping.
+
+Requests are samples, prompt-major: request m is sample m % G of prompt m // G. A slot is a row of
+the decode batch. Everything is arrays and pure functions, so that it runs inside the rollout's
+program; nothing here knows a model.
+
+* **Order.** Waiting requests are taken in the order of their numbers. The first of a prompt to come
+  fills the prompt's pages; while siblings wait, the prompt keeps them (`ready`), and a sibling
+  reads whole pages where they lie and gets a copy of the last one, which it will write into.
+* **Running out.** When a sequence needs a page and none is free, a prompt that nobody reads gives
+  its pages up, and then the running request with the highest number: it waits again, with the
+  tokens that it has, whose keys and values are computed anew later. Its tokens stay what they were,
+  as a token's bits depend on nothing but its sequence. The lowest running request is never
+  disturbed, so everything ends, given `models.least_pages`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.models import PAGE, pages_of
+from fp8rl_jax.rollout import page_pool
+
+WAITING, RUNNING, DONE = 0, 1, 2
+
+
+@flax.struct.dataclass
+class Schedule:
+    """Who is where. B slots, M = Q * G requests of Q prompts, P pages, N pages a sequence.
+
+    Attributes:
+      refs: (P,) int32, see page_pool.py.
+      table: (B, N) int32, pages of each slot's sequence; 0 for none.
+      request: (B,) int32, of each slot; -1 for an idle one.
+      cached: (B,) int32, tokens of the sequence whose keys and values are stored.
+      lengths: (M,) int32, tokens known of each request: its prompt, and what it has drawn.
+      status: (M,) int32: WAITING, RUNNING or DONE.
+      prompt_lengths: (Q,) int32.
+      prompt_pages: (Q, N) int32, pages that a ready prompt keeps; 0 for none.
+      ready: (Q,) bool.
+      preemptions: (1,) int32, how often a running request had to wait again.
+    """
+
+    refs: jax.Array
+    table: jax.Array
+    request: jax.Array
+    cached: jax.Array
+    lengths: jax.Array
+    status: jax.Array
+    prompt_lengths: jax.Array
+    prompt_pages: jax.Array
+    ready: jax.Array
+    preemptions: jax.Array
+
+    @property
+    def group_size(self) -> int:
+        return self.status.shape[0] // self.ready.shape[0]
+
+    @property
+    def occupied(self) -> jax.Array:
+        """(B,) bool, whether a slot has a request."""
+        return self.request >= 0
+
+    @property
+    def prompt(self) -> jax.Array:
+        """(B,) int32, prompt of each slot's request; 0 for an idle slot."""
+        return jnp.maximum(self.request, 0) // self.group_size
+
+    @property
+    def known(self) -> jax.Array:
+        """(B,) int32, tokens known of each slot's request."""
+        return self.lengths[jnp.maximum(self.request, 0)]
+
+    @property
+    def decoding(self) -> jax.Array:
+        """(B,) bool: all tokens but the last one are cached, and the next step draws one."""
+        return self.occupied & (self.cached == self.known - 1)
+
+    @property
+    def prefilling(self) -> jax.Array:
+        """(B,) bool: some more tokens must be cached first."""
+        return self.occupied & (self.cached < self.known - 1)
+
+    def rows(self, slots: jax.Array) -> jax.Array:
+        """(B,) request of each slot where `slots` is True; else M, which a scatter drops."""
+        return jnp.where(slots, self.request, self.status.shape[0])
+
+
+def new_schedule(
+    prompt_lengths: jax.Array, done: jax.Array, *, slots: int, pages: int, tokens: int
+) -> Schedule:
+    """All requests waiting but those that are `done` (M,) bool; prompt_lengths (Q,) int32."""
+    (prompts,), (requests,), width = prompt_lengths.shape, done.shape, pages_of(tokens)
+    return Schedule(
+        refs=page_pool.new_pool(pages),
+        table=jnp.zeros((slots, width), jnp.int32),
+        request=jnp.full((slots,), -1, jnp.int32),
+        cached=jnp.zeros((slots,), jnp.int32),
+        lengths=jnp.repeat(prompt_lengths, requests // prompts),
+        status=jnp.where(done, DONE, WAITING).astype(jnp.int32),
+        prompt_lengths=prompt_lengths,
+        prompt_pages=jnp.zeros((prompts, width), jnp.int32),
+        ready=jnp.zeros((prompts,), bool),
+        preemptions=jnp.zeros((1,), jnp.int32),
+    )
+
+
+def _first(keys: jax.Array, real: jax.Array) -> jax.Array:
+    """(B,) bool: whether no lower real entry has the same key."""
+    same = (keys[:, None] == keys[None, :]) & real[:, None] & real[None, :]
+    return real & ~jnp.tril(same, -1).any(axis=1)
+
+
+def _mark(indices: jax.Array, chosen: jax.Array, size: int) -> jax.Array:
+    """(size,) bool: True at the chosen indices."""
+    place = jnp.where(chosen, indices, size)
+    return jnp.zeros((size,), bool).at[place].set(True, mode="drop")
+
+
+def _prompt_pages(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(whole pages, all pages) of what siblings share: a prompt without its last token, which each
+    of them decodes itself."""
+    return (lengths - 1) // PAGE, -(-(lengths - 1) // PAGE)
+
+
+def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
+    """Ready prompts that are True in (Q,) give up their pages."""
+    pages = jnp.where((prompts & s.ready)[:, None], s.prompt_pages, 0)
+    return dataclasses.replace(
+        s, refs=page_pool.release(s.refs, pages), ready=s.ready & ~prompts,
+        prompt_pages=jnp.where(prompts[:, None], 0, s.prompt_pages),
+    )  # fmt: skip
+
+
+def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
+    """Slots that are True in (B,) give up their pages; their requests get a status."""
+    pages = jnp.where(slots[:, None], s.table, 0)
+    return dataclasses.replace(
+        s, refs=page_pool.release(s.refs, pages),
+        status=s.status.at[s.rows(slots)].set(status, mode="drop"),
+        table=jnp.where(slots[:, None], 0, s.table),
+        request=jnp.where(slots, -1, s.request), cached=jnp.where(slots, 0, s.cached),
+    )  # fmt: skip
+
+
+def end(s: Schedule, slots: jax.Array) -> Schedule:
+    """The requests of slots that are True in (B,) are done."""
+    return _leave(s, slots, DONE)
+
+
+def share_prompts(s: Schedule) -> Schedule:
+    """Prompts whose pages are filled keep them while siblings wait, and no longer."""
+    prompts = s.ready.shape[0]
+    wanted = (s.status == WAITING).reshape(prompts, -1).any(axis=1)
+    s = _evict(s, s.ready & ~wanted)
+    filled = s.occupied & (s.cached >= s.prompt_lengths[s.prompt] - 1)
+    giver = _first(s.prompt, filled & wanted[s.prompt] & ~s.ready[s.prompt])
+    count = _prompt_pages(s.prompt_lengths[s.prompt])[1]
+    pages = jnp.where(jnp.arange(s.table.shape[1]) < count[:, None], s.table, 0)
+    pages = jnp.where(giver[:, None], pages, 0)
+    place = jnp.where(giver, s.prompt, prompts)
+    return dataclasses.replace(
+        s, refs=page_pool.hold(s.refs, pages),
+        prompt_pages=s.prompt_pages.at[place].set(pages, mode="drop"),
+        ready=s.ready | _mark(s.prompt, giver, prompts),
+    )  # fmt: skip
+
+
+def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
+    """Gives idle slots to waiting requests.
+
+    Each idle slot looks at one of the first waiting requests. It stays idle for a sibling whose
+    prompt another slot is filling, and where there are too few free pages: those that a request
+    needs for the tokens it has, one for each running request, and one for each that came in before.
+
+    Returns:
+      (schedule, source, target): pages to copy, (B,) int32 each, 0 to 0 for none.
+    """
+    (slots, width), prompts = s.table.shape, s.ready.shape[0]
+    idle = ~s.occupied
+    count = s.status.shape[0]
+    waiting = page_pool.first_true(s.status == WAITING, slots, otherwise=count)
+    candidate = jnp.where(idle, waiting[jnp.cumsum(idle) - 1], count)
+    real = candidate < count
+    candidate = jnp.where(real, candidate, 0)
+    prompt = candidate // s.group_size
+    filling = s.occupied & (s.cached < s.prompt_lengths[s.prompt] - 1)
+    busy = _mark(s.prompt, filling, prompts)
+    shares = s.ready[prompt]
+    eligible = real & (shares | (~busy[prompt] & _first(prompt, real)))
+
+    whole, all_shared = _prompt_pages(s.prompt_lengths[prompt])
+    first_own = jnp.where(shares, whole, 0)
+    needed = (s.lengths[candidate] - 1) // PAGE + 1 - first_own
+    taken = jnp.cumsum(jnp.where(eligible, needed + 1, 0)) - 1
+    chosen = eligible & (taken <= page_pool.count_free(s.refs) - s.occupied.sum())
+
+    page = jnp.arange(width)
+    own = (page >= first_own[:, None]) & (page < (first_own + needed)[:, None])
+    refs, pages = page_pool.allocate(s.refs, own & chosen[:, None])
+    shared = jnp.where(page < first_own[:, None], s.prompt_pages[prompt], 0)
+    shared = jnp.where(chosen[:, None], shared, 0)
+    row = pages + shared
+    partial = chosen & shares & (whole < all_shared)
+
+    def last_page(pages: jax.Array) -> jax.Array:
+        return jnp.where(partial, jnp.take_along_axis(pages, whole[:, None], axis=1)[:, 0], 0)
+
+    stuck = ~(s.occupied | chosen).any()
+    admitted = dataclasses.replace(
+        s, refs=page_pool.hold(refs, shared),
+        table=jnp.where(chosen[:, None], row, s.table),
+        request=jnp.where(chosen, candidate, s.request),
+        cached=jnp.where(chosen, jnp.where(shares, s.prompt_lengths[prompt] - 1, 0), s.cached),
+        status=jnp.where(_mark(candidate, chosen, count), RUNNING, s.status),
+    )  # fmt: skip
+    admitted = _evict(admitted, admitted.ready & stuck)
+    return admitted, last_page(s.prompt_pages[prompt]), last_page(row)
+
+
+def _needs(s: Schedule) -> jax.Array:
+    """(B,) bool: whether the token to decode falls on a page that the slot does not have yet."""
+    page = jnp.minimum(s.cached // PAGE, s.table.shape[1] - 1)
+    return s.decoding & (jnp.take_along_axis(s.table, page[:, None], axis=1)[:, 0] == 0)
+
+
+def _free_some(s: Schedule) -> Schedule:
+    """One prompt that nobody reads, or else the highest running request, gives up its pages."""
+    unread = s.ready & ~_mark(s.prompt, s.occupied, s.ready.shape[0])
+    number = jnp.arange(s.ready.shape[0])
+    victim = s.occupied & (s.request == s.request.max())
+
+    def evict(s: Schedule) -> Schedule:
+        return _evict(s, number == jnp.max(jnp.where(unread, number, -1)))
+
+    def preempt(s: Schedule) -> Schedule:
+        s = _leave(s, victim, WAITING)
+        return dataclasses.replace(s, preemptions=s.preemptions + 1)
+
+    return lax.cond(unread.any(), evict, preempt, s)
+
+
+def make_room(s: Schedule) -> Schedule:
+    """Every decoding slot has the page that its next token is stored in, or has been preempted."""
+    s = lax.while_loop(lambda s: _needs(s).sum() > page_pool.count_free(s.refs), _free_some, s)
+    need = _needs(s)
+    refs, pages = page_pool.allocate(s.refs, need)
+    page = s.cached // PAGE
+    here = need[:, None] & (jnp.arange(s.table.shape[1]) == page[:, None])
+    return dataclasses.replace(s, refs=refs, table=jnp.where(here, pages[:, None], s.table))
+
+
+def to_prefill(s: Schedule, rows: int, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """(slots (rows,), tokens (rows,) of each that are next): the first slots that must prefill; B
+    and 0 where there are fewer."""
+    slots = page_pool.first_true(s.prefilling, rows, otherwise=s.request.shape[0])
+    left = jnp.append(s.known - 1 - s.cached, 0)[slots]
+    return slots, jnp.minimum(left, chunk)
+
+
+def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
+    """So many more tokens are cached, as `to_prefill` said."""
+    return dataclasses.replace(s, cached=s.cached.at[slots].add(counts, mode="drop"))
+
+
+def decoded(s: Schedule) -> Schedule:
+    """Every decoding slot has cached its last token and drawn one more."""
+    drew = s.decoding
+    return dataclasses.replace(
+        s, cached=s.cached + drew, lengths=s.lengths.at[s.rows(drew)].add(1, mode="drop")
+    )

@@ -1,0 +1,154 @@
+"""Continuous batching draws the tokens and log-probabilities of the static sampler, bit for bit.
+
+Whoever shares the batch, whatever the slots and pages, and however often a sequence lost its pages
+and was computed anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8rl_jax import models, rollout
+from fp8rl_jax.models import least_pages
+from fp8rl_jax.quant import calibrated_scales, get_recipe
+from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
+
+EOS, PAD = 330, 329
+PROMPT, NEW, GROUP = 70, 200, 3
+DENSE = models.ModelConfig(331, 64, 64, 2, 4, 2, 16)
+EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+LATENT = models.ModelConfig(
+    331, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=16,
+)  # fmt: skip
+LENGTHS = np.int32([3, 70, 64, 65, 1])
+SETTINGS = SamplerConfig(NEW, GROUP, (EOS,), PAD)
+LEAST = least_pages(PROMPT + NEW)
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@functools.cache
+def _arguments(model=DENSE, recipe="f32") -> tuple:
+    """Of a sampler: prompts of many lengths, limits that some responses reach; others end."""
+    recipe = get_recipe(recipe)
+    params = models.init_params(model, jax.random.key(0))
+    weights = models.quantize_params(params, recipe)
+    if recipe.kv == "calibrated":
+        amax = {name: jnp.full(2, 3.0) for name in "qkv"}
+        weights = models.with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
+    rng = np.random.default_rng(0)
+    count = len(LENGTHS) * GROUP
+    limits = rng.integers(60, NEW + 1, count).astype(np.int32)
+    limits[[4, 9, 10]] = 0, NEW, 1
+    temperature = np.where(np.arange(count) % 4 == 3, 0.0, 1.0).astype(np.float32)
+    rope = tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + NEW)))
+    prompts = rng.integers(0, 300, (len(LENGTHS), PROMPT)).astype(np.int32)
+    ids = rng.permutation(100)[:count].astype(np.int32)
+    return weights, prompts, LENGTHS, jax.random.key(1), ids, temperature, limits, rope
+
+
+@functools.cache
+def _static(model=DENSE, recipe="f32"):
+    return jax.device_get(make_sampler(model, recipe, SETTINGS)(*_arguments(model, recipe)))
+
+
+@functools.cache
+def _continuous(slots: int, pages: int, model=DENSE, recipe="f32", **sizes) -> ContinuousSampler:
+    return ContinuousSampler(model, recipe, SETTINGS, Batching(slots, pages, **sizes), part=7)
+
+
+def _assert_equal(out, expected) -> None:
+    for field in ("tokens", "mask", "logprobs", "finished"):
+        found, wanted = getattr(out, field), getattr(expected, field)
+        np.testing.assert_array_equal(found, wanted, err_msg=field)
+
+
+def _count(sampler: ContinuousSampler, name: str) -> int:
+    return int(getattr(sampler.progress, name)[0])
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages", "preempted"),
+    [(4, LEAST + 1, True), _SLOW(15, 80, False), _SLOW(1, LEAST, False)],
+    ids=["too few pages", "all at once", "one at a time"],
+)
+def test_equals_the_static_sampler(slots, pages, preempted):
+    """In float32, which nothing absorbs."""
+    expected = _static()
+    assert 2 < expected.finished.sum() < 12, "some end by themselves"
+    sampler = _continuous(slots, pages)
+    _assert_equal(sampler(*_arguments()), expected)
+    assert _count(sampler, "drawn") == expected.mask.sum()
+    assert (_count(sampler, "preemptions") > 0) == preempted
+    metrics = sampler.metrics()
+    assert metrics["rollout_preemptions"] == _count(sampler, "preemptions")
+    assert metrics["rollout_slots_used"] * slots * _count(sampler, "turns") == pytest.approx(
+        expected.mask.sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        (DENSE, "fp8"), _SLOW(DENSE, "bf16"), _SLOW(DENSE, "mxfp8"), _SLOW(EXPERTS, "fp8"),
+        _SLOW(LATENT, "fp8"), _SLOW(LATENT, "f32"),
+        _SLOW(DENSE, dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)),
+        _SLOW(DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
+    ],
+    ids=["fp8", "bf16", "mxfp8", "experts", "latent", "latent f32", "calibrated", "first layer"],
+)  # fmt: skip
+def test_models_and_recipes(model, recipe):
+    """With refilled slots, shared prompts and preemptions; two pools where layers differ."""
+    sampler = _continuous(4, LEAST + 1, model, recipe, prefill_rows=2, prefill_chunk=48)
+    _assert_equal(sampler(*_arguments(model, recipe)), _static(model, recipe))
+    assert _count(sampler, "preemptions") > 0
+
+
+def test_watching():
+    """What has ended is complete when it is told, once it is told it stays, and the program is the
+    one that nobody watched."""
+    sampler, expected, told = _continuous(4, LEAST + 1), _static(), []
+    out = sampler(*_arguments(), watch=told.append)
+    _assert_equal(out, expected)
+    assert len(told) > 5 and told[-1].done.all() and not told[0].done.all()
+    for progress, following in itertools.pairwise(told):
+        assert (progress.done <= following.done).all()
+        assert following.turns[0] - progress.turns[0] <= 7
+    for progress in told:
+        for field in ("tokens", "mask", "logprobs", "finished"):
+            found, wanted = getattr(progress.rollout, field), getattr(expected, field)
+            np.testing.assert_array_equal(found[progress.done], wanted[progress.done])
+        begun = np.where(progress.rollout.mask, expected.tokens, PAD)
+        np.testing.assert_array_equal(progress.rollout.tokens, begun)
+    assert sampler._cache_size() == 1
+
+
+def test_other_requests_take_the_same_program():
+    sampler = _continuous(4, LEAST + 1)
+    weights, prompts, lengths, _, *others = _arguments()
+    sampler(weights, prompts[::-1].copy(), lengths[::-1].copy(), jax.random.key(9), *others)
+    assert sampler._cache_size() == 1
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="no taps"):
+        ContinuousSampler(
+            DENSE, "f32", dataclasses.replace(SETTINGS, taps=("logits",)), Batching(4, 80)
+        )
+    small = ContinuousSampler(DENSE, "f32", SETTINGS, Batching(4, LEAST - 1))
+    with pytest.raises(ValueError, match=f"at least {LEAST}"):
+        small(*_arguments())
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    with pytest.raises(ValueError, match="slots = 5 do not divide among 2 devices"):
+        ContinuousSampler(DENSE, "f32", SETTINGS, Batching(5, 80), mesh=mesh)
+
+
+def test_public_names():
+    assert {"Batching", "ContinuousSampler", "Progress", "Watch"} <= set(rollout.__all__)

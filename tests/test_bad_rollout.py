@@ -1,0 +1,109 @@
+"""What cannot work with continuous batching costs one sentence, before anything compiles.
+
+The commands of tests/test_bad_input.py, for `rollout.slots`, `rollout.pages` and what they exclude.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_bad_input import (
+    _assert_words,
+    _begins,
+    _count_compilations,  # noqa: F401  (fixtures of that file)
+    _place,  # noqa: F401
+    _train,
+    refused,  # noqa: F401
+    refused_fields,  # noqa: F401
+)
+
+from fp8rl_jax import checks
+from fp8rl_jax.config import load_config
+from fp8rl_jax.errors import UserError
+
+# Four responses of at most 28 tokens a step: a page each, three pages at least in a pool.
+_EXPERTS = ["model.num_experts=4", "model.moe_intermediate_size=32"]
+_REFUSED = {
+    "negative slots": (["rollout.slots=-1"], ["rollout.slots is -1", "at least 0"]),
+    "negative pages": (["rollout.pages=-1"], ["rollout.pages is -1", "at least 0"]),
+    "no chunk": (["rollout.prefill_chunk=0"], ["rollout.prefill_chunk is 0", "at least 1"]),
+    "slots in words": (["rollout.slots=many"], ["rollout.slots", "'many'", "whole number"]),
+    "more slots than responses": (
+        ["rollout.slots=5"], ["rollout.slots is 5", "4 responses", "at most 4"],
+    ),
+    "pages without slots": (
+        ["rollout.pages=9"], ["rollout.pages is 9", "set rollout.slots", "pages to 0"],
+    ),
+    "cache_slots with slots": (
+        ["rollout.slots=2", "rollout.cache_slots=28"],
+        ["rollout.cache_slots is 28", "rollout.slots", "write 0", "rollout.pages"],
+    ),
+    "columns in parts": (
+        ["rollout.slots=2", "mesh.tensor=2"],
+        ["rollout.slots is 2", "mesh.tensor 2", "mesh.tensor to 1", "rollout.slots to 0"],
+    ),
+    "routing replay": (
+        ["rollout.slots=2", "algo.routing_replay=experts", *_EXPERTS],
+        ["algo.routing_replay is 'experts'", "'none'", "rollout.slots to 0"],
+    ),
+    "a scale of the whole batch": (
+        ["rollout.slots=2", "precision.rollout=fp8_tensorwise"],
+        ["rollout.slots is 2", "'fp8_tensorwise'", "rollout.slots to 0", "such as fp8"],
+    ),
+    "too few pages": (
+        ["rollout.slots=2", "rollout.pages=2"], ["rollout.pages is 2", "at least 3", "or 0"],
+    ),
+    "too few pages for longer responses": (
+        ["rollout.slots=2", "rollout.pages=3", "rollout.max_new_tokens=64"],
+        ["rollout.pages is 3", "at least 4", "or 0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_refused(case, refused_fields):  # noqa: F811
+    fields, words = _REFUSED[case]
+    _assert_words(refused_fields(*fields), words)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["rollout.slots=4"],
+        ["rollout.slots=1", "rollout.pages=3"],
+        ["rollout.slots=2", "rollout.pages=4", "rollout.max_new_tokens=64"],
+        ["rollout.slots=2", *_EXPERTS],
+        ["rollout.prefill_chunk=1"],
+    ],
+)
+def test_the_other_side_of_a_bound(fields):
+    """Each number that a sentence advises is accepted."""
+    assert _begins(*_train("precision.self_check=False", *fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            ["rollout.slots=6"],
+            ["rollout.slots = 6", "mesh.data x mesh.fsdp = 4 devices", "multipl"],
+        ),
+        (["rollout.slots=4", "rollout.pages=14"], ["rollout.pages = 14", "4 devices", "multiple"]),
+        (
+            ["rollout.slots=4", "rollout.pages=8"],
+            ["rollout.pages is 8", "each of 4 devices", "at least 12", "or 0"],
+        ),
+    ],
+    ids=["slots", "pages", "too few pages on each"],
+)
+def test_refused_on_four_devices(fields, words):
+    """Each device has the same number of slots and pages, and room for one sequence."""
+    sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "warmup.batch_size=4"]
+
+    def check(*more: str) -> None:
+        checks.check_mesh(load_config("tiny.py", [f"--config.{s}" for s in (*sizes, *more)]), 4)
+
+    check("rollout.slots=4", "rollout.pages=12")
+    with pytest.raises(UserError) as error:
+        check(*fields)
+    assert "\n" not in str(error.value)
+    _assert_words(str(error.value), words)
