@@ -137,11 +137,11 @@ def _cost(choice: Choice) -> float:
 
 @functools.cache
 def ordinary() -> tuple[int, ...]:
-    """Numbers of seven cheap cases, one of every recipe."""
+    """Numbers of two cheap cases, of recipes that no other quick test of zero drift has."""
     order = sorted(range(len(choices())), key=lambda i: _cost(choices()[i]))
     by_recipe = {
         recipe: [i for i in order if choices()[i]["recipe"] == recipe]
-        for recipe in FACTORS["recipe"]
+        for recipe in ("blockwise", "mxfp8")
     }
     return tuple(found[0] for found in by_recipe.values())
 

@@ -77,7 +77,7 @@ def test_refused(case, refused_fields):  # noqa: F811
 )
 def test_the_other_side_of_a_bound(fields):
     """Each number that a sentence advises is accepted."""
-    assert _begins(*_train("precision.self_check=False", *fields))
+    assert _begins(*_train(*fields))
 
 
 @pytest.mark.parametrize(

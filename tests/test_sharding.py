@@ -174,7 +174,9 @@ def test_columns_equal_one_device():
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param({"recipe": "fp8", "meshes": [[1, 1, 1], [2, 4, 1]]}, id="fp8"),
+        pytest.param(
+            {"recipe": "fp8", "meshes": [[1, 1, 1], [2, 4, 1]]}, marks=pytest.mark.slow, id="fp8"
+        ),
         pytest.param(
             {"recipe": "f32", "meshes": [[1, 1, 1], [8, 1, 1], [1, 8, 1], [2, 2, 2]]},
             marks=pytest.mark.slow, id="f32",

@@ -277,7 +277,7 @@ _EXPERTS = {
 @pytest.mark.parametrize(
     "fields",
     [
-        _STATEFUL["delayed"],
+        pytest.param(_STATEFUL["delayed"], marks=pytest.mark.slow),
         pytest.param(_STATEFUL["policy of the user's"], marks=pytest.mark.slow),
         pytest.param(
             _STATEFUL["calibrated KV, FP8 attention, bf16 layers"], marks=pytest.mark.slow
@@ -314,6 +314,7 @@ def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     assert any(record["reward_std"] > 0 for record in records)
 
 
+@pytest.mark.slow
 def test_health_can_be_switched_off(whole_run, tmp_path):
     """The same run without counts: every other number is the same."""
     directory, _ = whole_run

@@ -32,7 +32,9 @@ def _assert_exact(case: Case) -> None:
     assert result.differing() == (0, 0)
 
 
-@pytest.mark.parametrize("recipe", ["f32", "fp8", pytest.param("bf16", marks=_SLOW)])
+@pytest.mark.parametrize(
+    "recipe", ["fp8", *(pytest.param(r, marks=_SLOW) for r in ("f32", "bf16"))]
+)
 def test_past_128_keys(recipe):
     """Prompts 1..40, response past 128 keys, rows in another order and number."""
     _assert_exact(Case(recipe, prompts=(1, 13, 40), group_size=1, new_tokens=100))
@@ -41,7 +43,7 @@ def test_past_128_keys(recipe):
 @pytest.mark.parametrize(
     "recipe", ["f32", *(pytest.param(r, marks=_SLOW) for r in ("bf16", "fp8"))]
 )
-@pytest.mark.parametrize("batch", [1, 17])
+@pytest.mark.parametrize("batch", [1, pytest.param(17, marks=_SLOW)])
 def test_batch_sizes(recipe, batch):
     prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
     _assert_exact(Case(recipe, prompts=prompts, group_size=1, seed=batch))
@@ -55,7 +57,9 @@ def test_batch_sizes(recipe, batch):
         pytest.param(
             Case("fp8", tied=True, kv_heads=1, temperature=0.7, top_k=20, top_p=0.9), marks=_SLOW
         ),
-        Case("f32", kv_heads=4, temperature=1.3, micro_batches=3, updates=2),
+        pytest.param(
+            Case("f32", kv_heads=4, temperature=1.3, micro_batches=3, updates=2), marks=_SLOW
+        ),
         pytest.param(Case("fp8", outliers=True, micro_batches=3, updates=2), marks=_SLOW),
     ],
     ids=["f32-cache-remat", "fp8-cache-remat", "fp8-tied-top", "f32-micro", "fp8-outliers"],
@@ -81,7 +85,7 @@ _VARIANTS = {
 }
 
 
-_QUICK = ("calibrated FP8 attention",)  # test_drift_space.py has every recipe
+_QUICK = ("calibrated FP8 attention",)  # test_drift_space.py has other recipes
 
 
 @pytest.mark.parametrize(
@@ -266,6 +270,7 @@ def test_recipes_that_differ_drift():
     assert (drift == 0).mean() < 0.05
 
 
+@_SLOW
 def test_per_tensor_activations_drift():
     """Dynamic per-tensor activation scales depend on the batch: never exact."""
     result = run(Case("fp8_tensorwise"))
@@ -286,6 +291,7 @@ def test_one_planted_ulp_is_seen():
     assert 0 < np.abs(result.rollout_logp - result.learner_logp).max() < 1e-4
 
 
+@_SLOW
 def test_one_planted_fp8_code_is_seen():
     """One FP8 code of one weight, moved to its neighbour, shows."""
 

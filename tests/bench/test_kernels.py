@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.bench import attention_checks, gradient_checks, kernel_times, kernels
 from fp8rl_jax.bench import kernel_checks as checks
 from fp8rl_jax.bench import kernel_shapes as shapes
-from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case, Matrix
 from fp8rl_jax.kernels import block_matmul
@@ -380,10 +380,17 @@ def test_table_and_targets():
 _ONE = ["bench", "kernels", "--models=smollm2_135m", "--rows=64", "--quick"]
 
 
+def _few_attention_checks(monkeypatch):
+    """One of each kind; tests/test_gpu_check.py has them all."""
+    for module in (attention_checks, gradient_checks):
+        monkeypatch.setattr(module, "CASES", [c for c in module.CASES if c.kind == "float32"])
+
+
 def test_command(tmp_path, monkeypatch, capsys):
     """Off a GPU: the reference is checked, the rest is named, the file is whole."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "ROWS", (1, 7, 300))
+    _few_attention_checks(monkeypatch)
     assert cli.run([*_ONE, "--out=deep/down"]) == 0
     output, error = capsys.readouterr()
     assert "no GPU: the kernels are not checked" in output and "not measured" in output
@@ -402,6 +409,7 @@ def test_command_with_a_wrong_kernel(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checks, "block_matmul", _swapped)
     monkeypatch.setattr(checks, "ROWS", (1, 64))
     monkeypatch.setattr(shapes, "target_cases", list)
+    _few_attention_checks(monkeypatch)
     assert cli.run([*_ONE, f"--out={tmp_path}"]) == 1
     assert "FAILED float64: fp8" in capsys.readouterr().err
     assert not json.loads((tmp_path / "kernels.json").read_text())["ok"]

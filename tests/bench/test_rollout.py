@@ -46,7 +46,7 @@ def test_long_tail():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", ["bf16", "fp8"])
+@pytest.mark.parametrize("case", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_ways_sample_what_one_big_batch_does(way, case):
     """Tokens, masks and log-probabilities, bit for bit, with responses of different lengths."""
     recipe = CASES[case]()
@@ -69,11 +69,11 @@ def test_static_takes_whole_batches():
 
 def test_result():
     """A row of each case, cell and way; tokens are those that were sampled; ratios and table."""
-    plan = Plan([2], [5], [6], [1, 2], ("fp8", "bf16"), ("full", "long_tail"), (), repeats=1)
+    plan = Plan([2], [5], [6], [2], ("fp8", "bf16"), ("full", "long_tail"), (), repeats=1)
     result = bench_rollout.bench({"tiny": _MODEL}, plan, lambda text: None)
     json.dumps(result)
-    assert len(result["full"]) == 2 * 2
-    assert len(result["long_tail"]) == 2 * 2 * len(WAYS)
+    assert len(result["full"]) == 2
+    assert len(result["long_tail"]) == 2 * len(WAYS)
     for row in result["full"]:
         assert row["tokens"] == row["batch"] * row["new"]
         assert len(row["seconds"]) == 1
@@ -84,7 +84,7 @@ def test_result():
         assert row["samples"] == bench_rollout.QUEUE * row["batch"]
         assert row["tokens"] == long_tail(row["samples"], row["new"]).sum()
     assert {row["over_first_way"] for row in result["long_tail"] if row["way"] == "static"} == {1}
-    assert [row["over_first"] for row in result["full"] if row["case"] == "fp8"] == [1.0] * 2
+    assert [row["over_first"] for row in result["full"] if row["case"] == "fp8"] == [1.0]
     text = bench_rollout.format_table(result)
     assert "bf16 static" in text and "batch 2, 5+6, group 2" in text and "emulated" in text
 

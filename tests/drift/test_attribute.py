@@ -91,6 +91,7 @@ def _programs(*overrides: str) -> Programs:
     return drift_faults.programs(drift_faults.Fault(overrides))
 
 
+@pytest.mark.slow
 def test_nothing_differs():
     """Log-probabilities, logits and every value of every layer have equal bits."""
     result = analyse(_programs())

@@ -73,8 +73,14 @@ def _runtime(*overrides: str):
     "overrides",
     [
         (),
-        ("precision.rollout=fp8_delayed", "precision.learner=fp8_delayed"),
-        ("precision.first_layers_bf16=1", "precision.kv_cache=fp8_calibrated"),
+        pytest.param(
+            ("precision.rollout=fp8_delayed", "precision.learner=fp8_delayed"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("precision.first_layers_bf16=1", "precision.kv_cache=fp8_calibrated"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fp8", "delayed", "first layer and calibrated"],
 )

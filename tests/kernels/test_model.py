@@ -81,7 +81,7 @@ def _rollout(config, recipe, weights, rope):
 @pytest.mark.parametrize(
     ("name", "more", "attention"),
     [
-        pytest.param("f32", {}, "strict", id="f32"),
+        pytest.param("f32", {}, "strict", id="f32", marks=pytest.mark.slow),
         pytest.param("fp8", _EXPERTS, "strict", id="fp8 experts"),
         pytest.param("bf16", {}, "fast", id="bf16, fast attention", marks=pytest.mark.slow),
         pytest.param("bf16", {}, "strict", id="bf16", marks=pytest.mark.slow),
@@ -163,7 +163,14 @@ def test_continuous_batching():
     ("more", "changes", "before", "after"),
     [
         pytest.param({}, {}, 7, 1, id="dense"),
-        pytest.param({}, dict(bf16_modules=("[kv]_proj", "up_proj")), 4, 1, id="some in bf16"),
+        pytest.param(
+            {},
+            dict(bf16_modules=("[kv]_proj", "up_proj")),
+            4,
+            1,
+            id="some in bf16",
+            marks=pytest.mark.slow,
+        ),
         # Left: o_proj and the two products by head of both layers, and what the experts sorted.
         pytest.param(_LATENT, {}, 21, 9, id="latent", marks=pytest.mark.slow),
     ],

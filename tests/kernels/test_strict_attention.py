@@ -122,7 +122,13 @@ def _decode(operands, scales, position, slots=37, **more):
     )
 
 
-@pytest.mark.parametrize("kind", ["float32", "bf16", "fp8", "fp8 one scale"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp8",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("float32", "bf16", "fp8 one scale")),
+    ],
+)
 def test_decode_equals_learner_at_every_border(kind, interpreted):
     """A learner's queries all at once, in whole splits; a decode step's one, in its own program."""
     operands, scales = _case(kind, max(LENGTHS), heads=1)

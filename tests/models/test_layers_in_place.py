@@ -37,7 +37,7 @@ _LATENT = dict(
         pytest.param("bf16", {}, id="bf16"),
         pytest.param("fp8_delayed", {}, id="states"),  # cut out: each layer has a state beside it
         pytest.param("fp8", _EXPERTS, id="experts"),
-        pytest.param("fp8", _LATENT, id="latent"),
+        pytest.param("fp8", _LATENT, id="latent", marks=pytest.mark.slow),
     ],
 )
 def test_forward(monkeypatch, recipe, more):

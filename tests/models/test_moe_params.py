@@ -195,6 +195,7 @@ def test_health_counts_every_expert():
 # States of scaling policies.
 
 
+@pytest.mark.slow
 def test_every_expert_has_states_of_its_own():
     """Delayed scaling: an expert's weights have their own amax, and so have its rows."""
     states = jax.device_get(init_scaling(_params(), "fp8_delayed"))
