@@ -18,6 +18,8 @@ multiplied there; FP8 is emulated and never faster than float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +29,8 @@ KV_CHUNK = 64
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
 _UNROLL_K = 8  # blocks of K; above it a loop: compile time and memory, the same bits
-_UNROLL_KV = 4  # chunks of keys, likewise
+_UNROLL_KV = 4  # chunks of keys, likewise, if there are
+_FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
 _GUARD = -3.4e38
 
 
@@ -162,11 +165,13 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x * (scale[..., None] if scale.ndim else scale)
 
 
-def _by_head(x: jax.Array | None) -> jax.Array | None:
-    """(B, S, Hkv, ...) -> (B, Hkv, whole chunks of S, ...); one number, or none, as it is."""
+def _by_head(x: jax.Array | None, chunks: int) -> jax.Array | None:
+    """(B, S, Hkv, ...) -> (B, Hkv, so many chunks of S, ...); one number, or none, as it is."""
     if x is None or not x.ndim:
         return x
-    return jnp.moveaxis(pad_to(x, 1, KV_CHUNK), 1, 2)
+    missing = chunks * KV_CHUNK - x.shape[1]
+    x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+    return jnp.moveaxis(x, 1, 2)
 
 
 def _read_page(
@@ -242,84 +247,92 @@ def attention(
     k, v = as_bytes(k), as_bytes(v)
     if q_rope is not None and k_rope is not None:
         q_rope = by_kv_head(q_rope)
+    chunks = -(-k.shape[1] // KV_CHUNK) if table is None else table.shape[1]
+    at_once = chunks if chunks <= _UNROLL_KV else _UNROLL_KV if rows <= _FEW_QUERIES else 1
+    steps = -(-chunks // at_once)
     if table is None:
-        k, v, k_scale, v_scale, k_rope = map(_by_head, (k, v, k_scale, v_scale, k_rope))
-        chunks = k.shape[2] // KV_CHUNK
+        k, v, k_scale, v_scale, k_rope = (
+            _by_head(x, steps * at_once) for x in (k, v, k_scale, v_scale, k_rope)
+        )
     else:
-        chunks = table.shape[1]
+        table = pad_to(table, 1, at_once)
 
-    def take(x: jax.Array, chunk: int | jax.Array, dtype=jnp.float32) -> jax.Array:
-        """A chunk of slots, (B, Hkv, KV_CHUNK, ...) float32."""
+    def take(x: jax.Array, step: int | jax.Array, dtype=jnp.float32) -> jax.Array:
+        """The chunks of a step, (B, Hkv, at_once * KV_CHUNK, ...) float32."""
         if table is None:
-            part = lax.dynamic_slice_in_dim(x, chunk * KV_CHUNK, KV_CHUNK, 2)
+            part = lax.dynamic_slice_in_dim(x, step * at_once * KV_CHUNK, at_once * KV_CHUNK, 2)
         else:
-            part = _read_page(x, table, positions.max(axis=1), chunk)
+            last = positions.max(axis=1)
+            pages = [_read_page(x, table, last, step * at_once + i) for i in range(at_once)]
+            part = jnp.concatenate(pages, axis=2)
         return from_bytes(part, dtype).astype(jnp.float32)
 
-    def scale_of(x: jax.Array, chunk: int | jax.Array) -> jax.Array:
-        """Scales of a chunk of slots, to broadcast over (B, Hkv, rows, KV_CHUNK)."""
-        return take(x, chunk)[:, :, None, :] if x.ndim else x
+    def scale_of(x: jax.Array, step: int | jax.Array) -> jax.Array:
+        """Scales of a step's slots, to broadcast over (B, Hkv, rows, slots)."""
+        return take(x, step)[:, :, None, :] if x.ndim else x
 
     def similar(left: jax.Array, right: jax.Array) -> jax.Array:
-        """Scalar products of queries and a chunk of keys, features in blocks of 128."""
-        total = None
+        """Scalar products of queries and keys, features in blocks of 128.
+
+        Keys lie feature by feature: XLA:CPU multiplies a few rows by such a matrix several times
+        faster, with the same bits.
+        """
+        right, total = right.swapaxes(2, 3), None
         for start in range(0, left.shape[3], K_BLOCK):
-            parts = (
-                lax.slice_in_dim(x, start, min(start + K_BLOCK, x.shape[3]), axis=3)
-                for x in (left, right)
-            )
+            stop = min(start + K_BLOCK, left.shape[3])
             product = lax.dot_general(
-                *parts, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-            )
+                left[..., start:stop], right[:, :, start:stop], (((3,), (2,)), ((0, 1), (0, 1))),
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
             total = product if total is None else total + product
         return total
 
-    def scores(chunk: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         multiplier = jnp.float32(scale)
         if k_scale is not None:
-            multiplier = scale_of(k_scale, chunk) * multiplier
+            multiplier = scale_of(k_scale, step) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
-        score = guard(similar(q, take(k, chunk, stored)) * multiplier)
+        score = guard(similar(q, take(k, step, stored)) * multiplier)
         if k_rope is not None:
             score = score + guard(
-                similar(q_rope, take(k_rope, chunk, k_rope.dtype)) * jnp.float32(scale)
+                similar(q_rope, take(k_rope, step, k_rope.dtype)) * jnp.float32(scale)
             )
-        slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
+        slot = step * at_once * KV_CHUNK + jnp.arange(at_once * KV_CHUNK)
         mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
         return jnp.where(mask, score, jnp.float32(-1e30)), mask
 
-    def summands(chunk: int | jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        score, mask = scores(chunk)
+    def by_chunk(x: jax.Array, axis: int) -> jax.Array:
+        """An axis of slots as (at_once, KV_CHUNK)."""
+        return x.reshape(*x.shape[:axis], at_once, KV_CHUNK, *x.shape[axis + 1 :])
+
+    def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`sums` and those of a step's chunks, one after the other."""
+        score, mask = scores(step)
         weight = jnp.where(mask, jnp.exp(score - top[..., None]), 0.0)
-        weight_sum = weight.sum(-1)
+        weight_sums = by_chunk(weight, 3).sum(-1)
         if v_scale is not None:
-            weight = weight * scale_of(v_scale, chunk)
-        value = lax.dot_general(
-            weight, take(v, chunk, stored), (((3,), (2,)), ((0, 1), (0, 1))),
-            preferred_element_type=jnp.float32,
+            weight = weight * scale_of(v_scale, step)
+        values = lax.dot_general(
+            by_chunk(weight, 3), by_chunk(take(v, step, stored), 2),
+            (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32,
         )  # fmt: skip
-        return weight_sum, value
+        for chunk in range(at_once):
+            new = weight_sums[..., chunk], values[:, :, chunk]
+            sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])
+        return sums
 
     top = scores(0)[0].max(-1)
-    visible = chunks
-    if table is not None:  # tables are as wide as the longest sequence may become
-        visible = jnp.minimum(positions.max() // KV_CHUNK + 1, chunks)
-    if chunks <= _UNROLL_KV:
-        for chunk in range(1, chunks):
-            top = jnp.maximum(top, scores(chunk)[0].max(-1))
-        total, out = summands(0, top)
-        for chunk in range(1, chunks):
-            weight_sum, value = summands(chunk, top)
-            total, out = total + weight_sum, out + value
-    else:
-        top = lax.fori_loop(1, visible, lambda c, m: jnp.maximum(m, scores(c)[0].max(-1)), top)
-
-        def add(chunk: jax.Array, sums: tuple[jax.Array, jax.Array]):
-            weight_sum, value = summands(chunk, top)
-            return sums[0] + weight_sum, sums[1] + value
-
-        total, out = lax.fori_loop(1, visible, add, summands(0, top))
+    if steps > 1:
+        visible: int | jax.Array = steps
+        if table is not None:  # tables are as wide as the longest sequence may become
+            visible = jnp.minimum(positions.max() // (at_once * KV_CHUNK) + 1, steps)
+        top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, scores(i)[0].max(-1)), top)
+    total, out = add(0, None, top)
+    if steps > 1:
+        total, out = lax.fori_loop(
+            1, visible, lambda step, sums: add(step, sums, top), (total, out)
+        )
     out = (out / total[..., None])[:, :, :rows]
     out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, -1)

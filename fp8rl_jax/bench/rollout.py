@@ -55,7 +55,10 @@ CASES: dict[str, Callable[[], Recipe]] = {
     "fp8_kv": lambda: dataclasses.replace(get_recipe("bf16"), name="fp8_kv", kv="dynamic"),
     "fp8": lambda: get_recipe("fp8"),
 }
-_QWEN3 = dict(head_dim=64, rope_theta=1e6, tie_word_embeddings=True)
+# A tied embedding of standard deviation 1 would make the last token the next one, always.
+_QWEN3 = dict(
+    head_dim=64, rope_theta=1e6, tie_word_embeddings=True, embedding_init_std=0.02
+)  # fmt: skip
 # Qwen3's rules in sizes that two CPU cores decode: 4,459,264 and 29,369,856 parameters.
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3_4p5m": dict(

@@ -12,7 +12,7 @@ from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
-from fp8rl_jax.models.kv_cache import after_layer, layer_cache
+from fp8rl_jax.models.kv_cache import layer_cache
 from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, gives_rows, linear
 from fp8rl_jax.models.taps import tap
@@ -32,20 +32,20 @@ class DecoderLayer(nn.Module):
     tensor: int = 1
 
     @nn.compact
-    def __call__(self, carried, cached, scales, positions, cos, sin, valid):
+    def __call__(self, carried, place, scales, positions, cos, sin, valid):
         """One step of a scan over layers.
 
         Args:
-          carried: (x (B, T, D), pool of pages or None).
-          cached: this layer's entry of `kv_cache.by_layer`.
+          carried: (x (B, T, D), the cache of all layers or None).
+          place: this layer's entry of `kv_cache.by_layer`.
           scales: this layer's calibrated KV scales, or None.
           positions, cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
-          (carried, (cached, aux)) with the new values.
+          (carried, aux) with the new values.
         """
-        x, pool = carried
-        cache = layer_cache(cached, pool)
+        x, stored = carried
+        cache = layer_cache(stored, place)
         config, recipe, tensor = self.config, self.recipe, self.tensor
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         quantise = gives_rows(self, recipe)
@@ -79,9 +79,8 @@ class DecoderLayer(nn.Module):
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        pool, cached = after_layer(cache)
         aux = tensor_parallel.combine(aux) if tensor_parallel.inside() else aux
-        return (x, pool), (cached, aux)
+        return (x, None if cache is None else cache.stored), aux
 
 
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:

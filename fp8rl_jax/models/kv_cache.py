@@ -9,11 +9,11 @@ both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes
 from fp8rl_jax.models.config import ModelConfig
@@ -78,29 +78,41 @@ class LayerCache:
     """What attention of one layer reads and writes.
 
     Attributes:
-      stored: arrays (B, S, ...) of this layer; with a table (L * P, PAGE, ...), of all layers.
-      table: (B, N) int32, this layer's pages; None for rows of slots.
+      stored: arrays (B, S, ...) of this layer, or of all layers: (L, B, S, ...) with `layer`,
+        (L * P, PAGE, ...) with a table.
+      layer: () int32, this layer's rows.
+      table: (B, N) int32, this layer's pages.
     """
 
     stored: Stored
+    layer: jax.Array | None = None
     table: jax.Array | None = None
 
     def write(self, new: Stored, positions: jax.Array) -> LayerCache:
         """With `new` (B, T, ...) at `positions` (B, T)."""
-        if self.table is None:
-            place = jnp.arange(positions.shape[0])[:, None], positions
-        else:
+        place: tuple[jax.Array, ...]
+        if self.table is not None:
             place = jnp.take_along_axis(self.table, positions // PAGE, axis=1), positions % PAGE
+        else:
+            assert self.layer is not None
+            place = self.layer, jnp.arange(positions.shape[0])[:, None], positions
 
         def put(old: jax.Array, x: jax.Array) -> jax.Array:
             return old.at[place].set(as_bytes(x))
 
-        return LayerCache(jax.tree.map(put, self.stored, new), self.table)
+        return dataclasses.replace(self, stored=jax.tree.map(put, self.stored, new))
 
     @property
     def numbers(self) -> Stored:
-        """`stored` in the types of its numbers."""
-        return jax.tree.map(lambda x: from_bytes(x, _NUMBERS.get(x.dtype, x.dtype)), self.stored)
+        """What attention reads: (B, S, ...), or (L * P, PAGE, ...) with a table, in the types of
+        its numbers."""
+
+        def read(x: jax.Array) -> jax.Array:
+            if self.layer is not None:
+                x = lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+            return from_bytes(x, _NUMBERS.get(x.dtype, x.dtype))
+
+        return jax.tree.map(read, self.stored)
 
 
 @flax.struct.dataclass
@@ -157,41 +169,24 @@ class PagedCache:
         return first[:, None, None] + self.table
 
 
-# A scan over layers hands rows of slots in and out layer by layer. It carries a pool along, so that
-# a step writes into it where it lies.
+# A scan over layers carries the cache of all of them along, so that a step writes into it where it
+# lies; handed in and out layer by layer it would be copied twice a token.
 
 
-def layer_cache(cached: Any, pool: Stored | None) -> LayerCache | None:
-    """What a layer reads, from its entry of `by_layer` and the pool that is carried, if any."""
-    if pool is not None:
-        return LayerCache(pool, cached)
-    return None if cached is None else LayerCache(cached)
-
-
-def after_layer(cache: LayerCache | None) -> tuple[Stored | None, Stored | None]:
-    """(pool, stored) of a layer's cache: what is carried on, or what is this layer's own."""
-    if cache is None:
-        return None, None
-    return (cache.stored, None) if cache.table is not None else (None, cache.stored)
+def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
+    """What a layer reads, from what is carried and its entry of `by_layer`."""
+    if stored is None or place is None:
+        return None
+    return LayerCache(stored, table=place) if place.ndim else LayerCache(stored, place)
 
 
 def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """(pool, entries of each layer) of one run of so many layers."""
+    """(what is carried, where each layer finds its part) of one run of so many layers."""
     if cache is None:
         return None, None
     if isinstance(cache, PagedCache):
         return cache.runs[run], cache.tables(layers)
-    return None, cache.runs[run]
-
-
-def with_runs(
-    cache: KVCache | PagedCache | None, found: list[tuple[Any, Any]]
-) -> KVCache | PagedCache | None:
-    """`cache` after all runs, from the pool and the entries of each."""
-    if cache is None:
-        return None
-    kept = (pool if isinstance(cache, PagedCache) else stored for pool, stored in found)
-    return dataclasses.replace(cache, runs=tuple(kept))
+    return cache.runs[run], jnp.arange(layers, dtype=jnp.int32)
 
 
 def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Stored:

@@ -6,6 +6,7 @@ and rotary tables are arguments; the new cache is part of the result.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
-from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer, with_runs
+from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
@@ -88,26 +89,28 @@ class Transformer(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         table = replicate(self.param("embed_tokens", init, shape))
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
-        caches, auxes = [], []
+        stored_runs, auxes = [], []
         for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
             settings = (
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK,
                 self.collect_health, self.collect_amax, self.collect_load, self.tensor,
             )  # fmt: skip
-            pool, cached = by_layer(cache, index, run.span.stop - run.span.start)
+            stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
-            arguments = ((x, pool), cached, scales, positions, cos, sin, valid)
+            arguments = ((x, stored), places, scales, positions, cos, sin, valid)
             if cache is not None and self._reads_in_place(run.recipe):
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
-                (x, pool), (cached, aux) = _scan_in_place(layer, stack[run.name], *arguments)
+                (x, stored), aux = _scan_in_place(layer, stack[run.name], *arguments)
             else:
-                (x, pool), (cached, aux) = self._scan(settings, run)(*arguments)
-            caches.append((pool, cached))
+                (x, stored), aux = self._scan(settings, run)(*arguments)
+            stored_runs.append(stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
-        return x, with_runs(cache, caches), _join(auxes)
+        if cache is not None:
+            cache = dataclasses.replace(cache, runs=tuple(stored_runs))
+        return x, cache, _join(auxes)
 
     def _scan(self, settings: tuple, run: Run) -> nn.Module:
         """The layers of a run as a module over stacked parameters."""
@@ -129,7 +132,7 @@ class Transformer(nn.Module):
         return not watched and resolve(recipe.kernels) != "reference"
 
 
-def _scan_in_place(layer: DecoderLayer, stack, carried, cached, scales, *others):
+def _scan_in_place(layer: DecoderLayer, stack, carried, places, scales, *others):
     """`Transformer._scan` of a forward pass whose linear layers stay in their stack (`LayerOf`).
 
     Arguments and result are those of the scanned module, with its parameters in front.
@@ -142,14 +145,14 @@ def _scan_in_place(layer: DecoderLayer, stack, carried, cached, scales, *others)
         return take_layer(leaf, index)
 
     def step(carried, scanned):
-        index, cached, scales = scanned
+        index, place, scales = scanned
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: one(path, leaf, index), stack, is_leaf=is_weight
         )
-        return layer.apply({"params": params}, carried, cached, scales, *others)
+        return layer.apply({"params": params}, carried, place, scales, *others)
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), cached, scales))
+    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), places, scales))
 
 
 def _join(auxes: list[dict]) -> dict:
