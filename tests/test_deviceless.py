@@ -29,17 +29,22 @@ def _small(monkeypatch):
     monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 8, "train": 8})
 
 
-def test_decode_step():
-    """No product but the kernels', and no copy of the weights.
+def test_decode_step(monkeypatch):
+    """No product but the kernels', and no copy of the weights or of the cache.
 
-    A layer has 14 launches: seven products, attention, four norms and the gate, and o_proj's
+    A layer has 15 launches: seven products, attention in two, four norms and the gate, and o_proj's
     quantisation; the other inputs are quantised in passing.
     """
+    monkeypatch.setattr(aot_h200, "SLOTS", 2048)
     programs = aot_h200.Programs("qwen3_0p6b", deviceless.h200_mesh({}), layers=2)
-    text = programs.decode().compile().as_text()
+    compiled = programs.decode().compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    cache = 2 * 2 * 8 * 2048 * 8 * (128 + 4)  # layers, K and V, sequences, slots, heads
+    assert memory.alias_size_in_bytes > cache, "the given cache's memory is the result's"
+    assert memory.temp_size_in_bytes < 0.75 * cache, "one of the two layers, and the logits"
     found = deviceless.products(text)
     assert set(found) == {"triton_kernel_call"}
-    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 14
+    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 15
     assert not deviceless.collectives(text)
     copied = [
         line for line in text.splitlines()
@@ -53,8 +58,7 @@ def test_decode_step():
 def test_continuous_batching_keeps_its_pool_where_it_lies(monkeypatch):
     """The whole loop: no product but the kernels', and nothing that makes a second pool.
 
-    A layer has 15 launches in a decode step, those above and one that joins attention's splits, and
-    as many in a chunk of prefill.
+    A layer has 15 launches in a decode step, those above, and as many in a chunk of prefill.
     """
     monkeypatch.setattr(aot_h200, "SLOTS", 1024)
     monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 64})
