@@ -41,7 +41,7 @@ def test_decode_step(monkeypatch):
     text, memory = compiled.as_text(), compiled.memory_analysis()
     cache = 2 * 2 * 8 * 2048 * 8 * (128 + 4)  # layers, K and V, sequences, slots, heads
     assert memory.alias_size_in_bytes > cache, "the given cache's memory is the result's"
-    assert memory.temp_size_in_bytes < 0.75 * cache, "one of the two layers, and the logits"
+    assert memory.temp_size_in_bytes < 0.2 * cache, "the logits, above all"
     found = deviceless.products(text)
     assert set(found) == {"triton_kernel_call"}
     assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 15

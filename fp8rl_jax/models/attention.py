@@ -44,7 +44,10 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
 def _attend(
     recipe: Recipe, query, cache: LayerCache, positions, scales: Scales | None, scale: float
 ) -> jax.Array:
-    (q, q_scale), kv = query, cache.numbers
+    q, q_scale = query
+    if q.shape[1] == 1 and kernels.resolve(recipe.kernels) != "reference":
+        cache = cache.in_pages()
+    kv = cache.numbers
     assert isinstance(kv, StoredKV)
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(

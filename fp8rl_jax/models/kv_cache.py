@@ -102,6 +102,20 @@ class LayerCache:
 
         return dataclasses.replace(self, stored=jax.tree.map(put, self.stored, new))
 
+    def in_pages(self) -> LayerCache:
+        """The same in pages, where rows are whole pages; else as it is.
+
+        A kernel reads pages where they lie; rows of one layer would be cut out for it.
+        """
+        batch, slots = jax.tree.leaves(self.stored)[0].shape[1:3]
+        if self.layer is None or slots % PAGE:
+            return self
+        count = slots // PAGE
+        row = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
+        table = row[:, None] * count + jnp.arange(count, dtype=jnp.int32)
+        pages = jax.tree.map(lambda x: x.reshape(-1, PAGE, *x.shape[3:]), self.stored)
+        return LayerCache(pages, table=table)
+
     @property
     def numbers(self) -> Stored:
         """What attention reads: (B, S, ...), or (L * P, PAGE, ...) with a table, in the types of

@@ -56,6 +56,8 @@ def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
 
 
 def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: float) -> jax.Array:
+    if q.shape[1] == 1 and kernels.resolve(recipe.kernels) != "reference":
+        cache = cache.in_pages()
     stored = cache.numbers
     assert isinstance(stored, StoredLatent)
     latent = stored.latent[:, :, None]

@@ -22,6 +22,7 @@ from jax import lax
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
+    PAGE,
     KVCache,
     ModelConfig,
     forward,
@@ -31,6 +32,7 @@ from fp8rl_jax.models import (
     inverse_temperature,
     logprobs_of_logits,
     output_head,
+    pages_of,
     scaled_logits,
     tensor_parallel,
     widen_linears,
@@ -53,7 +55,7 @@ class SamplerConfig:
       pad_id: token that fills the slots after the end.
       top_k: 0 for all tokens.
       top_p: 1.0 for all tokens.
-      cache_slots: slots per sequence; 0 for prompt length + R.
+      cache_slots: slots per sequence, of which there are whole pages; 0 for prompt length + R.
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
     """
 
@@ -223,6 +225,7 @@ class Loop:
                 f"the cache has {slots} slots for prompts of {prompt_slots} and responses of "
                 f"{slots_new}; give at least {prompt_slots + slots_new}"
             )
+        slots = PAGE * pages_of(slots)
         batch = prompts.shape[0] * sampler.group_size
         cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots)
         prefill = forward(

@@ -18,6 +18,7 @@ from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention
 from fp8rl_jax.models import PAGE, forward, init_cache, init_paged_cache
 from fp8rl_jax.models.attention import self_attention
+from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.quant import get_recipe, quantize_kv
 
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
@@ -130,3 +131,33 @@ def test_the_whole_forward(model, recipe):
         np.testing.assert_array_equal(one.hidden, other.hidden)
         rows, paged = one.cache, other.cache
     assert paged.slots == 192 and jax.tree.leaves(paged.runs)[0].shape[0] == 18
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
+def test_rows_read_as_pages(recipe_name):
+    """What a kernel is given in the place of one layer's rows: the same numbers, nothing moved."""
+    recipe = get_recipe(recipe_name)
+    rng = np.random.default_rng(0)
+    config = models.ModelConfig(97, 64, 64, 3, _HEADS, _KV, _DIM)
+    (stored,) = init_cache(config, recipe, 2, 3 * PAGE).runs
+    k, v = (jnp.asarray(rng.standard_normal((2, 150, _KV, _DIM)), jnp.bfloat16) for _ in "kv")
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe) for x in (k, v))
+    positions = jnp.broadcast_to(jnp.arange(150), (2, 150))
+    new = StoredKV(k, v, k_scale, v_scale)
+    cache = LayerCache(stored, jnp.int32(1)).write(new, positions)
+    q = jnp.asarray(rng.standard_normal((2, 1, _HEADS, _DIM)), jnp.bfloat16)
+
+    def attend(cache: LayerCache) -> np.ndarray:
+        kv = cache.numbers
+        out = attention(
+            q, kv.k, kv.v, jnp.asarray([[149], [70]]), scale=0.2, k_scale=kv.k_scale,
+            v_scale=kv.v_scale, table=cache.table,
+        )  # fmt: skip
+        return np.asarray(out)
+
+    pages = cache.in_pages()
+    assert pages.table.tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert np.abs(attend(cache)).max() > 0.1
+    np.testing.assert_array_equal(attend(pages), attend(cache))
+    (ragged,) = init_cache(config, recipe, 2, 3 * PAGE - 1).runs
+    assert LayerCache(ragged, jnp.int32(1)).in_pages().table is None
