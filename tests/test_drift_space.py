@@ -11,13 +11,13 @@ from drift_harness import run
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(i, marks=[] if i in drift_space.ordinary() else pytest.mark.slow)
+        pytest.param(i, marks=[] if i == drift_space.ordinary() else pytest.mark.slow)
         for i in range(len(drift_space.choices()))
     ],
 )
 def test_space(number):
     """Pairs of everything: recipe, KV, experts, heads, widths, sampling, lengths, updates, ..."""
-    quick = number in drift_space.ordinary()
+    quick = number == drift_space.ordinary()
     result = run(drift_space.case_of(drift_space.choices()[number], tap_logits=quick))
     assert result.rollout_logp.size and np.isfinite(result.rollout_logp).all()
     assert result.checksum_ok
@@ -29,4 +29,3 @@ def test_the_space_is_covered():
     covered = set().union(*(drift_space._pairs(choice) for choice in drift_space.choices()))
     assert covered >= drift_space.all_pairs()
     assert len(drift_space.choices()) <= 60
-    assert len(drift_space.ordinary()) == 2

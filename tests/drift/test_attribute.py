@@ -113,6 +113,7 @@ def test_nothing_differs_with_experts():
     assert {row["op"] for row in result["operations"]} >= {*_OF_EXPERTS, "residual_mlp"}
 
 
+@pytest.mark.slow
 def test_a_difference_without_effect_is_said():
     """An embedding row of a token that never occurs differs: no log-probability does."""
     programs = _programs()
