@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import flags
 
@@ -74,11 +75,16 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def unwritable(command: str, directory: str | pathlib.Path, error: OSError) -> UserError:
-    return UserError(
-        f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
-        "name another directory"
-    )
+@contextlib.contextmanager
+def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
+    """Within it an OSError becomes the sentence that nothing can be written to `directory`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
+            "name another directory"
+        ) from None
 
 
 def writable(command: str, directory: str) -> pathlib.Path:
@@ -88,10 +94,8 @@ def writable(command: str, directory: str) -> pathlib.Path:
       UserError: nothing can be written to it.
     """
     path = pathlib.Path(directory)
-    try:
+    with writing(command, directory):
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise unwritable(command, directory, error) from None
     return path

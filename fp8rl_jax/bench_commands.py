@@ -10,8 +10,8 @@ from fp8rl_jax.arguments import (
     note,
     parse,
     read_config,
-    unwritable,
     writable,
+    writing,
 )
 from fp8rl_jax.errors import UserError
 
@@ -83,10 +83,8 @@ def _gemm_error(arguments: Sequence[str]) -> int:
 
     result = gemm_errors(recipes, note=note)
     print(format_table(result))
-    try:
+    with writing(command, values.out):
         paths = write_gemm_errors(result, directory)
-    except OSError as error:
-        raise unwritable(command, values.out, error) from None
     print(*paths, sep="\n")
     return 0
 
@@ -123,10 +121,9 @@ def _kernels(arguments: Sequence[str]) -> int:
 
     result = bench(models, rows, values.quick, note)
     print(format_table(result))
-    try:
-        print(write(result, directory))
-    except OSError as error:
-        raise unwritable(command, values.out, error) from None
+    with writing(command, values.out):
+        path = write(result, directory)
+    print(path)
     return 0 if result["ok"] else 1
 
 
@@ -179,10 +176,9 @@ def _rollout(arguments: Sequence[str]) -> int:
     directory = writable(command, values.out)
     result = rollout.bench(models, plan, note)
     print(rollout.format_table(result))
-    try:
-        print(rollout.write(result, directory))
-    except OSError as error:
-        raise unwritable(command, values.out, error) from None
+    with writing(command, values.out):
+        path = rollout.write(result, directory)
+    print(path)
     return 0
 
 

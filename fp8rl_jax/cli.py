@@ -18,8 +18,8 @@ from fp8rl_jax.arguments import (
     note,
     parse,
     read_config,
-    unwritable,
     writable,
+    writing,
 )
 from fp8rl_jax.bench_commands import bench
 from fp8rl_jax.errors import NonFiniteError, UserError
@@ -152,10 +152,8 @@ def _drift(arguments: Sequence[str]) -> int:
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
-    try:
+    with writing("drift", directory):
         paths = write_analysis(result, directory)
-    except OSError as error:
-        raise unwritable("drift", directory, error) from None
     print(*paths, sep="\n")
     largest = result["headline"]["train_rollout_logprob_abs_diff_max"]
     if values.fail_above is not None and not largest <= values.fail_above:

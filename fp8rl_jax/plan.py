@@ -30,7 +30,7 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.rollout import Loop
+from fp8rl_jax.rollout import Batching, Loop
 
 _USABLE = 0.92  # of a device's memory: fragments, and what the driver and other programs hold
 _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
@@ -187,8 +187,7 @@ def plan_rollout(
     mesh: Mesh | AbstractMesh,
     *,
     prompt_tokens: int,
-    slots: int,
-    prefill_tokens: int,
+    batching: Batching,
     memory: int | None,
     reference: bool = False,
 ) -> RolloutPlan:
@@ -199,15 +198,16 @@ def plan_rollout(
       learner_recipe: for the train state.
       mesh: a Mesh, or an AbstractMesh of devices that are not there.
       prompt_tokens: prompt slots.
-      slots: of this device.
-      prefill_tokens: of a turn, of one prompt.
+      batching: sizes of all devices together; its pages are not read.
       memory: bytes of a device, or None.
       reference: whether a reference policy is there too (algo.kl_coef).
     """
+    slots = batching.slots // mesh.size
+    prefill_tokens = batching.prefill_rows * min(batching.prefill_chunk, prompt_tokens)
     return RolloutPlan(
         weights=weight_bytes(loop, learner_recipe),
         train_state=train_bytes(loop.model, learner_recipe, mesh, reference),
-        workspace=workspace_bytes(loop, slots, min(prefill_tokens, prompt_tokens)),
+        workspace=workspace_bytes(loop, slots, prefill_tokens),
         page=page_bytes(loop.model, loop.recipe),
         memory=memory,
         tokens=prompt_tokens + loop.sampler.max_new_tokens,

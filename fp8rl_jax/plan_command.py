@@ -96,8 +96,7 @@ def plan_config(
         on_gpu = dataclasses.replace(recipe, kernels="triton")
         return plan_rollout(
             Loop(model, on_gpu, sampler), learner, mesh,
-            prompt_tokens=rollout.max_prompt_tokens, slots=slots // mesh.size,
-            prefill_tokens=sizes.prefill_rows * sizes.prefill_chunk, memory=memory,
+            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
             reference=config.algo.kl_coef > 0,
         )  # fmt: skip
 
@@ -163,8 +162,7 @@ def describe_allocation(found: ConfigPlan) -> str:
     rollout, own, devices = found.config.rollout, found.own, found.mesh.size
     planned = own.pages
     if not rollout.slots:
-        slots = rollout.cache_slots or own.tokens
-        cache = found.samples * slots * own.page // PAGE
+        cache = found.samples * pages_of(rollout.cache_slots or own.tokens) * own.page
         return (
             f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
             f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "

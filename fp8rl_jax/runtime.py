@@ -226,8 +226,7 @@ class Runtime:
             return sizes
         plan = plan_rollout(
             Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
-            prompt_tokens=rollout.max_prompt_tokens, slots=rollout.slots // devices,
-            prefill_tokens=sizes.prefill_rows * sizes.prefill_chunk, memory=device_memory(),
+            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
             reference=self.config.algo.kl_coef > 0,
         )  # fmt: skip
         return dataclasses.replace(sizes, pages=plan.pages * devices)

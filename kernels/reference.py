@@ -166,12 +166,11 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _by_head(x: jax.Array | None, chunks: int) -> jax.Array | None:
-    """(B, S, Hkv, ...) -> (B, Hkv, so many chunks of S, ...); one number, or none, as it is."""
+    """(B, S, Hkv, ...) -> (B, Hkv, a multiple of so many chunks of S, ...); one number, or none, as
+    it is."""
     if x is None or not x.ndim:
         return x
-    missing = chunks * KV_CHUNK - x.shape[1]
-    x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
-    return jnp.moveaxis(x, 1, 2)
+    return jnp.moveaxis(pad_to(x, 1, chunks * KV_CHUNK), 1, 2)
 
 
 def _read_page(
@@ -252,7 +251,7 @@ def attention(
     steps = -(-chunks // at_once)
     if table is None:
         k, v, k_scale, v_scale, k_rope = (
-            _by_head(x, steps * at_once) for x in (k, v, k_scale, v_scale, k_rope)
+            _by_head(x, at_once) for x in (k, v, k_scale, v_scale, k_rope)
         )
     else:
         table = pad_to(table, 1, at_once)

@@ -174,7 +174,7 @@ def test_a_run_allocates_the_plan(tiny, monkeypatch):
     def plan(mesh, slots: int, memory: int) -> RolloutPlan:
         return plan_rollout(
             Loop(tiny.model, tiny.rollout_recipe, settings), tiny.learner_recipe, mesh,
-            prompt_tokens=36, slots=slots, prefill_tokens=64, memory=memory,
+            prompt_tokens=36, batching=Batching(slots * mesh.size, 1), memory=memory,
         )  # fmt: skip
 
     for spare in (100, 5):

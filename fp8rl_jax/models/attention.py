@@ -45,8 +45,7 @@ def _attend(
     recipe: Recipe, query, cache: LayerCache, positions, scales: Scales | None, scale: float
 ) -> jax.Array:
     q, q_scale = query
-    if q.shape[1] == 1 and kernels.resolve(recipe.kernels) != "reference":
-        cache = cache.in_pages()
+    cache = cache.as_read(recipe.kernels, q.shape[1])
     kv = cache.numbers
     assert isinstance(kv, StoredKV)
     k_scale, v_scale = _scales(kv, scales)

@@ -9,13 +9,14 @@ both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes
+from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.quant import Recipe
@@ -59,11 +60,12 @@ class StoredLatent:
 Stored = StoredKV | StoredLatent
 _BITS = {jnp.dtype(E4M3): jnp.uint8, jnp.dtype(jnp.bfloat16): jnp.uint16}
 _NUMBERS = {jnp.dtype(bits): number for number, bits in _BITS.items()}
+_Count = TypeVar("_Count", int, jax.Array)
 PAGE = KV_CHUNK  # slots of a page: attention reads one at a time
 
 
-def pages_of(tokens: int) -> int:
-    """Pages of a sequence of at most so many tokens."""
+def pages_of(tokens: _Count) -> _Count:
+    """Pages of a sequence of at most so many tokens; of one number or an array of them."""
     return -(-tokens // PAGE)
 
 
@@ -115,6 +117,11 @@ class LayerCache:
         table = row[:, None] * count + jnp.arange(count, dtype=jnp.int32)
         pages = jax.tree.map(lambda x: x.reshape(-1, PAGE, *x.shape[3:]), self.stored)
         return LayerCache(pages, table=table)
+
+    def as_read(self, implementation: str, queries: int) -> LayerCache:
+        """The same as attention by `implementation` reads it: for a kernel's decode, in pages."""
+        by_kernel = resolve(implementation) != "reference"
+        return self.in_pages() if by_kernel and queries == 1 else self
 
     @property
     def numbers(self) -> Stored:

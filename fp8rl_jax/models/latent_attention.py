@@ -56,8 +56,7 @@ def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
 
 
 def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: float) -> jax.Array:
-    if q.shape[1] == 1 and kernels.resolve(recipe.kernels) != "reference":
-        cache = cache.in_pages()
+    cache = cache.as_read(recipe.kernels, q.shape[1])
     stored = cache.numbers
     assert isinstance(stored, StoredLatent)
     latent = stored.latent[:, :, None]

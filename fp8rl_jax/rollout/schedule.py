@@ -125,7 +125,7 @@ def _mark(indices: jax.Array, chosen: jax.Array, size: int) -> jax.Array:
 def _prompt_pages(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(whole pages, all pages) of what siblings share: a prompt without its last token, which each
     of them decodes itself."""
-    return (lengths - 1) // PAGE, -(-(lengths - 1) // PAGE)
+    return (lengths - 1) // PAGE, pages_of(lengths - 1)
 
 
 def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
