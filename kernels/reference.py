@@ -28,7 +28,8 @@ K_BLOCK = 128
 KV_CHUNK = 64
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
-_UNROLL_K = 8  # blocks of K; above it a loop: compile time and memory, the same bits
+_MIN_QUERIES = 2  # of a kv head in attention, likewise; more would be zeros that decoding pays for
+_UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
 _UNROLL_KV = 4  # chunks of keys, likewise, if there are
 _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
 _GUARD = -3.4e38
@@ -232,16 +233,16 @@ def attention(
     rows = queries * groups
 
     def by_kv_head(x: jax.Array) -> jax.Array:
-        """(B, T, H, n) -> (B, Hkv, T * groups, n), at least 8 rows."""
+        """(B, T, H, n) -> (B, Hkv, T * groups, n), at least 2 rows."""
         x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
         x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, -1)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, max(_MIN_ROWS - rows, 0)), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, 0), (0, max(_MIN_QUERIES - rows, 0)), (0, 0)))
 
     q = by_kv_head(q)
     if q_scale is not None and q_scale.ndim:
         q_scale = by_kv_head(q_scale[..., None])
     mask_rows = jnp.repeat(positions, groups, axis=1)
-    mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_ROWS - rows, 0))))
+    mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_QUERIES - rows, 0))))
     stored = k.dtype
     k, v = as_bytes(k), as_bytes(v)
     if q_rope is not None and k_rope is not None:

@@ -77,6 +77,7 @@ def test_time_limit_of_a_section(monkeypatch):
     assert gpu_check._outcomes(outcomes[:1], -1.0)[0], "finished, if late"
 
 
+@pytest.mark.slow
 def test_whole_programs_do_not_drift(monkeypatch):
     """Section (f): on a CPU the learner's log-probabilities are the sampler's, bit for bit."""
     monkeypatch.setattr(whole_programs, "PROMPTS", 2)

@@ -45,7 +45,9 @@ def test_long_tail():
     np.testing.assert_array_equal(lengths, long_tail(20_000, 128))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[] if w == "continuous" else pytest.mark.slow) for w in WAYS]
+)
 @pytest.mark.parametrize("case", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_ways_sample_what_one_big_batch_does(way, case):
     """Tokens, masks and log-probabilities, bit for bit, with responses of different lengths."""

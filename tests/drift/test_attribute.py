@@ -17,16 +17,9 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, tap_names
 from fp8rl_jax.quant import get_recipe
 
-_QUICK = ("bf16 learner",)
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow)
-        for name in drift_faults.FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drift_faults.FAULTS)
 def test_planted_fault_is_named(name):
     """Each of them is named, with the layer and a sentence that helps; or it has no effect here."""
     fault = drift_faults.FAULTS[name]

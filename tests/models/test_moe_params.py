@@ -141,7 +141,7 @@ def _train_step(recipe):
     return jax.device_get(exact_jit(step)(_params(), *_inputs()))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "f32"])
+@pytest.mark.parametrize("recipe", [pytest.param("fp8", marks=pytest.mark.slow), "f32"])
 def test_three_forms_give_the_same_bits(recipe):
     """Raw masters, rollout weights, and masters paired with weights under a gradient."""
     program = exact_jit(

@@ -87,9 +87,9 @@ def test_bits(fused, remat):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    "input_layernorm/output", pytest.param("gated", marks=pytest.mark.slow),
-    pytest.param("self_attn/q_proj/input", marks=pytest.mark.slow),
+    "input_layernorm/output", "gated", "self_attn/q_proj/input",
 ])  # fmt: skip
 def test_swapped_values_are_read(fused, name):
     """What a swap puts in the place of a value reaches the products behind it."""
