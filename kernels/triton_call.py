@@ -23,6 +23,7 @@ from fp8rl_jax.kernels.reference import pad_to
 
 HOPPER = 90
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
+_PTX = 90  # of CUDA 13.0, JAX's oldest; Triton writes its own assembler's, which may be newer
 
 
 def per_load(dtype) -> int:
@@ -87,7 +88,8 @@ def triton_call(
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     keywords: dict[str, Any]
     if version >= (0, 4):
-        keywords = {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
+        options = {"enable_fp_fusion": False, "ptx_version": _PTX}
+        keywords = {"out_type": out, "backend_options": options}
     else:
         keywords = {"out_shape": out, "enable_fp_fusion": False}
     results = library.triton_call(

@@ -228,9 +228,15 @@ def test_gradients_over_latents_are_not_kernels():
     assert "triton_kernel_call" not in products(text) and "700x700" not in text
 
 
+def _devices():
+    """Four along 'data'; Auto is not every JAX version's default."""
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((4,), ("data",), axis_types=auto)
+
+
 def test_attention_under_shard_map():
     """Each device's own sequences; typed so, which shard_map checks."""
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = _devices()
     spec = jax.sharding.PartitionSpec("data")
 
     def f(*arguments):
@@ -241,7 +247,7 @@ def test_attention_under_shard_map():
 
 
 def test_gradients_under_shard_map():
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = _devices()
     spec = jax.sharding.PartitionSpec("data")
 
     def f(*arguments):

@@ -17,7 +17,14 @@ def _same_bits(a, b):
     np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
 
 
-@pytest.mark.parametrize("k", [64, 128, 300, 1024, 1280])
+def test_repeat_last():
+    """As numpy repeats, whatever stands beside: what is not finite stays where it is."""
+    x = np.float32([[[1.5, np.nan, 3e38]], [[np.inf, 0.1, 2**-126]]])
+    found = np.asarray(exact_jit(reference.repeat_last, static_argnums=1)(x, 5))
+    np.testing.assert_array_equal(found, np.repeat(x, 5, axis=-1))
+
+
+@pytest.mark.parametrize("k", [64, 128, 300, 1024, 2304])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_matmul_against_float64(k, scaled):
     rng = np.random.default_rng(k)
@@ -34,7 +41,7 @@ def test_matmul_against_float64(k, scaled):
     np.testing.assert_allclose(y, x64 @ w64, rtol=0, atol=2e-5 * np.sqrt(k))
 
 
-@pytest.mark.parametrize("k", [300, 2048])
+@pytest.mark.parametrize("k", [300, 2304])
 def test_matmul_rows_are_independent(k):
     """Row 0 has the same bits among 1, 3, 8, 100 and 1000 rows."""
     rng = np.random.default_rng(0)
