@@ -140,7 +140,7 @@ _EXPERTS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[] if name == "fp8" else pytest.mark.slow)
+        pytest.param(case, id=name, marks=[] if name == "f32" else pytest.mark.slow)
         for name, case in _EXPERTS.items()
     ],
 )

@@ -94,13 +94,14 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (DENSE, "fp8"), _SLOW(DENSE, "bf16"), _SLOW(DENSE, "mxfp8"), _SLOW(EXPERTS, "fp8"),
-        _SLOW(LATENT, "fp8"), _SLOW(LATENT, "f32"),
-        _SLOW(DENSE, dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)),
-        _SLOW(DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
+        (DENSE, "fp8"), (DENSE, "bf16"), (DENSE, "mxfp8"), (EXPERTS, "fp8"), (LATENT, "fp8"),
+        (LATENT, "f32"),
+        (DENSE, dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)),
+        (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
     ],
     ids=["fp8", "bf16", "mxfp8", "experts", "latent", "latent f32", "calibrated", "first layer"],
 )  # fmt: skip
