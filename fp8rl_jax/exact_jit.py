@@ -1,14 +1,14 @@
 """`exact_jit`: the one helper that makes every top-level jit of the program.
 
-On CPU, XLA's YNNPACK fusions choose kernels by the number of rows, which is the largest source of
-drift between a decode step and a train step; they are switched off here, per compilation. Options
-cannot be set inside another jit (JAX raises), so nothing within the library calls `jax.jit` with
-options but this. Eager calls and other people's jits carry no zero-drift promise.
+On CPU, XLA's fusions by YNNPACK choose kernels by the number of rows, which is the largest source
+of drift between a decode step and a train step. Here it gets lone products alone, and of its
+kernels those that agree (kernels/cpu_products.py), per compilation. Options cannot be set inside
+another jit (JAX raises), so nothing within the library calls `jax.jit` with options but this. Eager
+calls and other people's jits carry no zero-drift promise.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -16,30 +16,12 @@ from collections.abc import Callable
 import jax
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.kernels.cpu_products import compiler_options
 
-_NO_YNN_FUSION = {"xla_cpu_experimental_ynn_fusion_type": ""}
 _FAST_MATH = re.compile(
     r"--(xla_(?:cpu|gpu)_(?:enable_fast_math|enable_fast_min_max))"
     r"(?:=(\S*))?(?=\s|$)"
 )
-
-
-@functools.cache
-def compiler_options() -> dict[str, str]:
-    """Options that the zero-drift promise needs on this platform.
-
-    The name of the CPU option belongs to jaxlib 0.10 and 0.11, so it is probed: where jaxlib does
-    not know it, compiling a trivial program with it fails, and it is left out.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=_NO_YNN_FUSION).lower(0).compile()
-    except Exception as error:  # jaxlib raises different types for an unknown option
-        if "xla_cpu_experimental_ynn_fusion_type" not in str(error):
-            raise
-        return {}
-    return dict(_NO_YNN_FUSION)
 
 
 def exact_jit(fun: Callable, **kwargs) -> Callable:

@@ -153,9 +153,9 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int) -> int:
     """An upper estimate of a turn's temporary bytes.
 
     Decode: float32 logits, scaled, with noise, in order of size and as weights of the log-softmax.
-    Prefill: some rows of the widest layer in float32, and the experts' copies of each token. Where
-    weights are widened, also what jnp makes of a layer: its matrices in float32, the embedding, and
-    a page of every slot's keys and values.
+    Prefill: some rows of the widest layer in float32, and the experts' copies of each token. On a
+    CPU also what XLA's products read: a layer's matrices, the embedding turned around, and a page
+    of every slot's keys and values in float32.
     """
     model = loop.model
     copies = model.num_experts_per_tok if model.num_experts else 1
@@ -166,7 +166,7 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int) -> int:
     logits = 7 * slots * model.vocab_size
     rows = 4 * max(prefill_tokens, slots) * width
     made = 0
-    if loop.converts:
+    if loop.on_cpu:
         params = _param_shapes(model)
         stacks = (params[name] for name in (DENSE_STACK, STACK) if name in params)
         made = max(sum(x.size // x.shape[0] for x in jax.tree.leaves(s)) for s in stacks)

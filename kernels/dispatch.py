@@ -98,22 +98,26 @@ def attention(
     implementation: str = "auto",
     fast: bool = False,
     table: jax.Array | None = None,
+    keys_by_feature: bool = False,
     **keywords,
 ) -> jax.Array:
     """`reference.attention` by the implementation of choice; its arguments and result.
 
     `implementation` is one of `IMPLEMENTATIONS`. With `fast` several queries go by `fast_attention`
     where kernels multiply, unless the cache lies in pages; one query, and the reference, are the
-    same as without.
+    same as without. Only the reference reads keys by feature.
     """
 
     def kernel(arrays, table, keywords):
+        assert not keys_by_feature
         if fast and table is None and arrays[0].shape[1] > 1:
             return fast_attention.attention(*arrays, scale=scale, **keywords)[0]
         return strict_attention.attention(*arrays, scale=scale, table=table, **keywords)
 
     def plain(arrays, table, keywords):
-        return reference.attention(*arrays, scale=scale, table=table, **keywords)
+        return reference.attention(
+            *arrays, scale=scale, table=table, keys_by_feature=keys_by_feature, **keywords
+        )
 
     scale = keywords.pop("scale")
     return choose(implementation, kernel, plain, arrays, table, keywords)

@@ -5,15 +5,15 @@ decodes a few rows at a time and the learner scores whole sequences; XLA's own d
 choose their order of summation by shape, so the two would differ in the last bits. Here the order
 is part of the definition:
 
-* `block_matmul`: the contraction is cut into blocks of exactly 128; each block gives a float32
-  partial (one dot of K = 128, whose bits were measured not to depend on the number of rows or of
-  threads), which is multiplied by its scales and added in ascending order.
+* `block_matmul`: the contraction is cut into blocks of 128, of up to 512 where bf16 is multiplied
+  without scales; each block gives a float32 partial in an order that cpu_products.py defines, which
+  is multiplied by its scales and added in ascending order.
 * `attention`: keys are cut into chunks of 64 cache slots; the maximum runs over everything (exact
   in any order), the sums run chunk by chunk in ascending order, and a masked chunk adds exactly
   zero. So a longer cache, or more queries at a time, changes nothing.
 
-Not done here: speed on a GPU. On CPU FP8 operands are upcast to float32, which is exact, and
-multiplied there; FP8 is emulated and never faster than float32.
+Not done here: speed on a GPU. On a CPU FP8 operands are converted to bf16, which is exact, and
+multiplied there; FP8 is emulated and never faster than bf16.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, in_bf16, product
 
 K_BLOCK = 128
 KV_CHUNK = 64
@@ -122,6 +124,7 @@ def block_matmul(
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
 
+    A product of bf16 or FP8 operands may have other bits than one of the same numbers in float32.
     The scheme (a float32 partial per 128 of K, scaled, then added) is that of DeepSeek-V3,
     arXiv:2412.19437, section 3.3.2.
     """
@@ -138,25 +141,23 @@ def block_matmul(
     rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
     if rhs_scale is not None:
         rhs_scale = pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
-    blocks = lhs.shape[1] // K_BLOCK
+    depth = K_BLOCK
+    if lhs_scale is None and rhs_scale is None and in_bf16(lhs_dtype, rhs_dtype):
+        depth = max(d for d in range(K_BLOCK, BF16_DEPTH + 1, K_BLOCK) if lhs.shape[1] % d == 0)
+    blocks = lhs.shape[1] // depth
 
     def partial(block: int | jax.Array) -> jax.Array:
-        start = block * K_BLOCK
-        left = lax.dynamic_slice_in_dim(lhs, start, K_BLOCK, 1)
-        right = lax.dynamic_slice_in_dim(rhs, start, K_BLOCK, 0)
-        product = lax.dot_general(
-            from_bytes(left, lhs_dtype).astype(jnp.float32),
-            from_bytes(right, rhs_dtype).astype(jnp.float32),
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        start = block * depth
+        left = lax.dynamic_slice_in_dim(lhs, start, depth, 1)
+        right = lax.dynamic_slice_in_dim(rhs, start, depth, 0)
+        partial_sum = product(from_bytes(left, lhs_dtype), from_bytes(right, rhs_dtype))
         scale = None
         if lhs_scale is not None:
             scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
         if rhs_scale is not None:
             right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
             scale = right_scale if scale is None else scale * right_scale
-        return product if scale is None else guard(product * scale)
+        return partial_sum if scale is None else guard(partial_sum * scale)
 
     total = partial(0)
     if blocks <= _UNROLL_K:
@@ -190,9 +191,14 @@ def _by_head(x: jax.Array | None, chunks: int) -> jax.Array | None:
 
 
 def _read_page(
-    x: jax.Array, table: jax.Array, last: jax.Array, chunk: int | jax.Array
+    x: jax.Array,
+    table: jax.Array,
+    last: jax.Array,
+    chunk: int | jax.Array,
+    by_feature: bool = False,
 ) -> jax.Array:
-    """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...).
+    """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...); with
+    `by_feature` (B, Hkv, Dh, KV_CHUNK) out of (P, Hkv, Dh, KV_CHUNK).
 
     Zeros behind each sequence's last position (B,): a page may hold what its former owner left,
     and 0 * NaN is NaN. A table entry of no visible slot is not read, so it may be anything.
@@ -201,7 +207,10 @@ def _read_page(
     page = jnp.where(chunk * KV_CHUNK <= last, page, table[:, 0])
     slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
     there = (slot[None, :] <= last[:, None])[:, None]
-    part = jnp.moveaxis(x.at[page].get(mode="clip"), 1, 2)
+    part = x.at[page].get(mode="clip")
+    if by_feature:
+        return jnp.where(there[:, :, None], part, 0)
+    part = jnp.moveaxis(part, 1, 2)
     return jnp.where(there[..., None] if part.ndim == 4 else there, part, 0)
 
 
@@ -218,6 +227,7 @@ def attention(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
+    keys_by_feature: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
 
@@ -238,12 +248,14 @@ def attention(
       table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
         and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
         None for a cache of (B, S). Entries behind a sequence's position are never read.
+      keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table, S a multiple of 64:
+        as products read it, where decoding would turn all keys around for every token.
 
     Returns:
       (B, T, H, Dv) float32.
     """
     batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
+    kv_heads, slots = v.shape[2], v.shape[1]
     groups = heads // kv_heads
     rows = queries * groups
 
@@ -262,13 +274,12 @@ def attention(
     k, v = as_bytes(k), as_bytes(v)
     if q_rope is not None and k_rope is not None:
         q_rope = by_kv_head(q_rope)
-    chunks = -(-k.shape[1] // KV_CHUNK) if table is None else table.shape[1]
+    chunks = -(-slots // KV_CHUNK) if table is None else table.shape[1]
     at_once = chunks if chunks <= _UNROLL_KV else _UNROLL_KV if rows <= _FEW_QUERIES else 1
     steps = -(-chunks // at_once)
     if table is None:
-        k, v, k_scale, v_scale, k_rope = (
-            _by_head(x, at_once) for x in (k, v, k_scale, v_scale, k_rope)
-        )
+        v, k_scale, v_scale, k_rope = (_by_head(x, at_once) for x in (v, k_scale, v_scale, k_rope))
+        k = pad_to(k, 3, at_once * KV_CHUNK) if keys_by_feature else _by_head(k, at_once)
     else:
         table = pad_to(table, 1, at_once)
 
@@ -282,17 +293,30 @@ def attention(
             part = jnp.concatenate(pages, axis=2)
         return from_bytes(part, dtype).astype(jnp.float32)
 
+    def take_keys(step: int | jax.Array) -> jax.Array:
+        """The keys of a step, feature by feature: (B, Hkv, Dh, at_once * KV_CHUNK) float32.
+
+        XLA:CPU multiplies a few rows by such a matrix several times faster, with the same bits.
+        """
+        if not keys_by_feature:
+            return take(k, step, stored).swapaxes(2, 3)
+        if table is None:
+            width = at_once * KV_CHUNK
+            part = lax.dynamic_slice_in_dim(k, step * width, width, 3)
+        else:
+            last = positions.max(axis=1)
+            chunks = (step * at_once + i for i in range(at_once))
+            pages = [_read_page(k, table, last, chunk, by_feature=True) for chunk in chunks]
+            part = jnp.concatenate(pages, axis=3)
+        return from_bytes(part, stored).astype(jnp.float32)
+
     def scale_of(x: jax.Array, step: int | jax.Array) -> jax.Array:
         """Scales of a step's slots, to broadcast over (B, Hkv, rows, slots)."""
         return take(x, step)[:, :, None, :] if x.ndim else x
 
     def similar(left: jax.Array, right: jax.Array) -> jax.Array:
-        """Scalar products of queries and keys, features in blocks of 128.
-
-        Keys lie feature by feature: XLA:CPU multiplies a few rows by such a matrix several times
-        faster, with the same bits.
-        """
-        right, total = right.swapaxes(2, 3), None
+        """Scalar products of queries and keys (B, Hkv, Dh, slots), features in blocks of 128."""
+        total = None
         for start in range(0, left.shape[3], K_BLOCK):
             stop = min(start + K_BLOCK, left.shape[3])
             product = lax.dot_general(
@@ -308,11 +332,10 @@ def attention(
             multiplier = scale_of(k_scale, step) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
-        score = guard(similar(q, take(k, step, stored)) * multiplier)
+        score = guard(similar(q, take_keys(step)) * multiplier)
         if k_rope is not None:
-            score = score + guard(
-                similar(q_rope, take(k_rope, step, k_rope.dtype)) * jnp.float32(scale)
-            )
+            rope = take(k_rope, step, k_rope.dtype).swapaxes(2, 3)
+            score = score + guard(similar(q_rope, rope) * jnp.float32(scale))
         slot = step * at_once * KV_CHUNK + jnp.arange(at_once * KV_CHUNK)
         mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
         return jnp.where(mask, score, jnp.float32(-1e30)), mask

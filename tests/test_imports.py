@@ -26,7 +26,7 @@ _PROGRAM = {
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "exact_jit": set(),
+    "exact_jit": {"kernels"},
     "user_code": set(),
     "version": set(),
     "kernels": set(),

@@ -69,6 +69,7 @@ def naive_attention(
     implementation: str = "auto",
     fast: bool = False,
     table: jax.Array | None = None,
+    keys_by_feature: bool = False,
 ) -> jax.Array:
     """`kernels.attention` as one softmax; arguments and result are the same."""
     del implementation, fast
@@ -83,7 +84,8 @@ def naive_attention(
         return x if s is None else x * (s[..., None] if s.ndim else s)
 
     batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = v.shape[2]
+    k = jnp.moveaxis(k, 3, 1) if keys_by_feature else k
     q = dequantised(q, q_scale)
     k, v = dequantised(rows(k), rows(k_scale)), dequantised(rows(v), rows(v_scale))
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)

@@ -6,7 +6,7 @@ are medians of the ratios within a repetition. A response has its full length, n
 prefill is part of the time; compilation is not. With response lengths from `long_tail`, the ways of
 sampling more sequences than slots are timed instead, `QUEUE` sequences a slot.
 
-On a CPU FP8 is emulated: operands are converted to float32 and multiplied there.
+On a CPU FP8 is emulated: operands are converted to bf16 and multiplied there.
 
 Not done: several devices. A config gives the model's shape alone.
 """

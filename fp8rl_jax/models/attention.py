@@ -52,7 +52,7 @@ def _attend(
     return kernels.attention(
         q, kv.k, kv.v, positions, scale=scale, table=cache.table,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, implementation=recipe.kernels,
-        fast=recipe.attention_kernel == "fast",
+        fast=recipe.attention_kernel == "fast", keys_by_feature=kv.keys_by_feature,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeVar
 
 import flax.struct
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.quant import Recipe
@@ -33,12 +35,14 @@ class StoredKV:
       k, v: (L, B, S, Hkv, Dh) E4M3 under an FP8 recipe, else the compute dtype.
       k_scale, v_scale: (L, B, S, Hkv) float32 with one scale per (token, kv head); None when k and
         v are not quantised, or when their scales are calibrated (arguments of `forward`).
+      keys_by_feature: whether k is (L, B, Hkv, Dh, S) instead, as products in jnp read it.
     """
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+    keys_by_feature: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass
@@ -99,17 +103,20 @@ class LayerCache:
             assert self.layer is not None
             place = self.layer, jnp.arange(positions.shape[0])[:, None], positions
 
-        def put(old: jax.Array, x: jax.Array) -> jax.Array:
-            return old.at[place].set(as_bytes(x))
+        *row, slot = place
 
-        return dataclasses.replace(self, stored=jax.tree.map(put, self.stored, new))
+        def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
+            between = (slice(None),) * 2 * slots_last  # heads and features
+            return old.at[(*row, *between, slot)].set(as_bytes(x))
+
+        return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 
     def in_pages(self) -> LayerCache:
         """The same in pages, where rows are whole pages; else as it is.
 
         A kernel reads pages where they lie; rows of one layer would be cut out for it.
         """
-        batch, slots = jax.tree.leaves(self.stored)[0].shape[1:3]
+        batch, slots = _leading(self.stored).shape[1:3]
         if self.layer is None or slots % PAGE:
             return self
         count = slots // PAGE
@@ -136,6 +143,23 @@ class LayerCache:
         return jax.tree.map(read, self.stored)
 
 
+def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
+    """``function(x, slots_last, *arrays of the others)`` of every array x of `stored`.
+
+    Slots are the last axis of keys by feature, otherwise the one behind (L, B), or behind pages.
+    """
+    arrays, tree = jax.tree.flatten(stored)
+    keys = stored.k if isinstance(stored, StoredKV) and stored.keys_by_feature else None
+    beside = (jax.tree.leaves(other) for other in others)
+    found = [function(x, x is keys, *ys) for x, *ys in zip(arrays, *beside, strict=True)]
+    return jax.tree.unflatten(tree, found)
+
+
+def _leading(stored: Stored) -> jax.Array:
+    """An array of `stored` whose slots follow (L, B), or pages."""
+    return stored.v if isinstance(stored, StoredKV) else stored.latent
+
+
 @flax.struct.dataclass
 class KVCache:
     """What every layer has stored, one entry per run of layers under one recipe.
@@ -149,7 +173,7 @@ class KVCache:
     @property
     def slots(self) -> int:
         """Tokens that a sequence may have."""
-        return jax.tree.leaves(self.runs[0])[0].shape[2]
+        return _leading(self.runs[0]).shape[2]
 
     def repeat(self, count: int) -> KVCache:
         """Every sequence `count` times in a row, along the batch axis."""
@@ -158,11 +182,11 @@ class KVCache:
     def grow(self, slots: int) -> KVCache:
         """The cache with `slots` more empty slots."""
 
-        def pad(x: jax.Array) -> jax.Array:
-            widths = [(0, 0), (0, 0), (0, slots)] + [(0, 0)] * (x.ndim - 3)
-            return jnp.pad(x, widths)
+        def pad(x: jax.Array, slots_last: bool) -> jax.Array:
+            grown = x.ndim - 1 if slots_last else 2
+            return jnp.pad(x, [(0, slots if axis == grown else 0) for axis in range(x.ndim)])
 
-        return jax.tree.map(pad, self)
+        return KVCache(tuple(_by_array(pad, stored) for stored in self.runs))
 
 
 @flax.struct.dataclass
@@ -223,8 +247,12 @@ def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Store
         return StoredLatent(zeros(dtype, config.kv_lora_rank), scale, rope)
     heads = config.num_key_value_heads
     scale = zeros(jnp.float32, heads) if recipe.kv == "dynamic" else None
-    k, v = (zeros(dtype, heads, config.head_dim) for _ in "kv")
-    return StoredKV(k, v, scale, scale)
+    v = zeros(dtype, heads, config.head_dim)
+    if resolve(recipe.kernels) != "reference" or tensor_parallel.size() > 1:
+        return StoredKV(zeros(dtype, heads, config.head_dim), v, scale, scale)
+    *first, slots = shape
+    k = jnp.zeros((*first, heads, config.head_dim, slots), v.dtype)
+    return StoredKV(k, v, scale, scale, keys_by_feature=True)
 
 
 def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:

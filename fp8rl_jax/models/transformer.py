@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
@@ -98,7 +97,7 @@ class Transformer(nn.Module):
             stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
             arguments = ((x, stored), places, scales, positions, cos, sin, valid)
-            if cache is not None and self._reads_in_place(run.recipe):
+            if cache is not None and not self._watched():
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 (x, stored), aux = _scan_in_place(layer, stack[run.name], *arguments)
             else:
@@ -125,11 +124,10 @@ class Transformer(nn.Module):
             check_constancy_invariants=not tensor_parallel.inside(),
         )(*settings, name=run.name)
 
-    def _reads_in_place(self, recipe: Recipe) -> bool:
-        """Whether kernels read a rollout's layers in their stack. Taps and swaps take the scan
-        over modules, which knows them; the bits are the same."""
-        watched = self.is_mutable_collection(TAPS) or SWAPS in self.variables
-        return not watched and resolve(recipe.kernels) != "reference"
+    def _watched(self) -> bool:
+        """Whether there are taps or swaps. They take the scan over modules, which knows them; the
+        bits are the same."""
+        return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
 
 def _scan_in_place(layer: DecoderLayer, stack, carried, places, scales, *others):

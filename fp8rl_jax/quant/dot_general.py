@@ -59,7 +59,6 @@ from fp8rl_jax.quant.weights import (
     plain_value,
     quantize_weight,
 )
-from fp8rl_jax.quant.widened import Widened
 
 
 @jax.custom_jvp
@@ -182,9 +181,6 @@ def matmul(
     product takes it instead of quantising x again. It gets no gradient: x does, and wgrad's operand
     is made from x.
     """
-    if isinstance(w, Widened):
-        assert recipe.activation is None
-        return _multiply(recipe, _gathered(compute_value(x, recipe), gather), w.value, dtype)
     if isinstance(w, LayerOf):
         if gather is None and grouped_kernels.applies(recipe):
             operands = share(x, w, rows)
@@ -439,7 +435,7 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         height = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | Widened | BoundWeight | LayerOf):
+        if not isinstance(rhs, QArray | BoundWeight | LayerOf):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix

@@ -2,8 +2,7 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `Widened` is a rollout's bf16 weight on a CPU, a `LayerOf` names a layer of a stack that
-a GPU kernel reads in place. All give the same bits on one platform.
+trained, a `LayerOf` names a layer of a rollout's stack. All give the same bits on one platform.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import FLOAT32, Recipe
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling, quantize_operand
-from fp8rl_jax.quant.widened import Widened
 
 
 @functools.partial(
@@ -66,7 +64,8 @@ class LayerOf:
     """One layer of stacked weights, named and not cut out. For forward passes alone.
 
     Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
-    traffic of a decode step, whose time is the reading of weights.
+    traffic of a decode step, whose time is the reading of weights. On a CPU it is cut out, as bits
+    (`take_layer`): a scan would cut bf16 out through float32.
 
     Attributes:
       stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray.
@@ -89,7 +88,7 @@ class LayerOf:
         return take_layer(self.stack, self.layer)
 
 
-Weight = jax.Array | QArray | Widened | BoundWeight | LayerOf
+Weight = jax.Array | QArray | BoundWeight | LayerOf
 
 
 def is_weight(x) -> bool:
@@ -122,7 +121,7 @@ def quantize_weight(
 
 def bind(w: Weight) -> BoundWeight:
     """`w` as a BoundWeight, for any form that the learner may hold."""
-    assert not isinstance(w, Widened | LayerOf)
+    assert not isinstance(w, LayerOf)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 

@@ -38,7 +38,7 @@ from fp8rl_jax.models import (
     widen_linears,
 )
 from fp8rl_jax.models.taps import LOGITS
-from fp8rl_jax.quant import KVScales, Recipe, get_recipe, widen
+from fp8rl_jax.quant import KVScales, Recipe, get_recipe
 from fp8rl_jax.rollout.recording import begin as begin_taps
 from fp8rl_jax.rollout.recording import write as write_taps
 from fp8rl_jax.rollout.sampling import choose, sample_keys
@@ -149,10 +149,14 @@ class Loop:
     sampler: SamplerConfig
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether products are XLA's on a CPU."""
+        return jax.default_backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
+
+    @property
     def converts(self) -> bool:
-        """Whether the platform's products read weights in another type than they are stored in."""
-        on_cpu = jax.default_backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
-        return on_cpu and tensor_parallel.size() == 1
+        """Whether products read weights in another type than they are stored in."""
+        return self.on_cpu and self.recipe.weight is not None and tensor_parallel.size() == 1
 
     def prepare(self, weights) -> Prepared:
         """Takes the scales and the output head out of the weights; widens what is read often.
@@ -166,7 +170,6 @@ class Loop:
         head = output_head(weights, self.model)
         if self.converts:
             weights = widen_linears(weights)
-            head = widen(head) if isinstance(head, jax.Array) else head
         return Prepared(weights, head, kv_scales)
 
     def prepare_once(self) -> Callable[[Any], Any]:

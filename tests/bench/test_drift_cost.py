@@ -60,6 +60,11 @@ def test_naive_attention(scaled):
     scales = {name: pages(x) for name, x in scales.items()}
     paged = naive_attention(q, pages(k), pages(v), positions, scale=0.2, table=table, **scales)
     np.testing.assert_allclose(paged, exact, atol=2e-6)
+    turned = naive_attention(
+        q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, scale=0.2, table=table,
+        keys_by_feature=True, **scales,
+    )  # fmt: skip
+    np.testing.assert_array_equal(turned, paged)
 
 
 def test_exact_programs_do_not_drift_and_naive_ones_do():

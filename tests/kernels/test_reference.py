@@ -160,3 +160,31 @@ def test_attention_gradient():
 def test_shapes_are_checked():
     with pytest.raises(ValueError, match=r"takes \(M, K\) and \(K, N\)"):
         kernels.block_matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
+def test_keys_by_feature(recipe_name):
+    """The same bits from a cache whose keys lie feature by feature, in rows and in pages."""
+    rng, recipe = np.random.default_rng(0), get_recipe(recipe_name)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, length, heads, 48)), jnp.bfloat16)
+        for length, heads in ((3, 4), (384, 2), (384, 2))
+    )
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe) for x in (k, v))
+    positions, turned = jnp.int32([[0, 63, 64], [5, 200, 383]]), jnp.moveaxis(k, 1, 3)
+    named = {"scale": 0.2, "k_scale": k_scale, "v_scale": v_scale}
+
+    def attend(k, v, **more):
+        return exact_jit(lambda q, k, v: reference.attention(q, k, v, positions, **named | more))(
+            q, k, v
+        )
+
+    want = attend(k, v)
+    _same_bits(attend(turned, v, keys_by_feature=True), want)
+    pages = {"table": jnp.arange(12, dtype=jnp.int32).reshape(2, 6)}
+    v = v.reshape(12, 64, 2, 48)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        pages[name] = None if scale is None else scale.reshape(12, 64, 2)
+    _same_bits(attend(k.reshape(12, 64, 2, 48), v, **pages), want)
+    turned = jnp.moveaxis(k.reshape(12, 64, 2, 48), 1, 3)
+    _same_bits(attend(turned, v, keys_by_feature=True, **pages), want)

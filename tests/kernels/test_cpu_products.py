@@ -1,0 +1,160 @@
+"""Products on a CPU follow their law, whatever the number of rows and however operands lie."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import block_matmul, cpu_products
+from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, bf16_law, product
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's products on a CPU")
+
+_ROWS = (8, 9, 31, 33, 64, 65, 130, 513, 2050)
+
+
+@pytest.fixture(autouse=True)
+def _bf16_is_multiplied():
+    assert cpu_products.multiplies_bf16(), "jaxlib's products do not follow the law any more"
+
+
+def _normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.bfloat16)
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float32)
+
+
+def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(..., M, K) times (..., K, N): one fused multiply-add after the other."""
+    total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
+    for k in range(x.shape[-1]):
+        products = np.float64(x[..., k, None]) * np.float64(w[..., k : k + 1, :])
+        total = (np.float64(total) + products).astype(np.float32)
+    return total
+
+
+def _nearly_all_equal(found, law: np.ndarray) -> None:
+    """One sum in 100,000 may be rounded twice in the law's float64."""
+    assert (np.asarray(found) != law).mean() < 1e-4
+
+
+@pytest.mark.parametrize("depth", [128, 384, BF16_DEPTH])
+@pytest.mark.parametrize("columns", [64, 200, 1536])
+def test_bf16_law(depth, columns):
+    x, w = _normal(65, depth), _normal(depth, columns)
+    assert (
+        bf16_law(_numbers(x), _numbers(w)) != float32_law(_numbers(x), _numbers(w))
+    ).mean() > 0.1
+    _nearly_all_equal(exact_jit(product)(x, w), bf16_law(_numbers(x), _numbers(w)))
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(128, 96), (BF16_DEPTH, 512)])
+def test_bf16_rows_do_not_see_each_other(depth, columns):
+    x, w = _normal(_ROWS[-1], depth), _normal(depth, columns)
+    multiply = exact_jit(product)
+    whole = np.asarray(multiply(x, w))
+    for rows in _ROWS[:-1]:
+        np.testing.assert_array_equal(multiply(x[:rows], w), whole[:rows])
+        np.testing.assert_array_equal(multiply(x[-rows:], w), whole[-rows:])
+
+
+def test_operands_may_lie_in_any_way():
+    """Transposed, cut out of a stack, looked up, or made in the same program: the same bits."""
+    x, w = _normal(40, 256), _normal(256, 192)
+    want = np.asarray(exact_jit(product)(x, w))
+    ways = {
+        "w turned": (lambda x, w: product(x, w.T), (x, w.T)),
+        "x turned": (lambda x, w: product(x.T, w), (x.T, w)),
+        "both turned": (lambda x, w: product(x.T, w.T), (x.T, w.T)),
+        "of a stack": (
+            lambda x, w, i: product(x, lax.dynamic_index_in_dim(w, i, 0, keepdims=False)),
+            (x, jnp.stack([w + 1, w]), 1),
+        ),
+        "of an axis": (lambda x, w: product(x, w[:, 1].T), (x, jnp.stack([w.T + 1, w.T], 1))),
+        "rounded": (lambda x, w: product(x, lax.reduce_precision(w, 8, 7).astype(jnp.bfloat16)),
+                    (x, w.astype(jnp.float32))),
+        "padded": (lambda x, w: product(jnp.pad(x, ((0, 8), (0, 0))), w)[:40], (x, w)),
+    }  # fmt: skip
+    for name, (way, operands) in ways.items():
+        np.testing.assert_array_equal(exact_jit(way)(*operands), want, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_fp8_is_multiplied_as_bf16(dtype):
+    x, w = (_normal(*shape).astype(dtype) for shape in ((24, 128), (128, 160)))
+    multiply = exact_jit(product)
+    as_bf16 = multiply(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(multiply(x, w), as_bf16)
+    np.testing.assert_array_equal(multiply(x, w.astype(jnp.bfloat16)), as_bf16)
+
+
+@pytest.mark.parametrize("rows", [8, 33, 600])
+def test_float32_law(rows):
+    """Also at widths at which YNNPACK would cut the contraction into parts."""
+    rng = np.random.default_rng(rows)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 128), (128, 1536)))
+    _nearly_all_equal(exact_jit(product)(x, w), float32_law(x, w))
+
+
+@pytest.mark.parametrize("rows", [2, 12, 65, 514])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (128, 256), (64, 256)])
+def test_small_float32_products(rows, depth, columns):
+    """Those of attention go to YNNPACK as they are, and follow the same law."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((2, 3, rows, depth)).astype(np.float32)
+    w = rng.standard_normal((2, 3, depth, columns)).astype(np.float32)
+    _nearly_all_equal(exact_jit(jnp.matmul)(x, w), float32_law(x, w))
+
+
+def test_what_is_compiled():
+    """bf16 is multiplied as bf16 by YNNPACK; float32 is kept away from it."""
+
+    def compiled(dtype) -> str:
+        x, w = jnp.ones((32, 128), dtype), jnp.ones((1536, 128), dtype)
+        return exact_jit(lambda x, w: product(x, w.T)).lower(x, w).compile().as_text()
+
+    bf16, float32 = compiled(jnp.bfloat16), compiled(jnp.float32)
+    (operands,) = re.findall(r"%fused_computation[^\n]*\((.*)\) -> f32\[32,1536\] \{\n", bf16)
+    assert "__ynn_fusion" in bf16 and "f32" not in operands and operands.count("bf16") == 2
+    assert "__ynn_fusion" not in float32 and " dot(" in float32
+
+
+def test_long_contractions_are_sums_of_blocks():
+    x, w = _normal(16, 1536), _normal(1536, 96)
+    parts = [slice(start, start + BF16_DEPTH) for start in range(0, 1536, BF16_DEPTH)]
+    partial = [np.asarray(exact_jit(product)(x[:, part], w[part])) for part in parts]
+    want = (partial[0] + partial[1]) + partial[2]
+    np.testing.assert_array_equal(exact_jit(block_matmul)(x, w), want)
+
+
+@pytest.fixture
+def _without_bf16(monkeypatch):
+    """A machine on which the law does not hold."""
+    monkeypatch.setattr(cpu_products, "bf16_law", lambda x, w: x @ w + 1)
+    for found in (cpu_products.multiplies_bf16, cpu_products.compiler_options):
+        found.cache_clear()
+    yield
+    monkeypatch.undo()
+    for found in (cpu_products.multiplies_bf16, cpu_products.compiler_options):
+        found.cache_clear()
+
+
+def test_without_the_law_everything_is_float32(_without_bf16):
+    assert not cpu_products.multiplies_bf16()
+    assert cpu_products.compiler_options() == {"xla_cpu_experimental_ynn_fusion_type": ""}
+    x, w = _normal(40, 512), _normal(512, 192)
+    multiply = exact_jit(lambda x, w: block_matmul(x, w))  # not what is compiled already
+    blocks = [float32_law(_numbers(x[:, k : k + 128]), _numbers(w[k : k + 128]))
+              for k in range(0, 512, 128)]  # fmt: skip
+    want = ((blocks[0] + blocks[1]) + blocks[2]) + blocks[3]
+    _nearly_all_equal(multiply(x, w), want)
+    np.testing.assert_array_equal(multiply(x[:9], w), multiply(x, w)[:9])
+    assert "__ynn_fusion" not in multiply.lower(x, w).compile().as_text()
