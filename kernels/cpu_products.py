@@ -9,8 +9,9 @@ of the contraction. Two of XLA's libraries give them, each within limits:
   of the same type": XNNPACK, ynnpack/kernels/dot/dot.h). No float32 copies are made, and CPUs with
   that instruction multiply twice as fast. E4M3 and E5M2 are bf16 numbers, so FP8 goes this way.
 * **float32 operands, by Eigen or YNNPACK**: ``acc = fma(x[k], w[k], acc)`` with k ascending, for a
-  contraction of at most 128 and, by YNNPACK, at most 256 columns. YNNPACK cuts longer or wider
-  ones into parts by the number of rows; `product` keeps those away from it.
+  contraction of at most 128 and, by YNNPACK, a right operand of at most 2**15 numbers. YNNPACK cuts
+  larger ones into parts by the number of rows. `product` keeps float32 away from it; attention's
+  are small enough.
 
 Longer contractions are sums of such blocks (reference.py). XLA documents none of this, so
 `multiplies_bf16` computes a few products on the machine at hand, once a process, and compares them
@@ -21,6 +22,7 @@ float32 by Eigen. `fp8rl_jax.exact_jit` compiles with the options that belong to
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -29,12 +31,14 @@ import numpy as np
 from jax import lax
 
 BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
+FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 # Lone dots go to YNNPACK, and of its kernels those that agree with each other.
 _BF16: dict[str, bool | str] = {
     _YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
     "xla_cpu_enable_platform_dependent_math": False,
 }
+_BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _FLOAT32: dict[str, bool | str] = {_YNN: ""}
 
 
@@ -63,23 +67,43 @@ def bf16_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return total
 
 
+def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(..., M, K) times (..., K, N) in float32, likewise."""
+    total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
+    for k in range(x.shape[-1]):
+        products = np.float64(x[..., k, None]) * np.float64(w[..., k : k + 1, :])
+        total = (np.float64(total) + products).astype(np.float32)
+    return total
+
+
 def _follows_law() -> bool:
-    """Whether products of few and many rows, and of transposed operands, are those of the law."""
+    """Whether the largest products of bf16, of transposed operands too, and of float32 are those of
+    the law, with few and with many rows."""
     rng = np.random.default_rng(0)
-    deep = BF16_DEPTH // 8
-    x, w = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((200, deep), (deep, 96)))
-    law = bf16_law(x.astype(np.float32), w.astype(np.float32))
+
+    def operands(depth: int, columns: int, dtype) -> list[np.ndarray]:
+        shapes = (200, depth), (depth, columns)
+        return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
     def turned(x, w):
         return _bf16_product(x.T, w.T)
 
-    for rows in (8, 200):
-        for multiply, operands in ((_bf16_product, (x[:rows], w)), (turned, (x[:rows].T, w.T))):
-            # Compiled ahead of time: this may run while something else is being traced.
-            program = jax.jit(multiply, compiler_options=_BF16).lower(*operands).compile()
-            # One sum in 100,000 may round twice in float64; another order changes every fourth.
-            if (np.asarray(program(*operands)) != law[:rows]).mean() > 1e-3:
-                return False
+    x, w = operands(BF16_DEPTH, 96, jnp.bfloat16)
+    law = bf16_law(x.astype(np.float32), w.astype(np.float32))
+    cases = [
+        (_bf16_product, lambda rows: (x[:rows], w), law),
+        (turned, lambda rows: (x[:rows].T, w.T), law),
+    ]
+    for depth in (64, 128):
+        left, right = operands(depth, FLOAT32_SIZE // depth, np.float32)
+        law = float32_law(left, right)
+        cases.append((jnp.matmul, lambda rows, x=left, w=right: (x[:rows], w), law))
+    for (multiply, given, law), rows in itertools.product(cases, (8, 200)):
+        # Compiled ahead of time: this may run while something else is being traced.
+        program = jax.jit(multiply, compiler_options=_BF16).lower(*given(rows)).compile()
+        # One sum in 100,000 may round twice in float64; another order changes every fourth.
+        if (np.asarray(program(*given(rows))) != law[:rows]).mean() > 1e-3:
+            return False
     return True
 
 
@@ -125,7 +149,7 @@ def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
 
 def in_bf16(*dtypes) -> bool:
     """Whether operands of these types are multiplied as bf16."""
-    return multiplies_bf16() and all(jnp.dtype(dtype).itemsize <= 2 for dtype in dtypes)
+    return multiplies_bf16() and all(jnp.dtype(dtype) in _BF16_HOLDS for dtype in dtypes)
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, in_bf16, product
+from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, FLOAT32_SIZE, in_bf16, product
 
 K_BLOCK = 128
 KV_CHUNK = 64
@@ -32,7 +32,7 @@ EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vect
 _MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
 _MIN_QUERIES = 2  # of a kv head in attention, likewise; more would be zeros that decoding pays for
 _UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
-_UNROLL_KV = 4  # chunks of keys, likewise, if there are
+_UNROLL_KV = 4  # chunks of keys, likewise, if there are; their scores are products of FLOAT32_SIZE
 _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
 _GUARD = -3.4e38
 
@@ -248,8 +248,8 @@ def attention(
       table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
         and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
         None for a cache of (B, S). Entries behind a sequence's position are never read.
-      keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table, S a multiple of 64:
-        as products read it, where decoding would turn all keys around for every token.
+      keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
+        where decoding would turn all keys around for every token.
 
     Returns:
       (B, T, H, Dv) float32.
@@ -351,9 +351,17 @@ def attention(
         weight_sums = by_chunk(weight, 3).sum(-1)
         if v_scale is not None:
             weight = weight * scale_of(v_scale, step)
-        values = lax.dot_general(
-            by_chunk(weight, 3), by_chunk(take(v, step, stored), 2),
-            (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32,
+        weight, value = by_chunk(weight, 3), by_chunk(take(v, step, stored), 2)
+        width = FLOAT32_SIZE // KV_CHUNK
+        values = jnp.concatenate(
+            [
+                lax.dot_general(
+                    weight, value[..., start : start + width],
+                    (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32,
+                )
+                for start in range(0, value.shape[4], width)
+            ],
+            axis=4,
         )  # fmt: skip
         for chunk in range(at_once):
             new = weight_sums[..., chunk], values[:, :, chunk]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
@@ -99,7 +100,8 @@ class Transformer(nn.Module):
             arguments = ((x, stored), places, scales, positions, cos, sin, valid)
             if cache is not None and not self._watched():
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
-                (x, stored), aux = _scan_in_place(layer, stack[run.name], *arguments)
+                by_kernel = resolve(run.recipe.kernels) != "reference"
+                (x, stored), aux = _scan_in_place(layer, by_kernel, stack[run.name], *arguments)
             else:
                 (x, stored), aux = self._scan(settings, run)(*arguments)
             stored_runs.append(stored)
@@ -130,15 +132,18 @@ class Transformer(nn.Module):
         return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
 
-def _scan_in_place(layer: DecoderLayer, stack, carried, places, scales, *others):
-    """`Transformer._scan` of a forward pass whose linear layers stay in their stack (`LayerOf`).
+def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places, scales, *others):
+    """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
 
-    Arguments and result are those of the scanned module, with its parameters in front.
+    Kernels read linear layers in their stack (`LayerOf`). Others are cut out as bits: a scan over
+    them would cut bf16 out by way of float32. Arguments and result are those of the scanned module,
+    behind its parameters.
     """
 
     def one(path, leaf, index: jax.Array):
         names = [entry.key for entry in path]
-        if names[-1] == "kernel" and names[-2] != "router" and not isinstance(leaf, BoundWeight):
+        linear = names[-1] == "kernel" and names[-2] != "router"
+        if by_kernel and linear and not isinstance(leaf, BoundWeight):
             return LayerOf(leaf, index)
         return take_layer(leaf, index)
 

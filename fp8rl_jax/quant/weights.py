@@ -2,7 +2,8 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `LayerOf` names a layer of a rollout's stack. All give the same bits on one platform.
+trained, a `LayerOf` names a layer of a stack that a GPU kernel reads in place. All give the same
+bits on one platform.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ class LayerOf:
     """One layer of stacked weights, named and not cut out. For forward passes alone.
 
     Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
-    traffic of a decode step, whose time is the reading of weights. On a CPU it is cut out, as bits
-    (`take_layer`): a scan would cut bf16 out through float32.
+    traffic of a decode step, whose time is the reading of weights.
 
     Attributes:
       stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray.

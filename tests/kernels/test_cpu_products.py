@@ -12,7 +12,7 @@ from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import block_matmul, cpu_products
-from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, bf16_law, product
+from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, bf16_law, float32_law, product
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's products on a CPU")
 
@@ -30,15 +30,6 @@ def _normal(*shape: int) -> jax.Array:
 
 def _numbers(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
-
-
-def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """(..., M, K) times (..., K, N): one fused multiply-add after the other."""
-    total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
-    for k in range(x.shape[-1]):
-        products = np.float64(x[..., k, None]) * np.float64(w[..., k : k + 1, :])
-        total = (np.float64(total) + products).astype(np.float32)
-    return total
 
 
 def _nearly_all_equal(found, law: np.ndarray) -> None:
@@ -105,9 +96,10 @@ def test_float32_law(rows):
 
 
 @pytest.mark.parametrize("rows", [2, 12, 65, 514])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (128, 256), (64, 256)])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (128, 256), (64, 512)])
 def test_small_float32_products(rows, depth, columns):
     """Those of attention go to YNNPACK as they are, and follow the same law."""
+    assert depth * columns <= cpu_products.FLOAT32_SIZE
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((2, 3, rows, depth)).astype(np.float32)
     w = rng.standard_normal((2, 3, depth, columns)).astype(np.float32)
@@ -133,6 +125,22 @@ def test_long_contractions_are_sums_of_blocks():
     partial = [np.asarray(exact_jit(product)(x[:, part], w[part])) for part in parts]
     want = (partial[0] + partial[1]) + partial[2]
     np.testing.assert_array_equal(exact_jit(block_matmul)(x, w), want)
+
+
+def test_float16_is_not_bf16():
+    """It has more digits: multiplied in float32."""
+    x, w = (_normal(*shape).astype(jnp.float16) for shape in ((16, 128), (128, 64)))
+    want = exact_jit(product)(x.astype(jnp.float32), w.astype(jnp.float32))
+    np.testing.assert_array_equal(exact_jit(product)(x, w), want)
+
+
+@pytest.mark.parametrize("case", ["bf16", "float32"])
+def test_another_order_is_noticed(monkeypatch, case):
+    """Each law by itself: sums in the opposite order are not it."""
+    law = getattr(cpu_products, f"{case}_law")
+    backwards = lambda x, w: law(x[..., ::-1], w[..., ::-1, :])
+    monkeypatch.setattr(cpu_products, f"{case}_law", backwards)
+    assert not cpu_products._follows_law()
 
 
 @pytest.fixture

@@ -188,3 +188,17 @@ def test_keys_by_feature(recipe_name):
     _same_bits(attend(k.reshape(12, 64, 2, 48), v, **pages), want)
     turned = jnp.moveaxis(k.reshape(12, 64, 2, 48), 1, 3)
     _same_bits(attend(turned, v, keys_by_feature=True, **pages), want)
+
+
+def test_wide_values():
+    """More features than one product of float32 keeps in order: few queries and many."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, 140, 2, width)), jnp.bfloat16)
+        for width in (64, 64, 576)
+    )
+    positions = jnp.arange(140, dtype=jnp.int32)[None]
+    attend = exact_jit(lambda q, positions: reference.attention(q, k, v, positions, scale=0.2))
+    whole = attend(q, positions)
+    for one in (3, 70, 139):
+        _same_bits(attend(q[:, one : one + 1], positions[:, one : one + 1])[:, 0], whole[:, one])
