@@ -53,27 +53,26 @@ def _knows(options: Mapping[str, bool | str]) -> bool:
     return True
 
 
-def bf16_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """(M, K) times (K, N), K even, in float32, each sum in the order of the law above.
+def _one_by_one(x: np.ndarray, w: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """(..., M, K) times (..., K, N) in float32, a fused multiply-add for each k of `order`.
 
     In float64, where products and their sum with a float32 are exact or rounded once more.
     """
-    total = np.zeros((x.shape[0], w.shape[1]), np.float32)
-    for pair in range(0, x.shape[1], 2):
-        for k in (pair + 1, pair):
-            total = (np.float64(total) + np.float64(x[:, k, None]) * np.float64(w[k])).astype(
-                np.float32
-            )
+    total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
+    for k in order:
+        products = np.float64(x[..., k, None]) * np.float64(w[..., k, None, :])
+        total = (np.float64(total) + products).astype(np.float32)
     return total
+
+
+def bf16_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(M, K) times (K, N), K even, in float32, each sum in the order of bf16's law above."""
+    return _one_by_one(x, w, np.arange(x.shape[-1]).reshape(-1, 2)[:, ::-1].ravel())
 
 
 def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """(..., M, K) times (..., K, N) in float32, likewise."""
-    total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
-    for k in range(x.shape[-1]):
-        products = np.float64(x[..., k, None]) * np.float64(w[..., k : k + 1, :])
-        total = (np.float64(total) + products).astype(np.float32)
-    return total
+    """(..., M, K) times (..., K, N) in float32, each sum in the order of float32's law above."""
+    return _one_by_one(x, w, np.arange(x.shape[-1]))
 
 
 def _follows_law() -> bool:

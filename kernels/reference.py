@@ -283,14 +283,19 @@ def attention(
     else:
         table = pad_to(table, 1, at_once)
 
-    def take(x: jax.Array, step: int | jax.Array, dtype=jnp.float32) -> jax.Array:
-        """The chunks of a step, (B, Hkv, at_once * KV_CHUNK, ...) float32."""
+    def take(
+        x: jax.Array, step: int | jax.Array, dtype=jnp.float32, by_feature: bool = False
+    ) -> jax.Array:
+        """The chunks of a step, (B, Hkv, at_once * KV_CHUNK, ...) float32; slots last where they
+        lie so."""
+        axis = 3 if by_feature else 2
         if table is None:
-            part = lax.dynamic_slice_in_dim(x, step * at_once * KV_CHUNK, at_once * KV_CHUNK, 2)
+            width = at_once * KV_CHUNK
+            part = lax.dynamic_slice_in_dim(x, step * width, width, axis)
         else:
-            last = positions.max(axis=1)
-            pages = [_read_page(x, table, last, step * at_once + i) for i in range(at_once)]
-            part = jnp.concatenate(pages, axis=2)
+            last, first = positions.max(axis=1), step * at_once
+            pages = [_read_page(x, table, last, first + i, by_feature) for i in range(at_once)]
+            part = jnp.concatenate(pages, axis=axis)
         return from_bytes(part, dtype).astype(jnp.float32)
 
     def take_keys(step: int | jax.Array) -> jax.Array:
@@ -298,17 +303,8 @@ def attention(
 
         XLA:CPU multiplies a few rows by such a matrix several times faster, with the same bits.
         """
-        if not keys_by_feature:
-            return take(k, step, stored).swapaxes(2, 3)
-        if table is None:
-            width = at_once * KV_CHUNK
-            part = lax.dynamic_slice_in_dim(k, step * width, width, 3)
-        else:
-            last = positions.max(axis=1)
-            chunks = (step * at_once + i for i in range(at_once))
-            pages = [_read_page(k, table, last, chunk, by_feature=True) for chunk in chunks]
-            part = jnp.concatenate(pages, axis=3)
-        return from_bytes(part, stored).astype(jnp.float32)
+        keys = take(k, step, stored, keys_by_feature)
+        return keys if keys_by_feature else keys.swapaxes(2, 3)
 
     def scale_of(x: jax.Array, step: int | jax.Array) -> jax.Array:
         """Scales of a step's slots, to broadcast over (B, Hkv, rows, slots)."""
