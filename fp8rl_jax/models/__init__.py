@@ -20,6 +20,7 @@ from fp8rl_jax.models.logprobs import (
 )
 from fp8rl_jax.models.params import (
     checksum,
+    for_decoding,
     init_params,
     init_probes,
     init_scaling,
@@ -28,7 +29,6 @@ from fp8rl_jax.models.params import (
     trainable_params,
     update_scaling,
     weight_health,
-    widen_linears,
     with_kv_scales,
 )
 from fp8rl_jax.models.rope import rope_tables
@@ -48,6 +48,7 @@ __all__ = [
     "PagedCache",
     "Swap",
     "checksum",
+    "for_decoding",
     "forward",
     "head_logits",
     "init_cache",
@@ -69,6 +70,5 @@ __all__ = [
     "update_scaling",
     "weight_health",
     "weight_specs",
-    "widen_linears",
     "with_kv_scales",
 ]

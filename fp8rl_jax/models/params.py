@@ -32,6 +32,7 @@ from fp8rl_jax.quant import (
     Recipe,
     SiteProbe,
     SiteScaling,
+    as_stack_bits,
     block_health,
     compute_value,
     get_recipe,
@@ -197,16 +198,22 @@ def with_kv_scales(weights, kv_scales: KVScales | None):
     return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
 
-def widen_linears(weights):
-    """Rollout weights with FP8 bytes in bf16: the same bits, faster on a CPU (quant/widened.py)."""
+def for_decoding(weights, *, stacks: bool):
+    """Rollout weights as a CPU's decode loop reads them: the same bits, faster.
+
+    FP8 bytes are held in bf16 (quant/widened.py); with `stacks` the stacks of linear layers are
+    held as bits (`StackBits`), which a forward pass with taps does not take.
+    """
 
     def convert(path, leaf):
         if _role(path) != "linear":
             return leaf
-        if isinstance(leaf, BoundWeight):
+        if not isinstance(leaf, BoundWeight):
+            leaf = widen(leaf)
+        else:
             assert isinstance(leaf.value, QArray)
-            return dataclasses.replace(leaf, value=widen(leaf.value))
-        return widen(leaf)
+            leaf = dataclasses.replace(leaf, value=widen(leaf.value))
+        return as_stack_bits(leaf) if stacks else leaf
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
 

@@ -25,6 +25,7 @@ from fp8rl_jax.models import (
     PAGE,
     KVCache,
     ModelConfig,
+    for_decoding,
     forward,
     fused_head,
     head_logits,
@@ -35,10 +36,10 @@ from fp8rl_jax.models import (
     pages_of,
     scaled_logits,
     tensor_parallel,
-    widen_linears,
 )
 from fp8rl_jax.models.taps import LOGITS
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe
+from fp8rl_jax.quant.recipe import FLOAT32
 from fp8rl_jax.rollout.recording import begin as begin_taps
 from fp8rl_jax.rollout.recording import write as write_taps
 from fp8rl_jax.rollout.sampling import choose, sample_keys
@@ -155,11 +156,12 @@ class Loop:
 
     @property
     def converts(self) -> bool:
-        """Whether products read weights in another type than they are stored in."""
-        return self.on_cpu and self.recipe.weight is not None and tensor_parallel.size() == 1
+        """Whether the loop reads weights in another form than they are stored in."""
+        small = self.recipe.weight is not None or self.recipe.compute_dtype != FLOAT32
+        return self.on_cpu and small and tensor_parallel.size() == 1
 
     def prepare(self, weights) -> Prepared:
-        """Takes the scales and the output head out of the weights; widens what is read often.
+        """Takes the scales and the output head out of the weights; converts what is read often.
 
         What `prepare_once` has prepared is returned as it is.
         """
@@ -169,7 +171,7 @@ class Loop:
         weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         head = output_head(weights, self.model)
         if self.converts:
-            weights = widen_linears(weights)
+            weights = for_decoding(weights, stacks=not self.sampler.taps)
         return Prepared(weights, head, kv_scales)
 
     def prepare_once(self) -> Callable[[Any], Any]:

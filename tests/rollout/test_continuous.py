@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from fp8rl_jax import models, rollout
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import calibrated_scales, get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
+from fp8rl_jax.rollout.sampler import Requests
 
 EOS, PAD = 330, 329
 PROMPT, NEW, GROUP = 70, 200, 3
@@ -136,6 +138,22 @@ def test_other_requests_take_the_same_program():
     weights, prompts, lengths, _, *others = _arguments()
     sampler(weights, prompts[::-1].copy(), lengths[::-1].copy(), jax.random.key(9), *others)
     assert sampler._cache_size() == 1
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_no_turn_converts_stacks_of_weights(recipe):
+    """A turn may convert the layer that it has cut out; the stack would be as much work again."""
+    sampler = _continuous(4, LEAST + 1, DENSE, recipe)
+    weights, prompts, *others = _arguments(DENSE, recipe)
+    requests = Requests(*others)
+    weights = sampler._prepare(weights)
+    state = jax.eval_shape(sampler._begin, prompts, requests)
+    program = sampler._advance.lower(weights, requests, jnp.int32(1), state).compile().as_text()
+    shapes = {x.shape for x in jax.tree.leaves(weights.weights["layers"]) if x.ndim == 3}
+    assert (2, 64, 64) in shapes
+    converted = re.findall(r"\w+\[([\d,]+)\]\S* (?:bitcast-)?convert\(", program)
+    assert converted
+    assert not shapes & {tuple(map(int, shape.split(","))) for shape in converted}
 
 
 def test_what_cannot_be():
