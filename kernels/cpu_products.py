@@ -17,6 +17,12 @@ Longer contractions are sums of such blocks (reference.py). XLA documents none o
 `multiplies_bf16` computes a few products on the machine at hand, once a process, and compares them
 with the law; where it does not hold, YNNPACK is switched off and everything is multiplied in
 float32 by Eigen. `fp8rl_jax.exact_jit` compiles with the options that belong to the answer.
+
+Not done: Intel's AMX. Left to choose its kernels, YNNPACK multiplies bf16 with it in the order of
+the instruction TDPBF16PS: per 32 of K one chain of even and one of odd k, each from 0, their sum
+added to the total. It keeps to this for rows in multiples of 16; of others it may give one to
+another kernel. float32 then follows no law of its own where a right operand has few columns,
+attention's included, and would have to be kept away from it altogether.
 """
 
 from __future__ import annotations
