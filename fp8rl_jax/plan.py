@@ -120,14 +120,14 @@ def _param_shapes(model: ModelConfig):
 
 
 def weight_bytes(loop: Loop, learner_recipe: Recipe) -> int:
-    """Bytes of the sampler's weights; where they are widened, of both forms."""
+    """Bytes of the sampler's weights; where they are converted, of both forms."""
 
     def weights(params):
         return quantize_params(params, loop.recipe, init_scaling(params, learner_recipe))
 
     stored = jax.eval_shape(weights, _param_shapes(loop.model))
-    widened = _bytes(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0
-    return _bytes(stored) + widened
+    converted = _bytes(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0
+    return _bytes(stored) + converted
 
 
 def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
