@@ -3,33 +3,35 @@
 Zero drift on a CPU needs products whose bits depend on nothing but a row, a column and the length
 of the contraction. Two of XLA's libraries give them, each within limits:
 
-* **bf16 operands, by YNNPACK**: ``acc = fma(x[k + 1], w[k + 1], acc)``, then the same with ``k``,
-  for k = 0, 2, 4 ...: the order of the instruction VDPBF16PS, which all YNNPACK kernels of this
-  type follow under YNN_FLAG_CONSISTENT_ARITHMETIC ("numerically consistent with all other kernels
-  of the same type": XNNPACK, ynnpack/kernels/dot/dot.h). No float32 copies are made, and CPUs with
-  that instruction multiply twice as fast. E4M3 and E5M2 are bf16 numbers, so FP8 goes this way.
+* **bf16 operands, by YNNPACK**, in the order of an instruction. No float32 copies are made. E4M3
+  and E5M2 are bf16 numbers, so FP8 goes this way. There are two `WAYS`, tried in this order:
+
+  - **TDPBF16PS** of Intel's AMX, several times faster with many rows: per 32 of K one chain of even
+    and one of odd k, each ``acc = fma(x[k], w[k], acc)`` from 0, and their sum added to the total.
+    YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 16; of other numbers
+    it may give one row to another kernel.
+  - **VDPBF16PS**: ``acc = fma(x[k + 1], w[k + 1], acc)``, then the same with ``k``, for k = 0, 2,
+    4 ..., which all YNNPACK kernels of this type follow under YNN_FLAG_CONSISTENT_ARITHMETIC
+    ("numerically consistent with all other kernels of the same type": XNNPACK,
+    ynnpack/kernels/dot/dot.h), on CPUs without that instruction, too.
+
 * **float32 operands, by Eigen or YNNPACK**: ``acc = fma(x[k], w[k], acc)`` with k ascending, for a
-  contraction of at most 128 and, by YNNPACK, a right operand of at most 2**15 numbers. YNNPACK cuts
-  larger ones into parts by the number of rows. `product` keeps float32 away from it; attention's
-  are small enough.
+  contraction of at most 128 and, by YNNPACK in the second way, a right operand of at most 2**15
+  numbers. YNNPACK cuts larger ones into parts by the number of rows, and follows no law of float32
+  in the first way. `product` keeps float32 away from it, and so does `small_product`, attention's,
+  in the first way.
 
 Longer contractions are sums of such blocks (reference.py). XLA documents none of this, so
-`multiplies_bf16` computes a few products on the machine at hand, once a process, and compares them
-with the law; where it does not hold, YNNPACK is switched off and everything is multiplied in
+`bf16_way` computes a few products on the machine at hand, once a process, and compares them with
+the law of each way; where neither holds, YNNPACK is switched off and everything is multiplied in
 float32 by Eigen. `fp8rl_jax.exact_jit` compiles with the options that belong to the answer.
-
-Not done: Intel's AMX. Left to choose its kernels, YNNPACK multiplies bf16 with it in the order of
-the instruction TDPBF16PS: per 32 of K one chain of even and one of odd k, each from 0, their sum
-added to the total. It keeps to this for rows in multiples of 16; of others it may give one to
-another kernel. float32 then follows no law of its own where a right operand has few columns,
-attention's included, and would have to be kept away from it altogether.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +41,8 @@ from jax import lax
 BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
-# Lone dots go to YNNPACK, and of its kernels those that agree with each other.
-_BF16: dict[str, bool | str] = {
-    _YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-    "xla_cpu_enable_platform_dependent_math": False,
-}
 _BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+_FEW_ROWS = 8  # fewer take XLA to matrix-vector code, whose order of summation differs
 _FLOAT32: dict[str, bool | str] = {_YNN: ""}
 
 
@@ -71,9 +69,21 @@ def _one_by_one(x: np.ndarray, w: np.ndarray, order: np.ndarray) -> np.ndarray:
     return total
 
 
-def bf16_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """(M, K) times (K, N), K even, in float32, each sum in the order of bf16's law above."""
+def pairs_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(M, K) times (K, N), K even, in float32, each sum in the order of VDPBF16PS, see above."""
     return _one_by_one(x, w, np.arange(x.shape[-1]).reshape(-1, 2)[:, ::-1].ravel())
+
+
+def amx_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(M, K) times (K, N) in float32, each sum in the order of TDPBF16PS, see above."""
+    total = np.zeros((x.shape[0], w.shape[1]), np.float32)
+    for start in range(0, x.shape[1], 32):
+        even, odd = (
+            _one_by_one(x, w, np.arange(first, min(start + 32, x.shape[1]), 2))
+            for first in (start, start + 1)
+        )
+        total = total + (even + odd)
+    return total
 
 
 def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -81,41 +91,79 @@ def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return _one_by_one(x, w, np.arange(x.shape[-1]))
 
 
-def _follows_law() -> bool:
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One of YNNPACK's ways to multiply bf16.
+
+    Attributes:
+      options: of XLA:CPU. Lone dots go to YNNPACK.
+      law: (M, K) times (K, N) in float32, summed in this way's order.
+      least_rows, step: rows that it keeps to the law for: so many at least, in multiples of a step.
+      float32: whether its products of float32 follow `float32_law`, too.
+    """
+
+    options: Mapping[str, bool | str]
+    law: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    least_rows: int
+    step: int
+    float32: bool
+
+    def padded(self, rows: int) -> int:
+        """The least number of rows, from `rows` on, that it keeps to the law for."""
+        return -(-max(rows, self.least_rows) // self.step) * self.step
+
+
+_LONE_DOTS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_AMX = Way(_LONE_DOTS, amx_law, least_rows=16, step=16, float32=False)
+# Of YNNPACK's kernels those that agree with each other.
+_PAIRS = Way(
+    {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False},
+    pairs_law, least_rows=_FEW_ROWS, step=1, float32=True,
+)  # fmt: skip
+WAYS = {"amx": _AMX, "pairs": _PAIRS}
+
+
+def _holds(way: Way) -> bool:
     """Whether the largest products of bf16, of transposed operands too, and of float32 are those of
     the law, with few and with many rows."""
     rng = np.random.default_rng(0)
+    many = way.padded(200)
 
     def operands(depth: int, columns: int, dtype) -> list[np.ndarray]:
-        shapes = (200, depth), (depth, columns)
+        shapes = (many, depth), (depth, columns)
         return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
-    def turned(x, w):
-        return _bf16_product(x.T, w.T)
+    bf16 = operands(BF16_DEPTH, 96, jnp.bfloat16)
+    float32 = [operands(depth, FLOAT32_SIZE // depth, np.float32) for depth in (64, 128)]
+    laws = [way.law(*(x.astype(np.float32) for x in bf16))] * 2
+    laws += [float32_law(*each) for each in float32]
 
-    x, w = operands(BF16_DEPTH, 96, jnp.bfloat16)
-    law = bf16_law(x.astype(np.float32), w.astype(np.float32))
-    cases = [
-        (_bf16_product, lambda rows: (x[:rows], w), law),
-        (turned, lambda rows: (x[:rows].T, w.T), law),
-    ]
-    for depth in (64, 128):
-        left, right = operands(depth, FLOAT32_SIZE // depth, np.float32)
-        law = float32_law(left, right)
-        cases.append((jnp.matmul, lambda rows, x=left, w=right: (x[:rows], w), law))
-    for (multiply, given, law), rows in itertools.product(cases, (8, 200)):
+    def multiply(x, w, x_turned, w_turned, float32):
+        last_with_first = (((1,), (0,)), ((), ()))
+        return [
+            _bf16_product(x, w),
+            _bf16_product(x_turned.T, w_turned.T),
+            *(_small_product(way, *each, last_with_first) for each in float32),
+        ]
+
+    for rows in (way.least_rows, many):
+        x, w = bf16[0][:rows], bf16[1]
+        given = x, w, x.T, w.T, [(x[:rows], w) for x, w in float32]
         # Compiled ahead of time: this may run while something else is being traced.
-        program = jax.jit(multiply, compiler_options=_BF16).lower(*given(rows)).compile()
-        # One sum in 100,000 may round twice in float64; another order changes every fourth.
-        if (np.asarray(program(*given(rows))) != law[:rows]).mean() > 1e-3:
-            return False
+        program = jax.jit(multiply, compiler_options=dict(way.options)).lower(*given).compile()
+        for found, law in zip(program(*given), laws, strict=True):
+            # One sum in 100,000 may round twice in float64; another order changes every fourth.
+            if (np.asarray(found) != law[:rows]).mean() > 1e-3:
+                return False
     return True
 
 
 @functools.cache
-def multiplies_bf16() -> bool:
-    """Whether products of bf16 are made as such on this machine, in the order of the law."""
-    return jax.default_backend() == "cpu" and _knows(_BF16) and _follows_law()
+def bf16_way() -> Way | None:
+    """How products of bf16 are made on this machine: the first way whose law holds, if any."""
+    if jax.default_backend() != "cpu":
+        return None
+    return next((way for way in WAYS.values() if _knows(way.options) and _holds(way)), None)
 
 
 @functools.cache
@@ -126,8 +174,8 @@ def compiler_options() -> dict[str, bool | str]:
     """
     if jax.default_backend() != "cpu":
         return {}
-    if multiplies_bf16():
-        return dict(_BF16)
+    if way := bf16_way():
+        return dict(way.options)
     return dict(_FLOAT32) if _knows(_FLOAT32) else {}
 
 
@@ -152,6 +200,38 @@ def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(x, w, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _small_product(way: Way | None, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
+    if way is not None and not way.float32:
+        # YNNPACK takes no left operand that lies column by column.
+        ((of_x,), of_w), (batch, batch_w) = dimension_numbers
+        rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))
+        x = lax.optimization_barrier(x.transpose(*batch, of_x, *rows))
+        dimension_numbers = ((len(batch),), of_w), (tuple(range(len(batch))), batch_w)
+    return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
+
+
+def small_product(x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
+    """`lax.dot_general` of float32 operands in the order of float32's law.
+
+    Args:
+      x, w: float32; 2 rows at least, one axis of at most 128 contracted, and at most `FLOAT32_SIZE`
+        numbers of `w` for each entry of the batch.
+      dimension_numbers: as `lax.dot_general` takes them.
+    """
+    return _small_product(bf16_way(), x, w, dimension_numbers)
+
+
+def multiplies_bf16() -> bool:
+    """Whether products of bf16 are made as such on this machine, in the order of a law."""
+    return bf16_way() is not None
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows `product` must be given for `rows` to have their own bits."""
+    way = bf16_way()
+    return way.padded(rows) if way else max(rows, _FEW_ROWS)
+
+
 def in_bf16(*dtypes) -> bool:
     """Whether operands of these types are multiplied as bf16."""
     return multiplies_bf16() and all(jnp.dtype(dtype) in _BF16_HOLDS for dtype in dtypes)
@@ -161,7 +241,8 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """(M, K) times (K, N) in float32, in the order of the law.
 
     Args:
-      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` where `in_bf16`, else 128; M at least 8.
+      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` where `in_bf16`, else 128; M as
+        `padded_rows` gives it.
     """
     if in_bf16(x.dtype, w.dtype):
         return _bf16_product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))

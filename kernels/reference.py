@@ -24,13 +24,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, FLOAT32_SIZE, in_bf16, product
+from fp8rl_jax.kernels.cpu_products import (
+    BF16_DEPTH,
+    FLOAT32_SIZE,
+    in_bf16,
+    padded_rows,
+    product,
+    small_product,
+)
 
 K_BLOCK = 128
 KV_CHUNK = 64
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
-_MIN_ROWS = 8  # fewer rows take XLA to matrix-vector code, whose order of summation differs
-_MIN_QUERIES = 2  # of a kv head in attention, likewise; more would be zeros that decoding pays for
+# Fewer queries of a kv head take XLA to matrix-vector code, whose order of summation differs; more
+# would be zeros that decoding pays for.
+_MIN_QUERIES = 2
 _UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
 _UNROLL_KV = 4  # chunks of keys, likewise, if there are; their scores are products of FLOAT32_SIZE
 _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
@@ -134,10 +142,10 @@ def block_matmul(
     lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     lhs = pad_to(lhs, 1, K_BLOCK)
-    if rows < _MIN_ROWS:
-        lhs = jnp.pad(lhs, ((0, _MIN_ROWS - rows), (0, 0)))
+    if more := padded_rows(rows) - rows:
+        lhs = jnp.pad(lhs, ((0, more), (0, 0)))
         if lhs_scale is not None:
-            lhs_scale = jnp.pad(lhs_scale, ((0, _MIN_ROWS - rows), (0, 0)))
+            lhs_scale = jnp.pad(lhs_scale, ((0, more), (0, 0)))
     rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
     if rhs_scale is not None:
         rhs_scale = pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
@@ -315,11 +323,10 @@ def attention(
         total = None
         for start in range(0, left.shape[3], K_BLOCK):
             stop = min(start + K_BLOCK, left.shape[3])
-            product = lax.dot_general(
-                left[..., start:stop], right[:, :, start:stop], (((3,), (2,)), ((0, 1), (0, 1))),
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            total = product if total is None else total + product
+            part = small_product(
+                left[..., start:stop], right[:, :, start:stop], (((3,), (2,)), ((0, 1), (0, 1)))
+            )
+            total = part if total is None else total + part
         return total
 
     def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -351,14 +358,15 @@ def attention(
         width = FLOAT32_SIZE // KV_CHUNK
         values = jnp.concatenate(
             [
-                lax.dot_general(
-                    weight, value[..., start : start + width],
-                    (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32,
+                small_product(
+                    weight,
+                    value[..., start : start + width],
+                    (((4,), (3,)), ((0, 1, 3), (0, 1, 2))),
                 )
                 for start in range(0, value.shape[4], width)
             ],
             axis=4,
-        )  # fmt: skip
+        )
         for chunk in range(at_once):
             new = weight_sums[..., chunk], values[:, :, chunk]
             sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])

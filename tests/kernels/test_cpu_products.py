@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -12,17 +14,45 @@ from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import block_matmul, cpu_products
-from fp8rl_jax.kernels.cpu_products import BF16_DEPTH, bf16_law, float32_law, product
+from fp8rl_jax.kernels.cpu_products import (
+    BF16_DEPTH,
+    WAYS,
+    float32_law,
+    padded_rows,
+    product,
+    small_product,
+)
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's products on a CPU")
 
 _ROWS = (8, 9, 31, 33, 64, 65, 130, 513, 2050)
 
 
-@pytest.fixture(autouse=True)
-def _bf16_is_multiplied():
-    if not cpu_products.multiplies_bf16():
-        pytest.skip("this CPU's products of bf16 are in another order: all is float32 by Eigen")
+@functools.cache
+def _holds(name: str) -> bool:
+    return cpu_products._knows(WAYS[name].options) and cpu_products._holds(WAYS[name])
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request, monkeypatch):
+    """Every way that this machine has, also where it would take another one."""
+    if not _holds(request.param):
+        pytest.skip(f"this CPU does not multiply bf16 in the order of {request.param}")
+    monkeypatch.setattr(cpu_products, "bf16_way", lambda: WAYS[request.param])
+    cpu_products.compiler_options.cache_clear()
+    yield WAYS[request.param]
+    cpu_products.compiler_options.cache_clear()
+
+
+@pytest.fixture
+def multiply():
+    """`product` of any number of rows, compiled; a new function, as it is traced for one way."""
+
+    def padded(x, w):
+        rows = x.shape[0]
+        return product(jnp.pad(x, ((0, padded_rows(rows) - rows), (0, 0))), w)[:rows]
+
+    return exact_jit(padded)
 
 
 def _normal(*shape: int) -> jax.Array:
@@ -40,27 +70,43 @@ def _nearly_all_equal(found, law: np.ndarray) -> None:
 
 @pytest.mark.parametrize("depth", [128, 384, BF16_DEPTH])
 @pytest.mark.parametrize("columns", [64, 200, 1536])
-def test_bf16_law(depth, columns):
+def test_bf16_law(way, multiply, depth, columns):
     x, w = _normal(65, depth), _normal(depth, columns)
-    assert (
-        bf16_law(_numbers(x), _numbers(w)) != float32_law(_numbers(x), _numbers(w))
-    ).mean() > 0.1
-    _nearly_all_equal(exact_jit(product)(x, w), bf16_law(_numbers(x), _numbers(w)))
+    others = [float32_law, *(other.law for other in WAYS.values() if other is not way)]
+    law = way.law(_numbers(x), _numbers(w))
+    for other in others:
+        assert (law != other(_numbers(x), _numbers(w))).mean() > 0.1
+    _nearly_all_equal(multiply(x, w), law)
 
 
 @pytest.mark.parametrize(("depth", "columns"), [(128, 96), (BF16_DEPTH, 512)])
-def test_bf16_rows_do_not_see_each_other(depth, columns):
+def test_bf16_rows_do_not_see_each_other(multiply, depth, columns):
     x, w = _normal(_ROWS[-1], depth), _normal(depth, columns)
-    multiply = exact_jit(product)
     whole = np.asarray(multiply(x, w))
     for rows in _ROWS[:-1]:
         np.testing.assert_array_equal(multiply(x[:rows], w), whole[:rows])
         np.testing.assert_array_equal(multiply(x[-rows:], w), whole[-rows:])
 
 
+@pytest.mark.slow
+def test_bf16_law_at_many_sizes(multiply):
+    """Random numbers of rows and columns; 40 rows and columns of each product are looked at."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        depth = int(rng.choice([128, 256, 384, BF16_DEPTH]))
+        rows, columns = (int(2 ** rng.uniform(3, 12)) for _ in range(2))
+        columns += -columns % int(rng.choice([1, 8, 128]))
+        x, w = _normal(rows, depth), _normal(depth, columns)
+        found = np.asarray(multiply(x, w))
+        some = rng.integers(0, rows, 40), rng.integers(0, columns, 40)
+        law = cpu_products.bf16_way().law(_numbers(x)[some[0]], _numbers(w)[:, some[1]])
+        # Of 1,600 sums one is a rounding; a row or a column of another order is 40 of them.
+        assert (found[np.ix_(*some)] != law).sum() <= 1, (rows, depth, columns)
+
+
 def test_operands_may_lie_in_any_way():
     """Transposed, cut out of a stack, looked up, or made in the same program: the same bits."""
-    x, w = _normal(40, 256), _normal(256, 192)
+    x, w = _normal(48, 256), _normal(256, 192)
     want = np.asarray(exact_jit(product)(x, w))
     ways = {
         "w turned": (lambda x, w: product(x, w.T), (x, w.T)),
@@ -73,42 +119,48 @@ def test_operands_may_lie_in_any_way():
         "of an axis": (lambda x, w: product(x, w[:, 1].T), (x, jnp.stack([w.T + 1, w.T], 1))),
         "rounded": (lambda x, w: product(x, lax.reduce_precision(w, 8, 7).astype(jnp.bfloat16)),
                     (x, w.astype(jnp.float32))),
-        "padded": (lambda x, w: product(jnp.pad(x, ((0, 8), (0, 0))), w)[:40], (x, w)),
+        "padded": (lambda x, w: product(jnp.pad(x, ((0, 16), (0, 0))), w)[:48], (x, w)),
     }  # fmt: skip
     for name, (way, operands) in ways.items():
         np.testing.assert_array_equal(exact_jit(way)(*operands), want, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_fp8_is_multiplied_as_bf16(dtype):
+def test_fp8_is_multiplied_as_bf16(multiply, dtype):
     x, w = (_normal(*shape).astype(dtype) for shape in ((24, 128), (128, 160)))
-    multiply = exact_jit(product)
     as_bf16 = multiply(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
     np.testing.assert_array_equal(multiply(x, w), as_bf16)
     np.testing.assert_array_equal(multiply(x, w.astype(jnp.bfloat16)), as_bf16)
 
 
 @pytest.mark.parametrize("rows", [8, 33, 600])
-def test_float32_law(rows):
+def test_float32_law(multiply, rows):
     """Also at widths at which YNNPACK would cut the contraction into parts."""
     rng = np.random.default_rng(rows)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 128), (128, 1536)))
-    _nearly_all_equal(exact_jit(product)(x, w), float32_law(x, w))
+    _nearly_all_equal(multiply(x, w), float32_law(x, w))
 
 
 @pytest.mark.parametrize("rows", [2, 12, 65, 514])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (128, 256), (64, 512)])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (64, 16), (128, 256), (64, 512)])
 def test_small_float32_products(rows, depth, columns):
-    """Those of attention go to YNNPACK as they are, and follow the same law."""
+    """Attention's follow the same law, by YNNPACK or not."""
     assert depth * columns <= cpu_products.FLOAT32_SIZE
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((2, 3, rows, depth)).astype(np.float32)
     w = rng.standard_normal((2, 3, depth, columns)).astype(np.float32)
-    _nearly_all_equal(exact_jit(jnp.matmul)(x, w), float32_law(x, w))
+    numbers = (((3,), (2,)), ((0, 1), (0, 1)))
+    found = exact_jit(lambda x, w: small_product(x, w, numbers))(x, w)
+    _nearly_all_equal(found, float32_law(x, w))
+    # As weights and values come: the axis of chunks behind that of rows.
+    numbers = (((3,), (2,)), ((0, 2), (0, 1)))
+    found = exact_jit(lambda x, w: small_product(x, w, numbers))(x.swapaxes(1, 2), w)
+    _nearly_all_equal(found, float32_law(x, w))
 
 
-def test_what_is_compiled():
-    """bf16 is multiplied as bf16 by YNNPACK; float32 is kept away from it."""
+def test_what_is_compiled(way):
+    """bf16 is multiplied as bf16 by YNNPACK; float32 is kept away from it if it is large, or if
+    YNNPACK follows no law of it."""
 
     def compiled(dtype) -> str:
         x, w = jnp.ones((32, 128), dtype), jnp.ones((1536, 128), dtype)
@@ -119,13 +171,18 @@ def test_what_is_compiled():
     assert "__ynn_fusion" in bf16 and "f32" not in operands and operands.count("bf16") == 2
     assert "__ynn_fusion" not in float32 and " dot(" in float32
 
+    numbers, x, w = (((2,), (1,)), ((0,), (0,))), jnp.ones((4, 16, 64)), jnp.ones((4, 64, 64))
+    small = exact_jit(lambda x, w: small_product(x, w, numbers)).lower(x, w).compile().as_text()
+    assert ("__ynn_fusion" in small) == way.float32
+
 
 def test_long_contractions_are_sums_of_blocks():
     x, w = _normal(16, 1536), _normal(1536, 96)
     parts = [slice(start, start + BF16_DEPTH) for start in range(0, 1536, BF16_DEPTH)]
     partial = [np.asarray(exact_jit(product)(x[:, part], w[part])) for part in parts]
     want = (partial[0] + partial[1]) + partial[2]
-    np.testing.assert_array_equal(exact_jit(block_matmul)(x, w), want)
+    found = exact_jit(lambda x, w: block_matmul(x, w))(x, w)  # traced anew, see `multiply`
+    np.testing.assert_array_equal(found, want)
 
 
 def test_float16_is_not_bf16():
@@ -136,23 +193,34 @@ def test_float16_is_not_bf16():
 
 
 @pytest.mark.parametrize("case", ["bf16", "float32"])
-def test_another_order_is_noticed(monkeypatch, case):
+def test_another_order_is_noticed(way, monkeypatch, case):
     """Each law by itself: sums in the opposite order are not it."""
-    law = getattr(cpu_products, f"{case}_law")
+    law = way.law if case == "bf16" else float32_law
     backwards = lambda x, w: law(x[..., ::-1], w[..., ::-1, :])
-    monkeypatch.setattr(cpu_products, f"{case}_law", backwards)
-    assert not cpu_products._follows_law()
+    if case == "bf16":
+        way = dataclasses.replace(way, law=backwards)
+    else:
+        monkeypatch.setattr(cpu_products, "float32_law", backwards)
+    assert not cpu_products._holds(way)
+
+
+def test_the_first_way_that_holds_is_taken(monkeypatch):
+    monkeypatch.undo()
+    held = [way for name, way in WAYS.items() if _holds(name)]
+    assert cpu_products.bf16_way() is held[0]
+    assert cpu_products.compiler_options() == held[0].options
 
 
 @pytest.fixture
 def _without_bf16(monkeypatch):
-    """A machine on which the law does not hold."""
-    monkeypatch.setattr(cpu_products, "bf16_law", lambda x, w: x @ w + 1)
-    for found in (cpu_products.multiplies_bf16, cpu_products.compiler_options):
+    """A machine on which no law holds."""
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_products, "_holds", lambda way: False)
+    for found in (cpu_products.bf16_way, cpu_products.compiler_options):
         found.cache_clear()
     yield
     monkeypatch.undo()
-    for found in (cpu_products.multiplies_bf16, cpu_products.compiler_options):
+    for found in (cpu_products.bf16_way, cpu_products.compiler_options):
         found.cache_clear()
 
 
