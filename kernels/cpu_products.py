@@ -8,8 +8,8 @@ of the contraction. Two of XLA's libraries give them, each within limits:
 
   - **TDPBF16PS** of Intel's AMX, several times faster with many rows: per 32 of K one chain of even
     and one of odd k, each ``acc = fma(x[k], w[k], acc)`` from 0, and their sum added to the total.
-    YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 16; of other numbers
-    it may give one row to another kernel.
+    YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 8, but gives the last
+    one or two of 16 n + 1 and 16 n + 2 rows to a kernel of the second way.
   - **VDPBF16PS**: ``acc = fma(x[k + 1], w[k + 1], acc)``, then the same with ``k``, for k = 0, 2,
     4 ..., which all YNNPACK kernels of this type follow under YNN_FLAG_CONSISTENT_ARITHMETIC
     ("numerically consistent with all other kernels of the same type": XNNPACK,
@@ -98,28 +98,29 @@ class Way:
     Attributes:
       options: of XLA:CPU. Lone dots go to YNNPACK.
       law: (M, K) times (K, N) in float32, summed in this way's order.
-      least_rows, step: rows that it keeps to the law for: so many at least, in multiples of a step.
+      step: rows must come in multiples of it, and `_FEW_ROWS` at least, for this law to hold.
       float32: whether its products of float32 follow `float32_law`, too.
     """
 
     options: Mapping[str, bool | str]
     law: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    least_rows: int
     step: int
     float32: bool
 
     def padded(self, rows: int) -> int:
         """The least number of rows, from `rows` on, that it keeps to the law for."""
-        return -(-max(rows, self.least_rows) // self.step) * self.step
+        return -(-max(rows, _FEW_ROWS) // self.step) * self.step
 
 
 _LONE_DOTS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-_AMX = Way(_LONE_DOTS, amx_law, least_rows=16, step=16, float32=False)
+_AMX = Way(_LONE_DOTS, amx_law, step=8, float32=False)
 # Of YNNPACK's kernels those that agree with each other.
 _PAIRS = Way(
     {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False},
-    pairs_law, least_rows=_FEW_ROWS, step=1, float32=True,
-)  # fmt: skip
+    pairs_law,
+    step=1,
+    float32=True,
+)
 WAYS = {"amx": _AMX, "pairs": _PAIRS}
 
 
@@ -146,7 +147,7 @@ def _holds(way: Way) -> bool:
             *(_small_product(way, *each, last_with_first) for each in float32),
         ]
 
-    for rows in (way.least_rows, many):
+    for rows in (_FEW_ROWS, many):
         x, w = bf16[0][:rows], bf16[1]
         given = x, w, x.T, w.T, [(x[:rows], w) for x, w in float32]
         # Compiled ahead of time: this may run while something else is being traced.

@@ -115,6 +115,22 @@ def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
     return repeat_last(scale, K_BLOCK)[:, :columns]
 
 
+def _devices_of(rows: int) -> int:
+    """Devices of the mesh that is set among which XLA may divide so many rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or rows % mesh.size:  # under shard_map rows are one device's
+        return 1
+    return mesh.size
+
+
+def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
+    """(parts * n, K) -> (parts * rows, K): zeros behind each part, whose rows need not move."""
+    if x is None:
+        return None
+    x = x.reshape(parts, -1, x.shape[1])
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))).reshape(parts * rows, -1)
+
+
 def block_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -142,10 +158,11 @@ def block_matmul(
     lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     lhs = pad_to(lhs, 1, K_BLOCK)
-    if more := padded_rows(rows) - rows:
-        lhs = jnp.pad(lhs, ((0, more), (0, 0)))
-        if lhs_scale is not None:
-            lhs_scale = jnp.pad(lhs_scale, ((0, more), (0, 0)))
+    parts = _devices_of(rows)
+    each = rows // parts
+    width = padded_rows(each)
+    if width != each:
+        lhs, lhs_scale = (_pad_parts(x, parts, width) for x in (lhs, lhs_scale))
     rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
     if rhs_scale is not None:
         rhs_scale = pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
@@ -173,7 +190,9 @@ def block_matmul(
             total = total + partial(block)
     else:
         total = lax.fori_loop(1, blocks, lambda block, acc: acc + partial(block), total)
-    return total[:rows, :columns]
+    if width != each:
+        total = total.reshape(parts, width, -1)[:, :each].reshape(rows, -1)
+    return total[:, :columns]
 
 
 def _visible(positions: jax.Array, slots: jax.Array, groups: int) -> jax.Array:

@@ -51,6 +51,14 @@ def test_fsdp_equals_one_device(recipe):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
+def test_products_equal_one_device():
+    """However few rows each device has; and no row goes to another one."""
+    many = _script(8, "sharded_products.py")
+    assert many["devices"] == 8 and len(many["results"]) == 15
+    for case, found in many["results"].items():
+        assert found == {"differ": 0, "divided": True, "collectives": {}}, case
+
+
 @pytest.mark.slow
 def test_continuous_batching_on_a_mesh_equals_one_device():
     """Each of eight devices runs two responses through a slot of its own, and tells nobody; one
