@@ -125,19 +125,19 @@ WAYS = {"amx": _AMX, "pairs": _PAIRS}
 
 
 def _holds(way: Way) -> bool:
-    """Whether the largest products of bf16, of transposed operands too, and of float32 are those of
-    the law, with few and with many rows."""
+    """Whether the deepest products of bf16, of transposed operands too, and of float32 are those of
+    the law in some of their columns, with few and with many rows."""
     rng = np.random.default_rng(0)
-    many = way.padded(200)
+    most, some = 208, slice(None, None, 17)
 
     def operands(depth: int, columns: int, dtype) -> list[np.ndarray]:
-        shapes = (many, depth), (depth, columns)
+        shapes = (most, depth), (depth, columns)
         return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
-    bf16 = operands(BF16_DEPTH, 96, jnp.bfloat16)
+    bf16 = operands(BF16_DEPTH, 1500, jnp.bfloat16)
     float32 = [operands(depth, FLOAT32_SIZE // depth, np.float32) for depth in (64, 128)]
-    laws = [way.law(*(x.astype(np.float32) for x in bf16))] * 2
-    laws += [float32_law(*each) for each in float32]
+    laws = [way.law(bf16[0].astype(np.float32), bf16[1][:, some].astype(np.float32))] * 2
+    laws += [float32_law(x, w[:, some]) for x, w in float32]
 
     def multiply(x, w, x_turned, w_turned, float32):
         last_with_first = (((1,), (0,)), ((), ()))
@@ -147,14 +147,14 @@ def _holds(way: Way) -> bool:
             *(_small_product(way, *each, last_with_first) for each in float32),
         ]
 
-    for rows in (_FEW_ROWS, many):
+    for rows in (_FEW_ROWS, most):
         x, w = bf16[0][:rows], bf16[1]
         given = x, w, x.T, w.T, [(x[:rows], w) for x, w in float32]
         # Compiled ahead of time: this may run while something else is being traced.
         program = jax.jit(multiply, compiler_options=dict(way.options)).lower(*given).compile()
         for found, law in zip(program(*given), laws, strict=True):
             # One sum in 100,000 may round twice in float64; another order changes every fourth.
-            if (np.asarray(found) != law[:rows]).mean() > 1e-3:
+            if (np.asarray(found)[:, some] != law[:rows]).mean() > 1e-3:
                 return False
     return True
 

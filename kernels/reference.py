@@ -18,6 +18,7 @@ multiplied there; FP8 is emulated and never faster than bf16.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -115,20 +116,20 @@ def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
     return repeat_last(scale, K_BLOCK)[:, :columns]
 
 
-def _devices_of(rows: int) -> int:
-    """Devices of the mesh that is set among which XLA may divide so many rows."""
+def _parts_of(rows: int) -> int:
+    """Equal parts of so many rows such that XLA cuts between them, whichever axes of the mesh that
+    is set the rows are divided over. Under shard_map all rows are the device's own."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or rows % mesh.size:  # under shard_map rows are one device's
-        return 1
-    return mesh.size
+    return 1 if mesh.empty or mesh.manual_axes else math.gcd(rows, mesh.size)
 
 
 def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
     """(parts * n, K) -> (parts * rows, K): zeros behind each part, whose rows need not move."""
     if x is None:
         return None
-    x = x.reshape(parts, -1, x.shape[1])
-    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))).reshape(parts * rows, -1)
+    each, depth = x.shape[0] // parts, x.shape[1]
+    x = x.reshape(parts, each, depth)
+    return jnp.pad(x, ((0, 0), (0, rows - each), (0, 0))).reshape(parts * rows, depth)
 
 
 def block_matmul(
@@ -158,7 +159,7 @@ def block_matmul(
     lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     lhs = pad_to(lhs, 1, K_BLOCK)
-    parts = _devices_of(rows)
+    parts = _parts_of(rows)
     each = rows // parts
     width = padded_rows(each)
     if width != each:
@@ -191,7 +192,7 @@ def block_matmul(
     else:
         total = lax.fori_loop(1, blocks, lambda block, acc: acc + partial(block), total)
     if width != each:
-        total = total.reshape(parts, width, -1)[:, :each].reshape(rows, -1)
+        total = total.reshape(parts, width, -1)[:, :each].reshape(rows, total.shape[1])
     return total[:, :columns]
 
 

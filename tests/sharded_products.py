@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import deviceless
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import block_matmul
+from fp8rl_jax.kernels import block_matmul, cpu_products
+from fp8rl_jax.kernels.cpu_products import WAYS
 
 
 def _operands(rows: int, dtype) -> list[jax.Array]:
@@ -25,26 +28,34 @@ def _operands(rows: int, dtype) -> list[jax.Array]:
     return operands
 
 
+def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype) -> dict:
+    """A product of so many rows on each device of some axes, beside that of one device."""
+    by_row, whole = (NamedSharding(mesh, PartitionSpec(part)) for part in (axes, None))
+    operands = _operands(each * math.prod(mesh.shape[axis] for axis in axes), dtype)
+    want = exact_jit(lambda *operands: block_matmul(*operands))(*operands)
+    placed = jax.device_put(operands, [by_row, whole, by_row, whole][: len(operands)])
+    with jax.set_mesh(mesh):
+        program = exact_jit(lambda *operands: block_matmul(*operands)).lower(*placed).compile()
+    found = program(*placed)
+    return {
+        "differ": int((np.asarray(found) != np.asarray(want)).sum()),
+        "divided": all(part.data.shape[0] == each for part in found.addressable_shards),
+        "collectives": deviceless.collectives(program.as_text()),
+    }
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    by_row = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    whole = NamedSharding(mesh, PartitionSpec())
+    ways = [way for way in WAYS.values() if cpu_products._holds(way)] or [None]
+    dtypes = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+    # Rows of each device, over all devices or, by half of them, twice.
+    layouts = [(1, ("data", "fsdp")), (2, ("data", "fsdp")), (18, ("data", "fsdp")), (1, ("fsdp",))]
     results = {}
-    for dtype in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32):
-        for each in (1, 2, 3, 9, 18):
-            operands = _operands(8 * each, dtype)
-            want = exact_jit(lambda *operands: block_matmul(*operands))(*operands)
-            placed = jax.device_put(operands, [by_row, whole, by_row, whole][: len(operands)])
-            with jax.set_mesh(mesh):
-                program = exact_jit(lambda *operands: block_matmul(*operands)).lower(*placed)
-                program = program.compile()
-            found = program(*placed)
-            results[f"{each} rows, {dtype.__name__}"] = {
-                "differ": int((np.asarray(found) != np.asarray(want)).sum()),
-                "divided": all(part.data.shape[0] == each for part in found.addressable_shards),
-                "collectives": deviceless.collectives(program.as_text()),
-            }
-    print(json.dumps({"devices": mesh.size, "results": results}))
+    for (number, way), dtype, (each, axes) in itertools.product(enumerate(ways), dtypes, layouts):
+        cpu_products.bf16_way = lambda way=way: way
+        cpu_products.compiler_options.cache_clear()
+        results[f"{number}, {each} rows, {axes}, {dtype.__name__}"] = _on(mesh, each, axes, dtype)
+    print(json.dumps({"devices": mesh.size, "ways": len(ways), "results": results}))
 
 
 if __name__ == "__main__":
