@@ -1,4 +1,4 @@
-"""Shared by all tests: the --slow switch, and a CPU backend."""
+"""Shared by all tests: the --slow switch, a CPU backend, and patience with a busy machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import pytest
+
+
+def pytest_configure(config):
+    import hypothesis
+
+    too_slow = hypothesis.HealthCheck.too_slow  # that is about the machine, not the test
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[too_slow])
+    hypothesis.settings.load_profile("busy")
 
 
 def pytest_addoption(parser):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.data import join
@@ -126,7 +127,7 @@ def _with_random_vectors(params, seed: int):
 
 
 def make_params(case: Case):
-    params = models.init_params(case.model(), jax.random.key(case.seed))
+    params = initial_params(case.model(), case.seed)
     if case.family != "qwen3":
         params = _with_random_vectors(params, case.seed)
     if case.outliers:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hf_checkpoints import CONFIGS, named, params_of, write
+from random_model import quantized
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import forward, quantize_params, rope_tables
@@ -47,7 +48,7 @@ def tokens(rows: int, length: int) -> np.ndarray:
 def _ours(name: str, recipe: str, batch: np.ndarray) -> np.ndarray:
     config = CONFIGS[name]
     program = exact_jit(lambda p, t, rope: forward(p, t, config, recipe, rope=rope).logits)
-    weights = quantize_params(params_of(name), recipe)
+    weights = quantized(params_of(name), recipe)
     return np.asarray(program(weights, batch, rope_tables(config, batch.shape[1])))
 
 

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import AxisType
+from random_model import initial_params
 
-from fp8rl_jax import deviceless, models, sharding
+from fp8rl_jax import deviceless, sharding
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
@@ -104,7 +105,7 @@ def main() -> None:
     )
     base = make_runtime(config)
     model = dataclasses.replace(base.model, vocab_size=case.get("vocabulary", 320))
-    params = jax.device_get(models.init_params(model, base.keys["init"]))
+    params = jax.device_get(initial_params(model))
     rng = np.random.default_rng(0)
     advantages = rng.standard_normal(ROWS).astype(np.float32)
     temperature = np.ones(ROWS, np.float32)

@@ -226,7 +226,7 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
 
 
@@ -701,6 +701,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     """Neither resumed from nor evaluated; the sentence names the checkpoint."""
     monkeypatch.undo()
     monkeypatch.chdir(run_dir.parent)
+    monkeypatch.setattr(train, "_self_check", _self_check)
     monkeypatch.setattr(train._Run, "_describe", _NoRun)  # the first thing after restoring
     monkeypatch.setattr(inference, "evaluate", _NoRun)
     _DAMAGE[damage](run_dir)

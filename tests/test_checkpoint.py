@@ -245,7 +245,7 @@ def test_process_that_dies_while_saving(copy, state, other):
     paths = [str(pathlib.Path(fp8rl_jax.__file__).parents[1]), str(pathlib.Path(__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", _DYING_SAVE, str(copy)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert process.returncode == 9, process.stderr
     left = {p.name for p in copy.iterdir()}
     assert "2" not in left and len(left) == 2, "the save was not interrupted half-way"

@@ -50,6 +50,7 @@ _ABSENT = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_correctness_of_the_reference():
     """Section (d) holds on a CPU for all that has a reference, and one line says how many."""
     ok, lines, data = gpu_check.correctness("reference")
@@ -101,6 +102,7 @@ def test_differing_bits():
     assert whole_programs._differing_bits(one, np.float32([1, 2, 4]), mask) == 0
 
 
+@pytest.mark.slow
 def test_long_rollout(monkeypatch):
     """Section (i): both cases draw the tokens that long_tail says, and the text counts them."""
     monkeypatch.setitem(rollout_ways.WAYS, "continuous", rollout_ways.make_static)

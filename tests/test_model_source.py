@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import tiny_config
+from random_model import quantized
 
 from fp8rl_jax import cli, models, train
 from fp8rl_jax.checkpoint import Checkpoints
@@ -20,7 +21,6 @@ from fp8rl_jax.checks import check_config, model_config
 from fp8rl_jax.config import FIELDS, saved_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.model_source import identity
-from fp8rl_jax.models import quantize_params
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.run_directory import first_difference
@@ -268,7 +268,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     params = jax.tree.map(lambda x: x * 1.5, runtime.initial_params())
     state = runtime.new_state(params, optimizer_of_phase(config, "rl")[0])
     if dtype == "fp8":
-        expected = quantize_params(params, "fp8")  # what the sampler serves
+        expected = quantized(params, "fp8")  # what the sampler serves
     else:
         expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     store = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)

@@ -10,10 +10,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from random_model import initial_params
 
 from fp8rl_jax import cli, models, runtime
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.plan import (
     RolloutPlan,
@@ -62,8 +64,8 @@ def _loop(model, recipe: str, **changes) -> Loop:
 def test_counts_are_those_of_real_arrays(model, recipe):
     """Weights as refit makes them, pages as the sampler allocates them, masters and moments."""
     named = get_recipe(recipe)
-    params = models.init_params(model, jax.random.key(0))
-    scaling = models.init_scaling(params, named)
+    params = initial_params(model)
+    scaling = exact_jit(lambda p: models.init_scaling(p, named))(params)
     weights = make_refit(named)(params, scaling, None)[0]
     assert weight_bytes(_loop(model, recipe, kernels="triton"), named) == _nbytes(weights)
     prepared = ContinuousSampler(model, recipe, _SETTINGS, Batching(2, 8))._prepare(weights)
@@ -101,16 +103,13 @@ def _compiled_workspace(model, recipe: str, slots: int) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "slots"),
     [
-        pytest.param(
-            models.ModelConfig(512, 128, 256, 2, 4, 2, 32), 8, marks=pytest.mark.slow
-        ),
+        (models.ModelConfig(512, 128, 256, 2, 4, 2, 32), 8),
         (models.ModelConfig(8192, 128, 256, 2, 4, 2, 32), 32),
-        pytest.param(
-            models.ModelConfig(512, 512, 1536, 2, 4, 2, 32), 8, marks=pytest.mark.slow
-        ),
+        (models.ModelConfig(512, 512, 1536, 2, 4, 2, 32), 8),
     ],
     ids=["small", "large vocabulary", "wide"],
 )  # fmt: skip

@@ -13,20 +13,13 @@ _EXPERTS = Case("f32", experts=8, prompts=(1, 7, 20), tap_logits=True)
 _DEEPSEEK = dataclasses.replace(_EXPERTS, family="deepseek", layers=3, extra_slots=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        _EXPERTS,
-        pytest.param(_DEEPSEEK, marks=pytest.mark.slow),
-        pytest.param(
-            dataclasses.replace(_EXPERTS, recipe="fp8", micro_batches=3), marks=pytest.mark.slow
-        ),
-    ],
+    [_EXPERTS, _DEEPSEEK, dataclasses.replace(_EXPERTS, recipe="fp8", micro_batches=3)],
     ids=["softmax", "sigmoid", "fp8, micro-batches"],
 )
-@pytest.mark.parametrize(
-    "replayed", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["experts", "weights"]
-)
+@pytest.mark.parametrize("replayed", [1, 2], ids=["experts", "weights"])
 def test_replay_changes_nothing_at_zero_drift(case, replayed):
     """Log-probabilities and logits have the same bits; the update is the same but for rounding.
 

@@ -197,7 +197,7 @@ def test_sample_on_two_devices(model):
             [sys.executable, "-m", "fp8rl_jax.cli", *arguments]
             + [f"--config.mesh.{field}" for field in fields],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=1800,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr
         shown.append(process.stdout)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax import learner, models
+from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.quant import get_recipe
 
 _MODEL = models.ModelConfig(259, 64, 96, 2, 2, 1, 32)
@@ -37,13 +39,13 @@ def _batch(rows: int = 8, scale: float = 1.0) -> learner.Batch:
 @functools.cache
 def _step(micro_batches: int = 1, remat: str = "none"):
     return learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig("sft"),
+        _MODEL, _RECIPE, _SGD, learner.LossConfig("grpo"),
         micro_batches=micro_batches, remat=remat,
     )  # fmt: skip
 
 
 def _state() -> learner.TrainState:
-    params = models.init_params(_MODEL, jax.random.key(0))
+    params = initial_params(_MODEL)
     return learner.new_state(params, _SGD, np.zeros(2, np.uint32), _RECIPE)
 
 
@@ -151,12 +153,9 @@ def test_a_bad_step_changes_nothing():
 
 def test_zero_gradients_age():
     """No gradient: its scale stays and its age grows; weights and activations stay fresh."""
-    step = learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig("grpo"), micro_batches=1
-    )
     state = _state()
     for _ in range(2):
-        state, _, _ = step(state, _batch(scale=0.0), _rope())
+        state, _, _ = _step()(state, _batch(scale=0.0), _rope())
     for states in _host(state.scaling_state).values():
         assert (states.gradient.age == 2).all() and not states.gradient.state["amax"].any()
         assert not states.activation.age.any() and not states.weight.age.any()
@@ -165,10 +164,10 @@ def test_zero_gradients_age():
 def test_states_follow_first_and_last_layers():
     """Layers in bf16 have no states; the others keep theirs."""
     recipe = dataclasses.replace(_RECIPE, last_layers=1, bf16_modules=("down_proj",))
-    params = models.init_params(_MODEL, jax.random.key(0))
-    scaling = models.init_scaling(params, recipe)
+    params = initial_params(_MODEL)
+    scaling = exact_jit(lambda p: models.init_scaling(p, recipe))(params)
     assert len(scaling) == 6 and "layers.down_proj" not in scaling
     assert scaling["layers.up_proj"].weight.age.shape == (1,)
-    weights = models.quantize_params(params, recipe, scaling)
+    weights = quantized(params, recipe)
     assert weights["layers"]["up_proj"]["kernel"].value.qvalue.shape == (1, 64, 96)
     assert weights["layers_last"]["up_proj"]["kernel"].dtype == jnp.bfloat16

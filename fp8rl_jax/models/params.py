@@ -14,6 +14,7 @@ the site is one of experts, over these too: each expert has its own blocks, scal
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +49,14 @@ from fp8rl_jax.quant.scaling import never_saturates
 from fp8rl_jax.quant.site import stacked
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: jax.Array):
     """Random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
 
     Layer parameters are stacked along a first axis of length num_hidden_layers; those of experts
     along a second one of length num_experts.
     """
+    # One program, which draws and does no more: flax runs the whole model to find its parameters.
     tokens = jnp.zeros((1, 1), jnp.int32)
     cos, sin = (jnp.asarray(t)[tokens] for t in rope_tables(config, 1))
     module = Transformer(config, get_recipe("f32"))

@@ -67,6 +67,7 @@ def test_naive_attention(scaled):
     np.testing.assert_array_equal(turned, paged)
 
 
+@pytest.mark.slow
 def test_exact_programs_do_not_drift_and_naive_ones_do():
     """Float32 shows it at any size. What was replaced stands again afterwards."""
     before = (dot_general.block_matmul, kernels.attention, exact_jit.compiler_options)

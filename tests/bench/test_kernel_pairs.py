@@ -23,6 +23,7 @@ def test_fused_and_plain():
     assert len(outcomes) == 9 and all(o.ok for o in outcomes), outcomes
 
 
+@pytest.mark.slow
 def test_log_probabilities():
     outcomes = list(pairs.check_head(Source(1 << 16), (66, 64, 200)))
     assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes

@@ -8,12 +8,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from random_model import initial_params
 
 from fp8rl_jax import cli
 from fp8rl_jax.bench import rollout as bench_rollout
 from fp8rl_jax.bench.rollout import CASES, SMALL, Cell, Plan, arguments, model_of, settings_of
 from fp8rl_jax.bench.rollout_ways import WAYS, long_tail, make_static
-from fp8rl_jax.models import ModelConfig, forward, init_params, rope_tables
+from fp8rl_jax.models import ModelConfig, forward, rope_tables
 from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.rollout import make_sampler
 
@@ -45,14 +46,13 @@ def test_long_tail():
     np.testing.assert_array_equal(lengths, long_tail(20_000, 128))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[] if w == "continuous" else pytest.mark.slow) for w in WAYS]
-)
-@pytest.mark.parametrize("case", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["bf16", "fp8"])
 def test_ways_sample_what_one_big_batch_does(way, case):
     """Tokens, masks and log-probabilities, bit for bit, with responses of different lengths."""
     recipe = CASES[case]()
-    params = init_params(_MODEL, jax.random.key(0))
+    params = initial_params(_MODEL)
     limits = long_tail(12, _CELL.new)
     weights = bench_rollout.served_weights(params, recipe)
     call = arguments(_MODEL, weights, _CELL, 12, limits)
@@ -71,7 +71,7 @@ def test_static_takes_whole_batches():
 
 def test_result():
     """A row of each case, cell and way; tokens are those that were sampled; ratios and table."""
-    plan = Plan([2], [5], [6], [2], ("fp8", "bf16"), ("full", "long_tail"), (), repeats=1)
+    plan = Plan([2], [5], [6], [2], ("fp8_kv", "bf16"), ("full", "long_tail"), (), repeats=1)
     result = bench_rollout.bench({"tiny": _MODEL}, plan, lambda text: None)
     json.dumps(result)
     assert len(result["full"]) == 2
@@ -86,7 +86,7 @@ def test_result():
         assert row["samples"] == bench_rollout.QUEUE * row["batch"]
         assert row["tokens"] == long_tail(row["samples"], row["new"]).sum()
     assert {row["over_first_way"] for row in result["long_tail"] if row["way"] == "static"} == {1}
-    assert [row["over_first"] for row in result["full"] if row["case"] == "fp8"] == [1.0]
+    assert [row["over_first"] for row in result["full"] if row["case"] == "fp8_kv"] == [1.0]
     text = bench_rollout.format_table(result)
     assert "bf16 static" in text and "batch 2, 5+6, group 2" in text and "emulated" in text
 
@@ -97,7 +97,7 @@ def test_transformers_runs_the_same_model():
     pytest.importorskip("transformers", reason="transformers is not installed")
     from fp8rl_jax.bench.transformers_peer import DTYPES, Peer
 
-    params = init_params(_MODEL, jax.random.key(0))
+    params = initial_params(_MODEL)
     peer = Peer(_MODEL, params)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
     with torch.inference_mode():

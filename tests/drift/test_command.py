@@ -35,6 +35,7 @@ def test_no_drift(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_recipes_that_differ_fail_the_bound(tmp_path, capsys):
     """Status 1 above the bound, with the culprit, tables and plots."""
     arguments = ("--config.precision.learner=bf16", "--fail-above=1e-4", "--prompts=2")
@@ -72,7 +73,7 @@ def _runtime(*overrides: str):
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         pytest.param(
             ("precision.rollout=fp8_delayed", "precision.learner=fp8_delayed"),
             marks=pytest.mark.slow,

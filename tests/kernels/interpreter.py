@@ -60,7 +60,7 @@ class Interpreter:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=600)
 
     def run(self, kernel, grid, arrays, outs, constants):
         """The arrays that the kernel writes, given (shape, dtype) of each.

@@ -197,8 +197,15 @@ def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
-@pytest.mark.parametrize("width", [96, 256])
+@pytest.mark.parametrize(
+    ("width", "keys"),
+    [
+        (96, jnp.bfloat16),
+        (256, E4M3),
+        pytest.param(96, E4M3, marks=pytest.mark.slow),
+        pytest.param(256, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_fast_attention_and_gradients(keys, width):
     """No other product, nothing of queries by keys, no copies of keys or values in float32."""
     case = _attention_case(2, 700, 700, keys, width)

@@ -39,7 +39,7 @@ def _run(command: list, directory: pathlib.Path, **environment: str) -> str:
         env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout

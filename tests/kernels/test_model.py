@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 
+from random_model import initial_params, quantized
+
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import fast_attention, head_logprobs, matmul, norm, strict_attention
 from fp8rl_jax.learner import Batch, response_logprobs
@@ -22,9 +24,7 @@ from fp8rl_jax.models import (
     ModelConfig,
     forward,
     init_cache,
-    init_params,
     layers,
-    quantize_params,
     rope_tables,
     trainable_params,
 )
@@ -82,7 +82,7 @@ def _rollout(config, recipe, weights, rope):
     ("name", "more", "attention"),
     [
         pytest.param("f32", {}, "strict", id="f32", marks=pytest.mark.slow),
-        pytest.param("fp8", _EXPERTS, "strict", id="fp8 experts"),
+        pytest.param("fp8", _EXPERTS, "strict", id="fp8 experts", marks=pytest.mark.slow),
         pytest.param("bf16", {}, "fast", id="bf16, fast attention", marks=pytest.mark.slow),
         pytest.param("bf16", {}, "strict", id="bf16", marks=pytest.mark.slow),
         pytest.param("fp8", {}, "strict", id="fp8", marks=pytest.mark.slow),
@@ -95,10 +95,10 @@ def _rollout(config, recipe, weights, rope):
 def test_results_and_drift(interpreted, name, more, attention):
     config = dataclasses.replace(_DENSE, **more)
     recipe = dataclasses.replace(get_recipe(name), attention_kernel=attention)
-    params = init_params(config, jax.random.key(0))
+    params = initial_params(config)
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")
-    weights = quantize_params(params, on_kernels)
+    weights = quantized(params, on_kernels)
     rollout, batch = _rollout(config, on_kernels, weights, rope)
 
     def learn(recipe):
@@ -140,7 +140,7 @@ def test_results_and_drift(interpreted, name, more, attention):
 def test_continuous_batching():
     """On kernels over pages too it draws the static sampler's tokens with its bits."""
     recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton")
-    weights = quantize_params(init_params(_DENSE, jax.random.key(0)), recipe)
+    weights = quantized(initial_params(_DENSE), recipe)
     settings = SamplerConfig(_NEW, 2, (), 0)
     prompts = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, _DENSE.vocab_size)
     arguments = (
@@ -183,8 +183,8 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
     """
     config = dataclasses.replace(_DENSE, **more)
     recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton", **changes)
-    params = init_params(config, jax.random.key(0))
-    weights = quantize_params(params, recipe)
+    params = initial_params(config)
+    weights = quantized(params, recipe)
     tokens = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, config.vocab_size)
     probe = jax.random.normal(jax.random.key(2), (config.hidden_size,))
 

@@ -5,6 +5,8 @@ here is about masks, blocks, splits, tiles and rescaling. test_sass.py compares 
 decide the order of sums on a GPU.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from fp8rl_jax.kernels import strict_attention as strict
 E4M3 = jnp.float8_e4m3fn
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
 PAGE = reference.KV_CHUNK
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
 
 
@@ -77,7 +80,7 @@ def _float64(operands, scales, positions, scale):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "dim"),
-    [(70, 8, 2, 24), (33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)],
+    [(70, 8, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
 )
 def test_equals_float64(kind, length, heads, kv_heads, dim):
     """Weights are rounded to bf16 for the product with values: up to 2**-8 of each term. The sum
@@ -142,8 +145,8 @@ def test_decode_equals_learner_at_every_border(kind, interpreted):
     assert interpreted.count("join_kernel") == sum(n + 37 > strict.SPLIT for n in LENGTHS)
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8", "fp8 queries"])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32"), _SLOW("fp8 queries")])
+@pytest.mark.parametrize("group", [1, 8, _SLOW(4)])
 def test_groups(kind, group):
     operands, scales = _case(kind, 70, heads=2 * group, kv_heads=2, dim=32, batch=2)
     whole = strict.attention(*operands, _positions(2, 70), scale=0.3, **scales)
@@ -151,7 +154,7 @@ def test_groups(kind, group):
         _same(_decode(operands, scales, position)[:, 0], whole[:, position])
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_widths(kind, dim):
     operands, scales = _case(kind, 66, dim=dim)
@@ -160,7 +163,7 @@ def test_widths(kind, dim):
         _same(_decode(operands, scales, position)[:, 0], whole[:, position])
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
 def test_prefill_in_pieces_and_other_sequences(kind):
     """Queries that start anywhere in a tile, beside sequences of other lengths."""
     operands, scales = _case(kind, 200, dim=32, batch=3)
@@ -179,7 +182,7 @@ def test_prefill_in_pieces_and_other_sequences(kind):
     _same(part, whole[rows, positions])
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
 @pytest.mark.parametrize("slots", [0, 500, 1100])
 def test_who_takes_a_split_changes_nothing(kind, slots):
     operands, scales = _case(kind, 600)
@@ -250,7 +253,7 @@ def _queries_and_caches(kind, lengths, queries=1, **more):
     return first, {"k": k, "v": v, **scales}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fp8", *(_SLOW(k) for k in KINDS if k != "fp8")])
 def test_decode_from_pages(kind, interpreted):
     lengths = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
     first, caches = _queries_and_caches(kind, lengths)
@@ -262,7 +265,7 @@ def test_decode_from_pages(kind, interpreted):
         _same(alone, joined)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fp8", *(_SLOW(k) for k in KINDS if k != "fp8")])
 def test_prefill_of_a_piece_from_pages(kind):
     """Queries from anywhere in a page on, over several."""
     first, caches = _queries_and_caches(kind, (131, 70, 100), 70, kv_heads=2)

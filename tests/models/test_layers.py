@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params
 
 from fp8rl_jax import models
 from fp8rl_jax.exact_jit import exact_jit
@@ -76,17 +77,18 @@ def test_bf16_gradients_have_the_inputs_dtype():
     assert grad.dtype == jnp.bfloat16
 
 
-def test_decoder_trains_under_shard_map():
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_decoder_trains_under_shard_map(recipe):
     """Rows over a mesh axis, parameters shared: the gradients of a plain call."""
     config = models.ModelConfig(40, 32, 48, 1, 2, 1, 16)
-    params = models.init_params(config, jax.random.key(0))
+    params = initial_params(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (4, 8)), jnp.int32)
     rope = tuple(jnp.asarray(t) for t in models.rope_tables(config, 8))
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
 
     def logits(params, tokens, rope):
-        return models.forward(params, tokens, config, "fp8", rope=rope).logits
+        return models.forward(params, tokens, config, recipe, rope=rope).logits
 
     def gradients(logits):
         return exact_jit(jax.grad(lambda p: (logits(p, tokens, rope) ** 2).mean()))(params)

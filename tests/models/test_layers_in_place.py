@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
     forward,
     init_cache,
-    init_params,
-    init_scaling,
-    quantize_params,
     transformer,
 )
 from fp8rl_jax.quant import LayerOf, get_recipe, grouped_matmul, make_dot_general, quantize
@@ -33,17 +31,17 @@ _LATENT = dict(
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        pytest.param("fp8", {}, id="dense"),
+        pytest.param("fp8", {}, id="dense", marks=pytest.mark.slow),
         pytest.param("bf16", {}, id="bf16"),
-        pytest.param("fp8_delayed", {}, id="states"),  # cut out: each layer has a state beside it
+        # Cut out: each layer has a state beside it.
+        pytest.param("fp8_delayed", {}, id="states", marks=pytest.mark.slow),
         pytest.param("fp8", _EXPERTS, id="experts"),
         pytest.param("fp8", _LATENT, id="latent", marks=pytest.mark.slow),
     ],
 )
 def test_forward(monkeypatch, recipe, more):
     config, recipe = dataclasses.replace(_DENSE, **more), get_recipe(recipe)
-    params = init_params(config, jax.random.key(0))
-    weights = quantize_params(params, recipe, init_scaling(params, recipe))
+    weights = quantized(initial_params(config), recipe)
     tokens = jax.random.randint(jax.random.key(1), (3, 20), 0, config.vocab_size)
 
     def run(weights, tokens, taps=()):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from oracles import decoder_oracle, quant_oracle
+from random_model import quantized
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
@@ -112,7 +113,7 @@ def test_each_expert_has_blocks_of_its_own():
 def test_modules_and_layers_in_bf16():
     """Patterns name the experts' matrices as they name those of a dense layer."""
     recipe = dataclasses.replace(get_recipe("fp8"), bf16_modules=("down_*",), first_layers=1)
-    weights = quantize_params(_params(), recipe)
+    weights = quantized(_params(), recipe)
     for name in _NAMES:
         first = weights["layers_first"]["experts"][name]["kernel"]
         assert first.dtype == jnp.bfloat16 and first.shape[:2] == (1, 4)
@@ -141,7 +142,8 @@ def _train_step(recipe):
     return jax.device_get(exact_jit(step)(_params(), *_inputs()))
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("fp8", marks=pytest.mark.slow), "f32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "f32"])
 def test_three_forms_give_the_same_bits(recipe):
     """Raw masters, rollout weights, and masters paired with weights under a gradient."""
     program = exact_jit(
@@ -219,7 +221,7 @@ def test_every_expert_has_states_of_its_own():
 def test_an_expert_without_tokens_grows_old():
     """Its scale stays and its age tells; the others' start anew."""
     recipe, name = get_recipe("fp8_delayed"), "layers.experts.up_proj"
-    states = init_scaling(_params(), recipe)
+    states = exact_jit(lambda p: init_scaling(p, recipe))(_params())
     seen = init_probes(_params(), recipe, False)
     amax = seen[name].activation.amax.at[:, :3].set(2.0)
     operand = dataclasses.replace(seen[name].activation, amax=amax)

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
     Swap,
     forward,
-    init_params,
     layers,
-    quantize_params,
     trainable_params,
 )
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
@@ -65,9 +64,9 @@ def fused(monkeypatch):
 
 def _run(recipe, swaps=None, remat="none"):
     """Logits and gradient of a model on one batch."""
-    params = init_params(_DENSE, jax.random.key(0))
+    params = initial_params(_DENSE)
     tokens = jax.random.randint(jax.random.key(1), (3, 20), 0, _DENSE.vocab_size)
-    weights = quantize_params(params, recipe)
+    weights = quantized(params, recipe)
 
     def loss(params):
         paired = trainable_params(params, weights, recipe)
@@ -77,7 +76,8 @@ def _run(recipe, swaps=None, remat="none"):
     return exact_jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_bits(fused, remat):
     want = _run(get_recipe("fp8"), remat=remat)
     used = fused()

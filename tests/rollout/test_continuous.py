@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax import models, rollout
 from fp8rl_jax.models import least_pages
@@ -40,8 +41,7 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 def _arguments(model=DENSE, recipe="f32") -> tuple:
     """Of a sampler: prompts of many lengths, limits that some responses reach; others end."""
     recipe = get_recipe(recipe)
-    params = models.init_params(model, jax.random.key(0))
-    weights = models.quantize_params(params, recipe)
+    weights = quantized(initial_params(model), recipe)
     if recipe.kv == "calibrated":
         amax = {name: jnp.full(2, 3.0) for name in "qkv"}
         weights = models.with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
@@ -140,7 +140,7 @@ def test_other_requests_take_the_same_program():
     assert sampler._cache_size() == 1
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize("recipe", ["bf16", _SLOW("fp8")])
 def test_no_turn_converts_stacks_of_weights(recipe):
     """A turn may convert the layer that it has cut out; the stack would be as much work again."""
     sampler = _continuous(4, LEAST + 1, DENSE, recipe)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax import models, rollout
 from fp8rl_jax.rollout.sampling import choose, mask_top_k, mask_top_p
@@ -17,10 +18,10 @@ SLOTS = 10
 
 @pytest.fixture(scope="module")
 def weights():
-    params = models.init_params(MODEL, jax.random.key(0))
+    params = initial_params(MODEL, 1)
     head = np.array(params["lm_head"])
     head[:, EOS] += 0.3 * np.sign(np.random.default_rng(0).standard_normal(128))
-    return models.quantize_params({**params, "lm_head": jnp.asarray(head)}, "fp8")
+    return quantized({**params, "lm_head": jnp.asarray(head)}, "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,9 @@ def _sampler(group=1, **fields):
     )
 
 
+# Tests of the same number of prompts share a program.
 _GROUP_4 = _sampler(4)
+_LENGTHS = [3, 12, 1, 7, 5, 9, 2, 4]
 
 
 def _run(sample, weights, rope, lengths, group, temperature=1.0, limits=SLOTS, ids=None, seed=0):
@@ -52,7 +55,7 @@ def _run(sample, weights, rope, lengths, group, temperature=1.0, limits=SLOTS, i
 
 def test_shapes_and_padding(weights, rope):
     """After the end everything is padding; the mask is a run of ones; EOS belongs to it."""
-    out = _run(_GROUP_4, weights, rope, [3, 12, 1, 7, 5, 9, 2, 4], 4)
+    out = _run(_GROUP_4, weights, rope, _LENGTHS, 4)
     assert out.tokens.shape == out.mask.shape == out.logprobs.shape == (32, SLOTS)
     assert 0 < out.finished.sum() < 32, "some end early, some are cut"
     for tokens, mask, logp, finished in zip(
@@ -68,15 +71,15 @@ def test_shapes_and_padding(weights, rope):
 
 def test_limits(weights, rope):
     for limit in (0, 1, 4):
-        out = _run(_GROUP_4, weights, rope, [3, 12], 4, limits=limit)
+        out = _run(_GROUP_4, weights, rope, _LENGTHS, 4, limits=limit)
         assert (out.mask.sum(1) <= limit).all()
         assert (out.mask.sum(1) == limit).any()
 
 
 def test_random_bits_follow_the_sample(weights, rope):
     """The same ids in other rows, beside other prompts, draw the same tokens."""
-    whole = _run(_GROUP_4, weights, rope, [3, 12, 5], 4)
-    swapped = _run(_GROUP_4, weights, rope, [3, 12, 5], 4, ids=[2, 3, 0, 1, *range(4, 12)])
+    whole = _run(_GROUP_4, weights, rope, _LENGTHS, 4)
+    swapped = _run(_GROUP_4, weights, rope, _LENGTHS, 4, ids=[2, 3, 0, 1, *range(4, 32)])
     for a, b in ((0, 2), (1, 3), (2, 0), (3, 1)):
         np.testing.assert_array_equal(whole.tokens[a], swapped.tokens[b])
         np.testing.assert_array_equal(whole.logprobs[a], swapped.logprobs[b])

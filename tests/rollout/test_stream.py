@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import initial_params, quantized
 
 from fp8rl_jax import models, rollout
 from fp8rl_jax.rollout.sampler import is_end
@@ -20,7 +21,7 @@ SLOTS, PROMPT = 11, 7
 
 @pytest.fixture(scope="module")
 def params():
-    params = models.init_params(MODEL, jax.random.key(0))
+    params = initial_params(MODEL)
     head = np.array(params["lm_head"])
     rng = np.random.default_rng(0)
     head[:, list(ENDS)] += 0.4 * np.sign(rng.standard_normal((64, len(ENDS))))
@@ -63,7 +64,7 @@ def test_parts_have_the_bits_of_the_whole(recipe, params):
     """Tokens, masks, log-probabilities and ends, at a chunk that does not divide the slots; and
     each of several end tokens ends its response."""
     settings = rollout.SamplerConfig(SLOTS, 1, ENDS, PAD)
-    weights = models.quantize_params(params, recipe)
+    weights = quantized(params, recipe)
     prompts, requests = _requests(12)
     whole = _whole(weights, recipe, settings, prompts, requests)
     assert 0 < whole.finished.sum() < 12, "some end, some are cut"

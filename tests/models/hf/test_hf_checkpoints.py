@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
+from random_model import quantized
 from safetensors import safe_open
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models import ModelConfig, hf, quantize_params
+from fp8rl_jax.models import ModelConfig, hf
 from fp8rl_jax.models.hf import loader
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.quant import QArray, quantize
@@ -149,7 +150,7 @@ def test_fp8_export_is_a_fresh_quantisation(name, tmp_path):
 def test_export_is_what_the_sampler_serves(tmp_path):
     """QArrays of `quantize_params` and their masters give the same files, and come back."""
     params = params_of("qwen3")
-    weights = quantize_params(params, "fp8_blockwise")
+    weights = quantized(params, "fp8_blockwise")
     for folder, tree in (("masters", params), ("served", weights)):
         hf.save(tmp_path / folder, CONFIGS["qwen3"], tree, dtype="fp8")
     assert _read(tmp_path / "masters") == _read(tmp_path / "served")

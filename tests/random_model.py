@@ -1,0 +1,43 @@
+"""Models with random weights for tests, at little cost.
+
+Called outside a program, `init_params` and `quantize_params` compile every operation of every shape
+by itself, which takes a test longer than what it is there for.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
+
+
+def initial_params(config: ModelConfig, seed: int = 0):
+    """Float32 parameters distributed as `init_params` draws them, drawn by numpy."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        names = [entry.key for entry in path]
+        if names[-1] == "weight":
+            return jnp.ones(leaf.shape, jnp.float32)
+        if names[-1] == "e_score_correction_bias":
+            return jnp.zeros(leaf.shape, jnp.float32)
+        deviation = 1 / math.sqrt(leaf.shape[-2])
+        if names == ["embed_tokens"]:
+            deviation = config.embedding_init_std
+        elif names[-2:-1] in (["o_proj"], ["down_proj"]):  # they write to the residual stream
+            deviation /= math.sqrt(2 * config.num_hidden_layers)
+        return jnp.asarray(deviation * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def quantized(params, recipe):
+    """The sampler's weights; stateful policies have seen the parameters once."""
+    made = exact_jit(lambda p: quantize_params(p, recipe, init_scaling(p, recipe)))
+    return made(params)
