@@ -23,6 +23,7 @@ from fp8rl_jax import checks, cli, inference, train, warmup
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, load_config
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.kernels import cpu_products
 from fp8rl_jax.metrics import RunLogs
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.runtime import make_runtime
@@ -74,6 +75,7 @@ _self_check = train._self_check
 
 @pytest.fixture(scope="module", autouse=True)
 def _count_compilations():
+    cpu_products.bf16_way()  # tries this CPU's products, once a process
     jax.monitoring.register_event_duration_secs_listener(_note)
     yield
     jax.monitoring.unregister_event_duration_listener(_note)
@@ -90,6 +92,11 @@ def _place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(train, "_Run", _NoRun)
+    _without_self_check(monkeypatch)
+
+
+def _without_self_check(monkeypatch) -> None:
+    """It compiles, after all that is refused here."""
     monkeypatch.setattr(train, "_self_check", lambda runtime: None)
 
 
@@ -589,6 +596,7 @@ def test_too_little_room(refused_fields, monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_Run", _NoRun)
+    _without_self_check(monkeypatch)
     assert _begins(*_train()), "after making room the same command does not start"
 
 
@@ -701,7 +709,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     """Neither resumed from nor evaluated; the sentence names the checkpoint."""
     monkeypatch.undo()
     monkeypatch.chdir(run_dir.parent)
-    monkeypatch.setattr(train, "_self_check", _self_check)
+    _without_self_check(monkeypatch)
     monkeypatch.setattr(train._Run, "_describe", _NoRun)  # the first thing after restoring
     monkeypatch.setattr(inference, "evaluate", _NoRun)
     _DAMAGE[damage](run_dir)
@@ -727,6 +735,7 @@ def test_damaged_warmup_cache(made_run, tmp_path, monkeypatch, capsys):
     """Another run.dir would meet the same cache again: the cache is named, to be deleted."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    _without_self_check(monkeypatch)
     monkeypatch.setattr(train, "run_warmup", _NoRun)
     monkeypatch.setattr(train._Run, "_rl", _NoRun)
     cache = shutil.copytree(made_run.parent / "cache", tmp_path / "cache")
