@@ -100,9 +100,7 @@ def test_every_row_local_recipe(recipe):
 
 
 _EXPERTS = {
-    "f32": Case(
-        "f32", experts=8, prompts=(1, 7, 20), micro_batches=3, extra_slots=65, tap_logits=True
-    ),
+    "f32": Case("f32", experts=8, prompts=(1, 7, 20), micro_batches=3, extra_slots=65),
     "fp8": Case("fp8", experts=8, prompts=(1, 7, 20), remat="full", cache_slots=128),
     "bf16": Case("bf16", experts=8, prompts=(1, 13, 40), new_tokens=100),
     "f32 past 128 keys": Case(
@@ -136,13 +134,8 @@ _EXPERTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[] if name == "f32" else _SLOW)
-        for name, case in _EXPERTS.items()
-    ],
-)
+@pytest.mark.slow  # DeepSeek's layers, below, have experts too
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _EXPERTS.items()])
 def test_experts(case):
     """Layers of experts: the learner sorts all tokens of a batch, padding among them, into its
     tiles, the sampler those of one step."""

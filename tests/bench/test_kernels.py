@@ -386,6 +386,7 @@ def _few_attention_checks(monkeypatch):
         monkeypatch.setattr(module, "CASES", [c for c in module.CASES if c.kind == "float32"])
 
 
+@pytest.mark.slow
 def test_command(tmp_path, monkeypatch, capsys):
     """Off a GPU: the reference is checked, the rest is named, the file is whole."""
     monkeypatch.chdir(tmp_path)

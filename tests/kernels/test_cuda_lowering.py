@@ -201,9 +201,10 @@ def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
     ("width", "keys"),
     [
         (96, jnp.bfloat16),
-        (256, E4M3),
-        pytest.param(96, E4M3, marks=pytest.mark.slow),
-        pytest.param(256, jnp.bfloat16, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((96, E4M3), (256, E4M3), (256, jnp.bfloat16))
+        ),
     ],
 )
 def test_fast_attention_and_gradients(keys, width):

@@ -102,7 +102,7 @@ def test_attention_against_loops(t, kv_heads):
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 96, 97, 128, 129, 300])
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+@pytest.mark.parametrize("recipe", ["fp8", pytest.param("f32", marks=pytest.mark.slow)])
 def test_one_query_equals_all_queries(length, recipe):
     """Decode (one query over a long cache) == prefill (all queries), FP8 cache included."""
     q, k, v = _qkv(t=length, dim=64)

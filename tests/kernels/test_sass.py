@@ -177,7 +177,7 @@ def test_attention(variant):
 
 @pytest.mark.parametrize(
     "keys, queries",
-    [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "bf16"), ("float32", "float32")],
+    [("fp8", "bf16"), _SLOW("fp8", "fp8"), _SLOW("bf16", "bf16"), _SLOW("float32", "float32")],
 )
 @pytest.mark.parametrize("width", [128, *(_SLOW(width) for width in (64, 96, 256))])
 def test_decode_and_learner_add_in_one_order(keys, queries, width):
@@ -195,7 +195,9 @@ def test_decode_and_learner_add_in_one_order(keys, queries, width):
 
 
 @pytest.mark.parametrize("use", ["decode", "learner"])
-@pytest.mark.parametrize("keys, width, rope", [("fp8", 128, 0), ("bf16", 128, 0), ("fp8", 512, 64)])
+@pytest.mark.parametrize(
+    "keys, width, rope", [("fp8", 128, 0), _SLOW("bf16", 128, 0), _SLOW("fp8", 512, 64)]
+)
 def test_pages_change_no_arithmetic(use, keys, width, rope):
     """Nor how many keys are on their way: shared memory holds as many stages of them."""
     rest = (use, keys, width, "bf16", 2, rope, 4096)

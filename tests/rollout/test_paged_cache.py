@@ -104,9 +104,10 @@ def test_thousands_of_keys(recipe):
     _check(recipe, 4097, 4097)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "recipe"),
-    [_SLOW(DENSE, "f32"), (DENSE, "fp8"), _SLOW(LATENT, "f32"), _SLOW(LATENT, "fp8")],
+    [(DENSE, "f32"), (DENSE, "fp8"), (LATENT, "f32"), (LATENT, "fp8")],
     ids=["dense f32", "dense fp8", "latent f32", "latent fp8"],
 )
 def test_the_whole_forward(model, recipe):

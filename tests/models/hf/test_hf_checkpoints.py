@@ -80,7 +80,9 @@ def test_float32_is_exact_both_ways(name, tmp_path):
         assert written[key] == ("F32", value.shape, value.tobytes()), key
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "fp8"]
+)
 def test_bf16_files_come_back(dtype, tmp_path):
     """However they are held in between, and in as many files as wanted."""
     name = "moonlight"
@@ -100,7 +102,7 @@ def test_bf16_files_come_back(dtype, tmp_path):
     assert len(sizes) > 2 and max(sizes) < 1.2e5
 
 
-@pytest.mark.parametrize("name", ["qwen3", "latent_fp8"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("latent_fp8", marks=pytest.mark.slow)])
 def test_fp8_files_come_back(name, tmp_path):
     """Bytes and scales, through QArrays; as values they are weight * weight_scale_inv."""
     tensors = fp8_tensors(name)
@@ -125,7 +127,9 @@ def test_fp8_files_come_back(name, tmp_path):
         np.testing.assert_array_equal(np.asarray(value), expected, key)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "latent_fp8"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", pytest.param("latent_fp8", marks=pytest.mark.slow)]
+)
 def test_fp8_export_is_a_fresh_quantisation(name, tmp_path):
     """Of the BF16 weights, in the matrices that the checkpoint holds; the rest is named."""
     params = params_of(name)
