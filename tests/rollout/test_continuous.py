@@ -41,7 +41,7 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 def _arguments(model=DENSE, recipe="f32") -> tuple:
     """Of a sampler: prompts of many lengths, limits that some responses reach; others end."""
     recipe = get_recipe(recipe)
-    weights = quantized(initial_params(model), recipe)
+    weights = quantized(initial_params(model, 1), recipe)
     if recipe.kv == "calibrated":
         amax = {name: jnp.full(2, 3.0) for name in "qkv"}
         weights = models.with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
