@@ -90,7 +90,7 @@ def test_history_of_three_steps():
     """Each step pushes one amax per operand and site; the next step's scale is the maximum."""
     state, seen = _state(), []
     for step in range(3):
-        state, _, metrics = _step()(state, _batch(), _rope())
+        state, _, metrics = _step()(state, _batch(scale=100.0), _rope())
         assert bool(metrics["good"])
         seen.append(_amaxes(_host(state.scaling_state)))
         for site, states in _host(state.scaling_state).items():
