@@ -21,7 +21,7 @@ SLOTS, PROMPT = 11, 7
 
 @pytest.fixture(scope="module")
 def params():
-    params = initial_params(MODEL)
+    params = initial_params(MODEL, 1)
     head = np.array(params["lm_head"])
     rng = np.random.default_rng(0)
     head[:, list(ENDS)] += 0.4 * np.sign(rng.standard_normal((64, len(ENDS))))
