@@ -115,7 +115,9 @@ def _assert_close(kind, got, want):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:])], ids=str
+)
 def test_equals_float64(kind, shape):
     operands, scales, cotangent = _case(kind, *shape)
     positions, scale = _positions(1, shape[0]), shape[3] ** -0.5
