@@ -51,6 +51,11 @@ CONFIG = {"config": ("string", "", "the config file")}
 
 
 def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
+    """The configuration that --config and its overrides give; its compiled programs are kept.
+
+    Raises:
+      UserError: no file is named, or of `load_config`.
+    """
     from fp8rl_jax.config import load_config
 
     if not values.config:
@@ -59,7 +64,27 @@ def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
             f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
             + directory
         )
-    return load_config(values.config, overrides)
+    config = load_config(values.config, overrides)
+    if not command.startswith("bench"):  # times of compilation are among its results
+        keep_programs(config.run.compilation_cache)
+    return config
+
+
+def keep_programs(setting: str = "") -> None:
+    """Uses the compilation cache; `setting` is the field `run.compilation_cache`."""
+    from fp8rl_jax.compilation_cache import use_compilation_cache
+
+    if problem := use_compilation_cache(setting):
+        note(problem)
+
+
+def found_programs() -> str | None:
+    """The line that says how many compiled programs were found; None for a command without."""
+    if "fp8rl_jax.compilation_cache" not in sys.modules:
+        return None
+    from fp8rl_jax import compilation_cache
+
+    return compilation_cache.found_programs()
 
 
 def no_positional(command: str, positional: list[str]) -> None:

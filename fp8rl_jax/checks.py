@@ -143,7 +143,17 @@ def use_tis(config: ml_collections.ConfigDict) -> bool:
     """Whether importance weights are applied."""
     if config.algo.correction != "auto":
         return config.algo.correction == "tis"
-    return not same_numerics(config) and config.algo.old_logprobs == "learner"
+    return not same_numerics(config) and config.algo.old_logprobs != "rollout"
+
+
+def takes_rollout_logprobs(config: ml_collections.ConfigDict) -> bool:
+    """Whether the sampler's log-probabilities serve as the old ones, which saves a forward pass.
+
+    With 'auto' as long as no first update shows that the learner's are others.
+    """
+    if config.algo.old_logprobs != "auto":
+        return config.algo.old_logprobs == "rollout"
+    return zero_drift_required(config) and not use_tis(config)
 
 
 def _check_precision(config) -> None:
@@ -262,7 +272,7 @@ def _check_rollout(config) -> None:
     if algo.correction == "tis" and algo.old_logprobs == "rollout":
         raise UserError(
             "algo.correction='tis' needs the learner's own log-probabilities: set "
-            "algo.old_logprobs='learner'"
+            "algo.old_logprobs='auto' or 'learner'"
         )
 
 

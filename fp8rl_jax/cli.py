@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 from fp8rl_jax.arguments import (
     CONFIG,
+    found_programs,
+    keep_programs,
     no_positional,
     note,
     parse,
@@ -194,6 +196,7 @@ def _convert(arguments: Sequence[str]) -> int:
         raise UserError(
             "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
         )
+    keep_programs()
     from fp8rl_jax.export import export_run, is_run
     from fp8rl_jax.models import hf
 
@@ -231,7 +234,10 @@ def run(arguments: Sequence[str]) -> int:
 
             print(_USAGE + "\nconfig fields and their defaults:\n" + describe_fields())
             return 0
-        return _COMMANDS[command](rest)
+        status = _COMMANDS[command](rest)
+        if found := found_programs():
+            note(found)
+        return status
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

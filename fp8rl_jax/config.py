@@ -27,6 +27,9 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "seed": (0, "seed of data, initialisation and sampling"),
         "steps": (100, "RL steps; 0 runs the warm-up only"),
         "cache_dir": ("", "where finished warm-ups are kept; '' for ~/.cache/fp8rl_jax"),
+        "compilation_cache": ("", "directory of compiled programs, which a second start takes from "
+                              "there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
+                              "~/.cache/fp8rl_jax/compilation"),
         "samples": (4, "transcripts written at each evaluation"),
         "checkpoint_every": (20, "RL steps between checkpoints (warm-up: at each evaluation)"),
         "keep_checkpoints": (2, "newest checkpoints to keep"),
@@ -152,8 +155,9 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "routing_replay": ("none", "what the learner takes from the rollout's routers: none; "
                            "experts: the choice, in its order; weights: their weights too"),
         "router_aux_loss_coef": (0.0, "weight of the loss that balances the experts' load"),
-        "old_logprobs": ("learner", "learner: recompute before the first update; rollout: reuse "
-                         "the sampler's own"),
+        "old_logprobs": ("auto", "learner: recompute before the first update; rollout: take the "
+                         "sampler's own; auto: the sampler's where zero drift is in force, until "
+                         "a first update shows a difference, and the learner's elsewhere"),
         "updates_per_rollout": (1, "optimiser updates, each on an equal part of the rollout"),
     },
     "learner": {
@@ -193,7 +197,7 @@ CHOICES = {
     "precision.kernels": ("auto", "reference", "triton", "mosaic"),
     "precision.attention_kernel": ("strict", "fast"),
     "algo.correction": ("auto", "none", "tis"),
-    "algo.old_logprobs": ("learner", "rollout"),
+    "algo.old_logprobs": ("auto", "learner", "rollout"),
     "algo.routing_replay": ("none", "experts", "weights"),
 }
 # Fields with the least value allowed.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fp8rl_jax.arguments import CONFIG, no_positional, note, parse, read_config
+from fp8rl_jax.arguments import CONFIG, keep_programs, no_positional, note, parse, read_config
 from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
@@ -72,6 +72,7 @@ def _policy_config(command: str, values: flags.FlagValues, overrides: list[str])
         fields |= {"precision.rollout": values.precision, "precision.learner": values.precision}
     config = policy_config(values.checkpoint, fields, overrides)
     config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
+    keep_programs(config.run.compilation_cache)
     return config
 
 

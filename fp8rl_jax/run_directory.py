@@ -21,7 +21,8 @@ from fp8rl_jax.model_source import model_shapes
 
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
-    "run.dir", "run.steps", "run.cache_dir", "run.keep_checkpoints", "precision.self_check"
+    "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
+    "precision.self_check",
 )  # fmt: skip
 
 

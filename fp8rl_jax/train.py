@@ -1,8 +1,9 @@
 """The main job: warm-up, then GRPO whose rollout and learner run the same forward function.
 
 One RL step: sample a group of responses for each question; score them; recompute their
-log-probabilities under the learner; update; refit the sampler. The log-probabilities that the
-first update's own forward pass computed are compared with those recorded while decoding.
+log-probabilities under the learner, unless zero drift makes them the sampler's own; update; refit
+the sampler. The log-probabilities that the first update's own forward pass computed are compared
+with those recorded while decoding.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class _Run:
 
     def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt, resume):
         self.resume = resume
-        self.drift_noted = False
+        self.drifted = False  # a first update has shown drift where there must be none
         self.runtime, self.config = runtime, runtime.config
         self.directory, self.display, self.interrupt = directory, display, interrupt
         keep = self.config.run.keep_checkpoints
@@ -171,6 +172,7 @@ class _Run:
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
         self.zero_drift = zero_drift_required(self.config)
         self.use_tis = checks.use_tis(self.config)
+        self.takes_rollout_logprobs = checks.takes_rollout_logprobs(self.config)
         self.logs: RunLogs
         self.phase = "warmup"
 
@@ -222,7 +224,12 @@ class _Run:
     def _save(self, state: TrainState) -> None:
         warmup = self.config.warmup.steps
         number = int(state.step) + (warmup if self.phase == "rl" else 0)
-        meta = {"phase": self.phase, "step": int(state.step), "offsets": self.logs.offsets()}
+        meta = {
+            "phase": self.phase,
+            "step": int(state.step),
+            "offsets": self.logs.offsets(),
+            "drifted": self.drifted,
+        }
         try:
             self.checkpoints.save(number, state, meta)
         except Exception as error:  # tensorstore reports a full disk as ValueError
@@ -243,7 +250,7 @@ class _Run:
                 return self._begin_rl(params, None)
             return rt.new_state(params, optimizer_of_phase(self.config, "warmup")[0])
         meta = self.checkpoints.read_meta(number)
-        self.phase = meta["phase"]
+        self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
         self.logs = RunLogs(self.directory, meta["offsets"])
@@ -323,14 +330,18 @@ class _Run:
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
             analyse_now = False
-            if self.zero_drift and not self.drift_noted:
+            if self.zero_drift and not self.drifted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
-                    self.drift_noted = True
+                    self.drifted = True
                     analyse_now = True
+                    if algo.old_logprobs == "auto" and self.takes_rollout_logprobs:
+                        recompute = "; from the next step on log-probabilities are recomputed"
+                    else:
+                        recompute = ""
                     self.display.note(
                         f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
-                        "equal; looking for the operation"
+                        f"equal{recompute}; looking for the operation"
                     )
             if same_forward(rt.rollout_recipe, rt.learner_recipe):
                 record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
@@ -425,7 +436,8 @@ class _Run:
         advantages = group_advantages(rewards, group, config.algo.normalize_std)
         batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         begin = time.perf_counter()
-        if config.algo.old_logprobs == "learner":
+        fallback = self.drifted and config.algo.old_logprobs == "auto"
+        if fallback or not self.takes_rollout_logprobs:
             old = rt.score_state(state, batch)
             batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
             if self.use_tis:

@@ -23,6 +23,7 @@ import numpy as np
 import fp8rl_jax
 from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.compilation_cache import user_cache
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
@@ -88,9 +89,7 @@ def cache_directory(config) -> pathlib.Path:
             files += [pathlib.Path(module.origin)] if module and module.origin else []
     parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = pathlib.Path(config.run.cache_dir or os.path.join(home, "fp8rl_jax"))
-    return root / f"warmup-{name}"
+    return pathlib.Path(config.run.cache_dir or user_cache()) / f"warmup-{name}"
 
 
 def _kept(state: TrainState) -> dict:

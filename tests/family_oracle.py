@@ -18,7 +18,7 @@ from hf_checkpoints import CONFIGS, named, params_of, write
 from random_model import quantized
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import forward, quantize_params, rope_tables
+from fp8rl_jax.models import forward, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.rollout import SamplerConfig, make_sampler
 
@@ -127,7 +127,7 @@ def greedy(name: str) -> tuple[np.ndarray, np.ndarray]:
     prompts = tokens(3, 9)
     sample = make_sampler(config, "f32", SamplerConfig(_NEW, 1, (_NO_END,), 0))
     out = sample(
-        quantize_params(params_of(name), "f32"), prompts, lengths, jax.random.key(0),
+        quantized(params_of(name), "f32"), prompts, lengths, jax.random.key(0),
         np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, _NEW, np.int32),
         tuple(jnp.asarray(t) for t in rope_tables(config, 9 + _NEW)),
     )  # fmt: skip

@@ -440,7 +440,7 @@ _SEVERAL = {
     ),
     "correction without log-probabilities": (
         ["algo.correction=tis", "algo.old_logprobs=rollout"],
-        ["algo.correction", "algo.old_logprobs='learner'"],
+        ["algo.correction", "algo.old_logprobs='auto'"],
     ),
     "cosine shorter than its warm-up": (
         ["warmup.end_fraction=0.5", "warmup.steps=10", "warmup.warmup_steps=30"],

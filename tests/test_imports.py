@@ -16,7 +16,7 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
-    "checkpoint", "checks", "config", "expert_load", "health", "metrics", "optimizer", "precision",
+    "checkpoint", "checks", "compilation_cache", "config", "expert_load", "health", "metrics", "optimizer", "precision",
     "progress", "report", "run_directory", "sharding", "summary",
     "plan",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
@@ -37,6 +37,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "envs": set(),
     "rollout": {"kernels", "quant", "models"},
     "learner": {"kernels", "quant", "models", "rl"},
+    "compilation_cache": set(),
     "config": set(),
     "metrics": set(),
     "progress": set(),
@@ -70,7 +71,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
         ),
         _PROGRAM,
     ),
-    "arguments": {"config"},
+    "arguments": {"compilation_cache", "config"},
     "bench_commands": _PROGRAM | {"arguments"},
     "policy_commands": _PROGRAM | {"arguments"},
     "plan_command": _PROGRAM | {"arguments"},

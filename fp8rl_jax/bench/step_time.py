@@ -3,7 +3,8 @@
 Every recipe runs on the same prompts and the same random model, on real questions of the
 configured task; recipes take turns within each repetition, so that a machine that slows down slows
 all of them. The figures are medians; the ratios are to the first recipe, which is timed a second
-time without the counts of `precision.health`. On a CPU FP8 is emulated (operands are converted to
+time without the counts of `precision.health`. Compilation is timed, too: without the compilation
+cache, as what the first call takes longer than the median. On a CPU FP8 is emulated (operands are converted to
 bf16), so FP8 is slower there than bf16: the table says how much.
 """
 
@@ -16,6 +17,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from fp8rl_jax.compilation_cache import without_compilation_cache
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import Batch, LossConfig
@@ -88,8 +90,8 @@ def bench(
 
     Returns:
       One row a recipe, and one of the first without health counts: recipe, decode_s, train_s
-      (median seconds), decode_tokens_per_s, decode_ratio, train_ratio (median over repetitions of
-      this recipe over the first).
+      (median seconds), decode_compile_s, train_compile_s (seconds), decode_tokens_per_s,
+      decode_ratio, train_ratio (median over repetitions of this recipe over the first).
     """
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; write at least 1")
@@ -102,30 +104,31 @@ def bench(
     first = next(iter(subjects.values()))
     times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in subjects}
     tokens = {}
-    with jax.set_mesh(first.runtime.mesh):
+    with jax.set_mesh(first.runtime.mesh), without_compilation_cache():
         batches = {}
-        for name, subject in subjects.items():
-            batches[name] = subject.batch(subject.rollout())
-            tokens[name] = float(np.asarray(batches[name].mask).sum())
-            subject.train(batches[name])
-        for _ in range(repeats):
+        for turn in range(1 + repeats):
             for name, subject in subjects.items():
                 start = time.perf_counter()
-                subject.rollout()
-                middle = time.perf_counter()
+                rolled_out = subject.rollout()
+                times[name]["decode"].append(time.perf_counter() - start)
+                if turn == 0:
+                    batches[name] = subject.batch(rolled_out)
+                    tokens[name] = float(np.asarray(batches[name].mask).sum())
+                start = time.perf_counter()
                 subject.train(batches[name])
-                times[name]["decode"].append(middle - start)
-                times[name]["train"].append(time.perf_counter() - middle)
+                times[name]["train"].append(time.perf_counter() - start)
     rows = []
     for name in subjects:
-        decode, train = (np.array(times[name][k]) for k in ("decode", "train"))
-        base_decode, base_train = (np.array(times[recipes[0]][k]) for k in ("decode", "train"))
+        decode, train = (np.array(times[name][k][1:]) for k in ("decode", "train"))
+        base_decode, base_train = (np.array(times[recipes[0]][k][1:]) for k in ("decode", "train"))
         rows.append(
             {
                 "recipe": name,
                 "decode_s": float(np.median(decode)),
                 "decode_tokens_per_s": tokens[name] / float(np.median(decode)),
                 "train_s": float(np.median(train)),
+                "decode_compile_s": times[name]["decode"][0] - float(np.median(decode)),
+                "train_compile_s": times[name]["train"][0] - float(np.median(train)),
                 "decode_ratio": float(np.median(decode / base_decode)),
                 "train_ratio": float(np.median(train / base_train)),
             }
@@ -135,13 +138,17 @@ def bench(
 
 def format_table(rows: list[dict]) -> str:
     """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
-    head = ("recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio")
+    head = (
+        "recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio",
+        "compile s",
+    )  # fmt: skip
     width = max(13, *(len(row["recipe"]) for row in rows))
     lines = ["  ".join(f"{h:>{width if i == 0 else 13}}" for i, h in enumerate(head))]
     for row in rows:
         cells = (
             row["recipe"], f"{row['decode_s']:.3f}", f"{row['decode_tokens_per_s']:.0f}",
             f"{row['train_s']:.3f}", f"{row['decode_ratio']:.2f}", f"{row['train_ratio']:.2f}",
+            f"{row['decode_compile_s'] + row['train_compile_s']:.1f}",
         )  # fmt: skip
         lines.append("  ".join(f"{c:>{width if i == 0 else 13}}" for i, c in enumerate(cells)))
     platform = jax.devices()[0].platform

@@ -189,8 +189,6 @@ def test_an_expert_without_tokens_gets_no_gradient():
 
 # Bits.
 
-_RECIPES = ("f32", "bf16", "fp8")
-
 
 @pytest.mark.parametrize("recipe", ["fp8", *map(_SLOW, ("f32", "bf16", "mxfp8", "fake"))])
 def test_bits_do_not_depend_on_the_size_of_a_tile(recipe, monkeypatch):

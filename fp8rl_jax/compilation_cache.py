@@ -1,0 +1,132 @@
+"""Compiled programs on disk, so that a second start compiles nothing: JAX's persistent cache, on by
+default in every command but `fp8rl bench`.
+
+Where it lies is decided by the first of these that says something:
+
+1. the field `run.compilation_cache`: a directory, or 'off';
+2. the environment variable `FP8RL_COMPILATION_CACHE`, likewise;
+3. JAX's own settings (`JAX_COMPILATION_CACHE_DIR` and those beside it), which are then left alone;
+4. `fp8rl_jax/compilation` in the user's cache directory.
+
+A program of XLA:CPU holds instructions of the CPU that it was compiled on, so every kind of CPU has
+a subdirectory of its own. The least recently used programs go when there are more than `MAX_BYTES`.
+Reads and writes hold a lock. A program that a killed process did not write to its end is deleted
+at the next start. If the directory cannot be used, the command says so and runs without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+from collections.abc import Iterator
+
+import filelock
+import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+ENVIRONMENT = "FP8RL_COMPILATION_CACHE"
+OFF = "off"
+MAX_BYTES = 2 * 2**30
+_LOCK = ".lockfile"  # the name that JAX's cache locks
+_SECONDS_FOR_LOCK = 10
+_EVENTS = {
+    "/jax/compilation_cache/compile_requests_use_cache": "wanted",
+    "/jax/compilation_cache/cache_hits": "found",
+}
+_counts = dict.fromkeys(_EVENTS.values(), 0)
+
+
+def user_cache() -> pathlib.Path:
+    """The directory of what this library keeps for a user between runs."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(home, "fp8rl_jax")
+
+
+def _machine() -> str:
+    """A short name of this kind of CPU: of its architecture and the instructions that it knows."""
+    features = ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            features = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass  # no Linux: the processor's name has to do
+    known = features or platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+
+
+def _delete_unfinished(directory: pathlib.Path) -> None:
+    """Deletes programs without the time of their last use, which JAX writes after the program.
+
+    Raises:
+      OSError: the directory cannot be written or locked (`filelock.Timeout` is one).
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(directory / _LOCK, timeout=_SECONDS_FOR_LOCK):
+        for program in directory.glob("*-cache"):
+            if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+                program.unlink()
+
+
+def _count(event: str, **_) -> None:
+    if event in _EVENTS:
+        _counts[_EVENTS[event]] += 1
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_listener(_count)
+
+
+def found_programs() -> str | None:
+    """How many of this process's programs were found, as a line; None where none was wanted."""
+    if not _counts["wanted"]:
+        return None
+    where = jax.config.jax_compilation_cache_dir
+    return f"compilation cache: {_counts['found']} of {_counts['wanted']} programs found in {where}"
+
+
+def use_compilation_cache(setting: str = "") -> str | None:
+    """Makes this process keep its compiled programs, and take those that are kept.
+
+    Args:
+      setting: the field `run.compilation_cache`; '' where there is no configuration.
+
+    Returns:
+      A sentence, if the cache cannot be used; else None.
+    """
+    _listen()
+    setting = setting or os.environ.get(ENVIRONMENT, "")
+    if not setting and jax.config.jax_compilation_cache_dir:
+        return None
+    problem = None
+    directory = None if setting == OFF else pathlib.Path(setting or user_cache() / "compilation")
+    if directory is not None:
+        directory = directory.expanduser().absolute() / _machine()
+        try:
+            _delete_unfinished(directory)
+        except OSError as error:
+            problem = f"compiled programs are not kept: {directory} cannot be used ({error})"
+            directory = None
+    jax.config.update("jax_compilation_cache_dir", str(directory) if directory else None)
+    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax_cache.reset_cache()  # what was compiled before may have settled that there is none
+    return problem
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Within it every program is compiled, whatever is kept."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        jax_cache.reset_cache()
