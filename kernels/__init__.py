@@ -4,6 +4,7 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
+from fp8rl_jax.kernels.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.kernels.dispatch import (
     IMPLEMENTATIONS,
     attention,
@@ -13,13 +14,13 @@ from fp8rl_jax.kernels.dispatch import (
     fast_attention_forward,
     resolve,
 )
+from fp8rl_jax.kernels.e4m3 import to_e4m3, widened
+from fp8rl_jax.kernels.reductions import folded, max_last, stored, sum_last, sum_rows
 from fp8rl_jax.kernels.reference import (
     EXP_LANES,
     K_BLOCK,
     KV_CHUNK,
-    as_bytes,
     dequantized,
-    from_bytes,
     guard,
     round_bf16,
     rounded,
@@ -30,6 +31,8 @@ __all__ = [
     "IMPLEMENTATIONS",
     "KV_CHUNK",
     "K_BLOCK",
+    "Bits",
+    "as_bits",
     "as_bytes",
     "attention",
     "attention_vjp",
@@ -37,9 +40,17 @@ __all__ = [
     "choose",
     "dequantized",
     "fast_attention_forward",
+    "folded",
+    "from_bits",
     "from_bytes",
     "guard",
+    "max_last",
     "resolve",
     "round_bf16",
     "rounded",
+    "stored",
+    "sum_last",
+    "sum_rows",
+    "to_e4m3",
+    "widened",
 ]

@@ -24,7 +24,10 @@ of the contraction. Two of XLA's libraries give them, each within limits:
 Longer contractions are sums of such blocks (reference.py). XLA documents none of this, so
 `bf16_way` computes a few products on the machine at hand, once a process, and compares them with
 the law of each way; where neither holds, YNNPACK is switched off and everything is multiplied in
-float32 by Eigen. `fp8rl_jax.exact_jit` compiles with the options that belong to the answer.
+float32 by Eigen. So it is on a CPU without an instruction for bf16, where YNNPACK would make
+float32 copies of every operand, at half of Eigen's speed (docs/cpu_speed.md). `fp8rl_jax.exact_jit`
+compiles with the options that belong to the answer. The answer follows from what the CPU is and
+never from a time, which may be another one when a run is resumed.
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8rl_jax.kernels.e4m3 import widened
+
 BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _FEW_ROWS = 8  # fewer take XLA to matrix-vector code, whose order of summation differs
-_FLOAT32: dict[str, bool | str] = {_YNN: ""}
+_EIGEN: dict[str, bool | str] = {_YNN: ""}
 
 
 def _knows(options: Mapping[str, bool | str]) -> bool:
@@ -122,6 +127,7 @@ _PAIRS = Way(
     float32=True,
 )
 WAYS = {"amx": _AMX, "pairs": _PAIRS}
+_BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
 
 
 def _holds(way: Way) -> bool:
@@ -159,10 +165,20 @@ def _holds(way: Way) -> bool:
     return True
 
 
+def _has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line for line in file if line.startswith(("flags", "Features"))]
+    except OSError:
+        lines = []
+    return not lines or not _BF16_INSTRUCTIONS.isdisjoint(lines[0].split())
+
+
 @functools.cache
 def bf16_way() -> Way | None:
     """How products of bf16 are made on this machine: the first way whose law holds, if any."""
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not _has_bf16_instructions():
         return None
     return next((way for way in WAYS.values() if _knows(way.options) and _holds(way)), None)
 
@@ -177,7 +193,7 @@ def compiler_options() -> dict[str, bool | str]:
         return {}
     if way := bf16_way():
         return dict(way.options)
-    return dict(_FLOAT32) if _knows(_FLOAT32) else {}
+    return dict(_EIGEN) if _knows(_EIGEN) else {}
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
@@ -227,6 +243,11 @@ def multiplies_bf16() -> bool:
     return bf16_way() is not None
 
 
+def wide_type() -> jnp.dtype:
+    """The type in which FP8 is multiplied on this machine."""
+    return jnp.dtype(jnp.bfloat16 if multiplies_bf16() else jnp.float32)
+
+
 def padded_rows(rows: int) -> int:
     """How many rows `product` must be given for `rows` to have their own bits."""
     way = bf16_way()
@@ -246,8 +267,18 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
         `padded_rows` gives it.
     """
     if in_bf16(x.dtype, w.dtype):
-        return _bf16_product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+        return _bf16_product(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
+    x, w = widened(x, jnp.float32), widened(w, jnp.float32)
     if multiplies_bf16():  # YNNPACK takes no left operand that lies column by column
         return _dot(lax.optimization_barrier(x.T), w, 0)
     return _dot(x, w, 1)
+
+
+def product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
+    """(M, K) times (K, N) in float32, for any K and in an order that keeps to no law."""
+    if in_bf16(x.dtype, w.dtype):
+        # XLA would fold a transpose of the result into the product, as one of its operands.
+        return lax.optimization_barrier(
+            _bf16_product(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
+        )
+    return _dot(widened(x, jnp.float32), widened(w, jnp.float32), 1)

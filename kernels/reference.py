@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.kernels.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.cpu_products import (
     BF16_DEPTH,
     FLOAT32_SIZE,
@@ -33,6 +34,8 @@ from fp8rl_jax.kernels.cpu_products import (
     product,
     small_product,
 )
+from fp8rl_jax.kernels.e4m3 import widened
+from fp8rl_jax.kernels.reductions import max_last, sum_last
 
 K_BLOCK = 128
 KV_CHUNK = 64
@@ -91,22 +94,6 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
         pairs, ones, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
     )
     return repeated.reshape(*x.shape[:-1], x.shape[-1] * times)
-
-
-def as_bytes(x: jax.Array) -> jax.Array:
-    """FP8 as uint8, bf16 as uint16, other types as they are: for slices, padding and storage.
-
-    XLA:CPU moves small floats through wider ones and rounds them back, whole buffers at a time,
-    which took most of a decode step.
-    """
-    if x.dtype.itemsize > 2 or jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    return lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
-
-
-def from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `as_bytes` was given, of dtype `dtype`."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
@@ -202,9 +189,17 @@ def _visible(positions: jax.Array, slots: jax.Array, groups: int) -> jax.Array:
     return jnp.repeat(mask, groups, axis=1)[:, None]
 
 
+def _masked(score: jax.Array, mask: jax.Array) -> jax.Array:
+    """Scores, and at most -1e30 where the mask is False.
+
+    As a minimum: JAX would take the constant of a `where` out of a scan, and write it out.
+    """
+    return jnp.where(mask, score, jnp.minimum(score, jnp.float32(-1e30)))
+
+
 def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Queries, keys or values (..., Dh) in float32, times their scales, () or (...)."""
-    x = x.astype(jnp.float32)
+    x = widened(x, jnp.float32)
     if scale is None:
         return x
     return x * (scale[..., None] if scale.ndim else scale)
@@ -289,7 +284,7 @@ def attention(
 
     def by_kv_head(x: jax.Array) -> jax.Array:
         """(B, T, H, n) -> (B, Hkv, T * groups, n), at least 2 rows."""
-        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
+        x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
         x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, -1)
         return jnp.pad(x, ((0, 0), (0, 0), (0, max(_MIN_QUERIES - rows, 0)), (0, 0)))
 
@@ -324,7 +319,7 @@ def attention(
             last, first = positions.max(axis=1), step * at_once
             pages = [_read_page(x, table, last, first + i, by_feature) for i in range(at_once)]
             part = jnp.concatenate(pages, axis=axis)
-        return from_bytes(part, dtype).astype(jnp.float32)
+        return widened(from_bytes(part, dtype), jnp.float32)
 
     def take_keys(step: int | jax.Array) -> jax.Array:
         """The keys of a step, feature by feature: (B, Hkv, Dh, at_once * KV_CHUNK) float32.
@@ -361,7 +356,7 @@ def attention(
             score = score + guard(similar(q_rope, rope) * jnp.float32(scale))
         slot = step * at_once * KV_CHUNK + jnp.arange(at_once * KV_CHUNK)
         mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
-        return jnp.where(mask, score, jnp.float32(-1e30)), mask
+        return _masked(score, mask), mask
 
     def by_chunk(x: jax.Array, axis: int) -> jax.Array:
         """An axis of slots as (at_once, KV_CHUNK)."""
@@ -370,8 +365,8 @@ def attention(
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`sums` and those of a step's chunks, one after the other."""
         score, mask = scores(step)
-        weight = jnp.where(mask, jnp.exp(score - top[..., None]), 0.0)
-        weight_sums = by_chunk(weight, 3).sum(-1)
+        weight = jnp.exp(score - top[..., None]) * mask
+        weight_sums = sum_last(by_chunk(weight, 3))
         if v_scale is not None:
             weight = weight * scale_of(v_scale, step)
         weight, value = by_chunk(weight, 3), by_chunk(take(v, step, stored), 2)
@@ -392,12 +387,12 @@ def attention(
             sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])
         return sums
 
-    top = scores(0)[0].max(-1)
+    top = max_last(scores(0)[0])
     if steps > 1:
         visible: int | jax.Array = steps
         if table is not None:  # tables are as wide as the longest sequence may become
             visible = jnp.minimum(positions.max() // (at_once * KV_CHUNK) + 1, steps)
-        top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, scores(i)[0].max(-1)), top)
+        top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, max_last(scores(i)[0])), top)
     total, out = add(0, None, top)
     if steps > 1:
         total, out = lax.fori_loop(
@@ -447,11 +442,12 @@ def attention_vjp(
     qs, dout = split(q), split(cotangent)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
     mask = _visible(positions, jnp.arange(k.shape[1]), groups)
-    score = jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale
-    weight = jax.nn.softmax(jnp.where(mask, score, -1e30), axis=-1)
+    score = _masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, mask)
+    weight = jnp.exp(score - max_last(score)[..., None])
+    weight = weight / sum_last(weight)[..., None]
     dvalues = jnp.einsum("bhts,bhtd->bhsd", weight, dout)
     dweight = jnp.einsum("bhtd,bhsd->bhts", dout, values)
-    dscore = weight * (dweight - (dweight * weight).sum(-1, keepdims=True)) * scale
+    dscore = weight * (dweight - sum_last(dweight * weight)[..., None]) * scale
     dqs = jnp.einsum("bhts,bhsd->bhtd", dscore, keys)
     dkeys = jnp.einsum("bhts,bhtd->bhsd", dscore, qs)
     return join(dqs), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)

@@ -107,11 +107,13 @@ def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
             v_scale=v_scale, implementation=recipe.kernels,
         )  # fmt: skip
         out = forward[0]
-    return out, (query, kv, positions, scales, forward, jnp.zeros((0,), q.dtype))
+    kept = kernels.as_bits((query, kv, positions, scales, forward))
+    return out, (kept, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
-    (q, q_scale), kv, positions, scales, forward, like = residual
+    kept, like = residual
+    (q, q_scale), kv, positions, scales, forward = kernels.from_bits(kept)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         q, kv.k, kv.v, positions, cotangent, scale=scale, q_scale=q_scale, k_scale=k_scale,

@@ -98,11 +98,11 @@ def latent_self_attention(
 def _forward(recipe, scale, q, q_rope, latent, rope, positions):
     stored = _store(latent, rope, recipe)
     out = _attend(recipe, q, q_rope, LayerCache(stored), positions, scale)
-    return out, (q, q_rope, stored, positions)
+    return out, kernels.as_bits((q, q_rope, stored, positions))
 
 
 def _backward(recipe, scale, residual, cotangent):
-    q, q_rope, stored, positions = residual
+    q, q_rope, stored, positions = kernels.from_bits(residual)
     latent = dequantize_kv(stored.latent, stored.scale)
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)

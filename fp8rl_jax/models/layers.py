@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import choose, guard
+from fp8rl_jax.kernels import as_bits, choose, from_bits, guard, stored, sum_last, sum_rows
 from fp8rl_jax.kernels import norm as kernel_norm
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import swaps_any, tap
@@ -236,7 +236,7 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
-    mean_square = guard(x * x).sum(-1, keepdims=True) * np.float32(1 / x.shape[-1])
+    mean_square = sum_last(guard(x * x))[..., None] * np.float32(1 / x.shape[-1])
     return lax.rsqrt(guard(mean_square) + np.float32(eps))
 
 
@@ -259,18 +259,18 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
 
 
 def _rms_norm_forward(recipe, eps, x, weight):
-    return rms_norm(recipe, eps, x, weight), (x, weight)
+    return rms_norm(recipe, eps, x, weight), as_bits((x, weight))
 
 
 def _rms_norm_backward(recipe, eps, residual, cotangent):
-    x, weight = residual
+    x, weight = from_bits(residual)
     y, dy = x.astype(jnp.float32), cotangent.astype(jnp.float32)
     inverse = _inverse_rms(y, eps)
     y = y * inverse
     dy_weighted = dy * weight
-    projection = (dy_weighted * y).mean(-1, keepdims=True)
+    projection = sum_last(dy_weighted * y)[..., None] * np.float32(1 / x.shape[-1])
     dx = inverse * (dy_weighted - y * projection)
-    return dx.astype(x.dtype), (dy * y).sum(tuple(range(x.ndim - 1))).astype(weight.dtype)
+    return dx.astype(x.dtype), sum_rows(_rows(dy * y)).astype(weight.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -292,7 +292,10 @@ def rms_norm_quantized(
 
 
 rms_norm_quantized.defvjp(
-    lambda recipe, eps, x, weight: (rms_norm_quantized(recipe, eps, x, weight), (x, weight)),
+    lambda recipe, eps, x, weight: (
+        rms_norm_quantized(recipe, eps, x, weight),
+        as_bits((x, weight)),
+    ),
     lambda recipe, eps, residual, dy: _rms_norm_backward(recipe, eps, residual, dy[0]),
 )
 
@@ -316,7 +319,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def _operands(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        return share(x, weight)
+        return share(x, stored(weight))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -338,10 +341,11 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _gated_silu_forward(recipe, gate, up):
-    return gated_silu(recipe, gate, up), (gate, up)
+    return gated_silu(recipe, gate, up), as_bits((gate, up))
 
 
 def _gated_silu_backward(recipe, residual, cotangent):
+    residual = from_bits(residual)
     gate, up = (x.astype(jnp.float32) for x in residual)
     dy = cotangent.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + jnp.exp(-gate))
@@ -367,6 +371,6 @@ def gated_silu_quantized(
 
 
 gated_silu_quantized.defvjp(
-    lambda recipe, gate, up: (gated_silu_quantized(recipe, gate, up), (gate, up)),
+    lambda recipe, gate, up: (gated_silu_quantized(recipe, gate, up), as_bits((gate, up))),
     lambda recipe, residual, dy: _gated_silu_backward(recipe, residual, dy[0]),
 )

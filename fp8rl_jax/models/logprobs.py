@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, guard
+from fp8rl_jax.kernels import EXP_LANES, guard, max_last, sum_last
 from fp8rl_jax.models import fused_head, tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import replicate
@@ -61,19 +61,50 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
     Returns:
       logp (M,) float32; entropy (M,) float32 in nats, without gradient.
     """
-    top = lax.stop_gradient(scaled.max(-1, keepdims=True))
+    top = lax.stop_gradient(max_last(scaled)[:, None])
     weight = jnp.exp(scaled - top)
-    total = weight.sum(-1)
+    total = sum_last(weight)
     logsumexp = jnp.log(total) + top[:, 0]
     chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
-    finite = jnp.where(weight > 0, scaled - top, 0.0)
-    entropy = jnp.log(total) - (weight * finite).sum(-1) / total
+    finite = guard(scaled - top)  # -inf times a weight of 0 would be NaN
+    entropy = jnp.log(total) - sum_last(guard(weight * finite)) / total
     return chosen - logsumexp, lax.stop_gradient(entropy)
 
 
 def _row_logprobs(recipe: Recipe, hidden, head, targets, inverse) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy) of rows, from all their logits at once."""
     return logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunk_logprobs(
+    recipe: Recipe, hidden: jax.Array, head: Weight, targets: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`_row_logprobs`. Kept for the backward pass: its arguments, and each row's logsumexp.
+
+    The backward pass makes the logits again, and nothing of what `logprobs_of_logits` made of them:
+    the gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
+    """
+    return _row_logprobs(recipe, hidden, head, targets, inverse)
+
+
+def _chunk_forward(recipe, hidden, head, targets, inverse):
+    scaled = _scaled(head_logits(hidden, head, recipe), inverse)
+    logp, entropy = logprobs_of_logits(scaled, targets)
+    chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
+    return (logp, entropy), (hidden, head, targets, inverse, chosen - logp)
+
+
+def _chunk_backward(recipe, residual, cotangents):
+    hidden, head, targets, inverse, logsumexp = residual
+    logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe), hidden, head)
+    is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
+    probability = jnp.exp(logits * inverse[:, None] - logsumexp[:, None])
+    dlogits = (is_target - probability) * (cotangents[0] * inverse)[:, None]
+    return (*pull(dlogits), None, None)
+
+
+_chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
 def token_logprobs(
@@ -108,10 +139,8 @@ def token_logprobs(
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    @jax.checkpoint
     def logp(hidden, targets, temperature):
-        logits = head_logits(hidden, head, recipe)
-        return logprobs_of_logits(scaled_logits(logits, temperature), targets)
+        return _chunk_logprobs(recipe, hidden, head, targets, inverse_temperature(temperature))
 
     chunks = (
         rows(hidden.reshape(count, width)),

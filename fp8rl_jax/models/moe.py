@@ -29,7 +29,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import guard
+from fp8rl_jax.kernels import as_bits, from_bits, guard
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, gated_silu
 from fp8rl_jax.models.rows import by_own_rows
@@ -153,11 +153,12 @@ def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> j
 
 
 def _combine_forward(recipe, y, weights, tiles):
-    return combine(recipe, y, weights, tiles), (compute_value(y, recipe), weights, tiles)
+    return combine(recipe, y, weights, tiles), (as_bits(compute_value(y, recipe)), weights, tiles)
 
 
 def _combine_backward(recipe, residual, cotangent):
     y, weights, tiles = residual
+    y = from_bits(y)
     dy = cotangent.astype(jnp.float32)
     rows = y.reshape(-1, y.shape[-1])
     slots = range(weights.shape[1])

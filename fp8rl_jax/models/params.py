@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
+from fp8rl_jax.kernels import as_bits
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK, Run, is_whole, layer_runs
@@ -33,7 +34,6 @@ from fp8rl_jax.quant import (
     Recipe,
     SiteProbe,
     SiteScaling,
-    as_stack_bits,
     block_health,
     compute_value,
     get_recipe,
@@ -205,7 +205,7 @@ def for_decoding(weights, *, stacks: bool):
     """Rollout weights as a CPU's decode loop reads them: the same bits, faster.
 
     FP8 bytes are held in bf16 (quant/widened.py); with `stacks` the stacks of linear layers are
-    held as bits (`StackBits`), which a forward pass with taps does not take.
+    held as `Bits`, which a forward pass with taps does not take.
     """
 
     def convert(path, leaf):
@@ -216,7 +216,7 @@ def for_decoding(weights, *, stacks: bool):
         else:
             assert isinstance(leaf.value, QArray)
             leaf = dataclasses.replace(leaf, value=widen(leaf.value))
-        return as_stack_bits(leaf) if stacks else leaf
+        return as_bits(leaf) if stacks else leaf
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, block_matmul, guard
+from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, guard
 from fp8rl_jax.kernels import choose as by_platform
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, replicate
@@ -75,11 +75,11 @@ def _router_product(implementation: str, x: jax.Array, kernel: jax.Array) -> jax
 
 
 def _router_product_forward(implementation, x, kernel):
-    return _router_product(implementation, x, kernel), (x, kernel)
+    return _router_product(implementation, x, kernel), as_bits((x, kernel))
 
 
 def _router_product_backward(implementation, residual, dy):
-    x, kernel = residual
+    x, kernel = from_bits(residual)
     dx = block_matmul(dy, kernel.T, implementation=implementation).astype(x.dtype)
     return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
 

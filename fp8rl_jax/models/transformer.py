@@ -145,8 +145,6 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
         linear = names[-1] == "kernel" and names[-2] != "router"
         if by_kernel and linear and not isinstance(leaf, BoundWeight):
             return LayerOf(leaf, index)
-        if not by_kernel and names[-1] == "weight":
-            return _vector(leaf, index)
         return take_layer(leaf, index)
 
     def step(carried, scanned):
@@ -158,15 +156,6 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
 
     count = jax.tree.leaves(stack)[0].shape[0]
     return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), places, scales))
-
-
-def _vector(stack: jax.Array, index: jax.Array) -> jax.Array:
-    """Row `index` of a norm's weights (L, D), as a sum.
-
-    XLA:CPU would fuse a slice into the loops that read it, and look the index up for every number.
-    """
-    chosen = jnp.arange(stack.shape[0])[:, None] == index
-    return jnp.where(chosen, stack, 0).sum(0)
 
 
 def _join(auxes: list[dict]) -> dict:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8rl_jax.kernels import folded, to_e4m3
 from fp8rl_jax.kernels import round_bf16 as round_bf16  # a format's rounding, like those below
 
 E4M3 = jnp.float8_e4m3fn
@@ -56,6 +57,8 @@ def amax(x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False) -> j
     Taken on the integer bits: exact, independent of order, and NaN cannot get lost.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & _SIGN_MASK
+    if bits.ndim - 1 in {a % bits.ndim for a in ((axis,) if isinstance(axis, int) else axis)}:
+        bits = folded(bits, jnp.maximum)
     return lax.bitcast_convert_type(bits.max(axis=axis, keepdims=keepdims), jnp.float32)
 
 
@@ -73,7 +76,8 @@ def floor_power_of_two(s: jax.Array) -> jax.Array:
 def saturating_cast(x: jax.Array, dtype) -> jax.Array:
     """Clips float32 to the finite range of `dtype`, then rounds to nearest even; NaN stays NaN."""
     limit = jnp.float32(fp8_max(dtype))
-    return jnp.clip(x, -limit, limit).astype(dtype)
+    x = jnp.clip(x, -limit, limit)
+    return to_e4m3(x) if jnp.dtype(dtype) == E4M3 else x.astype(dtype)
 
 
 def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:

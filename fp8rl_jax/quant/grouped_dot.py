@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import choose
+from fp8rl_jax.kernels import as_bits, choose, from_bits
 from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.dot_general import matmul, matmul_backward, matmul_forward
 from fp8rl_jax.quant.qarray import QArray
@@ -68,7 +68,7 @@ def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax
 
 def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
     like = jnp.zeros((0,), x.dtype)
-    return _grouped(recipe, x, w, experts), (compute_value(x, recipe), like, w, experts)
+    return _grouped(recipe, x, w, experts), (as_bits(compute_value(x, recipe)), like, w, experts)
 
 
 def _combine(total: jax.Array | None, tile: jax.Array | None, expert: jax.Array, largest: bool):
@@ -87,6 +87,7 @@ def _is_probe(x) -> bool:
 
 def _backward(recipe: Recipe, residual, dy: jax.Array):
     x, like, w, experts = residual
+    x = from_bits(x)
 
     def tile_gradients(x, dy, expert):
         _, kept = matmul_forward(recipe, x, take_layer(w, expert))

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8rl_jax.kernels import stored, widened
 from fp8rl_jax.quant import formats, scaling
 
 
@@ -83,7 +84,7 @@ class QArray:
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""
-        return (self.qvalue.astype(jnp.float32) * self.spread_scale()).astype(dtype)
+        return (widened(self.qvalue, jnp.float32) * self.spread_scale()).astype(dtype)
 
 
 def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, ...]:
@@ -155,7 +156,7 @@ def quantize_with(
     inner = tuple(range(1, padded.ndim, 2))
     amax = formats.amax(padded, inner).reshape(counts)
     # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
-    s = lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype)))
+    s = stored(lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype))))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
     if scaling.never_saturates(policy):
         q = formats.saturating_cast(padded * spread, dtype)

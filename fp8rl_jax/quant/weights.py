@@ -2,8 +2,9 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `LayerOf` names a layer of a stack that a GPU kernel reads in place, a `StackBits` is a
-stack that a CPU cuts layers out of. All give the same bits on one platform.
+trained, a `LayerOf` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
+stack that a CPU cuts layers out of: where the numbers themselves came into nested loops, XLA would
+convert the whole stack in every turn of the outer one. All give the same bits on one platform.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bytes, from_bytes
+from fp8rl_jax.kernels import Bits, as_bytes, from_bytes
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import FLOAT32, Recipe
@@ -88,45 +89,22 @@ class LayerOf:
         return take_layer(self.stack, self.layer)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
-@dataclasses.dataclass(frozen=True)
-class StackBits:
-    """An array of stacked weights as its bits (`as_bytes`). For forward passes alone.
-
-    `take_layer` cuts layers out as bits. Where the numbers themselves came into nested loops, XLA
-    would convert the whole stack in every turn of the outer one.
-    """
-
-    bits: jax.Array
-    dtype: jnp.dtype
-
-
-def as_stack_bits(stack):
-    """A tree of stacked weights with numbers of 8 and 16 bits as `StackBits`."""
-
-    def convert(x: jax.Array) -> jax.Array | StackBits:
-        bits = as_bytes(x)
-        return x if bits.dtype == x.dtype else StackBits(bits, x.dtype)
-
-    return jax.tree.map(convert, stack)
-
-
 Weight = jax.Array | QArray | BoundWeight | LayerOf
 
 
 def is_weight(x) -> bool:
     """Whether a node of a parameter tree is one weight of several arrays, for `is_leaf=`."""
-    return isinstance(x, QArray | BoundWeight | StackBits)
+    return isinstance(x, QArray | BoundWeight | Bits)
 
 
 def take_layer(tree, layer: jax.Array):
     """Entry `layer` of every array's first axis: a layer, or an expert."""
 
-    def take(x: jax.Array | StackBits) -> jax.Array:
-        bits = x.bits if isinstance(x, StackBits) else as_bytes(x)
+    def take(x: jax.Array | Bits) -> jax.Array:
+        bits = x.bits if isinstance(x, Bits) else as_bytes(x)
         return from_bytes(lax.dynamic_index_in_dim(bits, layer, 0, keepdims=False), x.dtype)
 
-    return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, StackBits))
+    return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, Bits))
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
