@@ -27,8 +27,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 
 
-def check_config(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first thing in `config` that cannot work."""
+def check_config(config: ml_collections.ConfigDict, with_task: bool = True) -> None:
+    """Raises UserError for the first thing in `config` that cannot work.
+
+    Without `with_task` the task's name and options are not looked at.
+    """
     flat = flatten(config)
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -54,7 +57,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     _check_rollout(config)
     _check_continuous(config)
     _check_batches(config)
-    check_task(config.env.task, config.env.task_options.to_dict())
+    if with_task:
+        check_task(config.env.task, config.env.task_options.to_dict())
     load_reward(config.env.reward)
 
 

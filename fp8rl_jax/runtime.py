@@ -386,7 +386,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     Raises:
       UserError: something in the configuration cannot work.
     """
-    checks.check_config(config)
+    checks.check_config(config, with_questions)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)

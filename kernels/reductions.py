@@ -1,8 +1,10 @@
-"""Sums and maxima over a last axis, in an order that its length alone decides.
+"""Sums and maxima in an order that is written down, and is that of every row.
 
-XLA:CPU reduces a last axis number by number. Here equal slices of it are combined first, lane by
-lane, in ascending order, until 16 numbers (or an odd rest) are left for a reduction. That is
-several times faster, and the order is written down instead of left to a compiler.
+A reduction of XLA:CPU has no order: it adds number by number, or, in a fusion, as LLVM likes, which
+may reassociate there (`fadd reassoc`), and does so by the shape of the whole array. A decode step
+and a train step would add the same numbers in different orders. Here slices of the last axis are
+added lane by lane, in ascending order, until 16 numbers are left, and those in halves. That is
+several times faster, too. Maxima are the same in any order.
 """
 
 from __future__ import annotations
@@ -17,21 +19,38 @@ _LANES = 16  # numbers that one instruction combines
 _MOST_SLICES = 16  # combined in one step, in registers
 
 
+def _slices(x: jax.Array, width: int, count: int) -> list[jax.Array]:
+    return [x[..., i * width : (i + 1) * width] for i in range(count)]
+
+
 def folded(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """(..., W) -> (..., w): slices of the last axis combined; w is at most 16, or an odd multiple
-    of 16, or W where that is no multiple of 32."""
-    width = x.shape[-1]
-    while width % (2 * _LANES) == 0:
-        slices = max(n for n in range(2, _MOST_SLICES + 1) if width % (_LANES * n) == 0)
-        width //= slices
-        parts = [x[..., i * width : (i + 1) * width] for i in range(slices)]
-        x = functools.reduce(combine, parts)
-    return x
+    """(..., 16 n) -> (..., 16): slices of the last axis combined, in ascending order.
+
+    Slices that are left over, where n has no small divisor, come last. Another width is returned
+    as it is.
+    """
+    if x.shape[-1] % _LANES:
+        return x
+    rests: list[jax.Array] = []
+    while x.shape[-1] > _LANES:
+        groups = x.shape[-1] // _LANES
+        count = min(groups, _MOST_SLICES)
+        width = groups // count * _LANES
+        rest = x[..., count * width :]
+        rests += _slices(rest, _LANES, rest.shape[-1] // _LANES)
+        x = functools.reduce(combine, _slices(x, width, count))
+    return functools.reduce(combine, rests, x)
 
 
 def sum_last(x: jax.Array) -> jax.Array:
-    """Sum of float32 over the last axis."""
-    return folded(x, jnp.add).sum(-1)
+    """Sum of float32 over the last axis: `folded`, and the 16 numbers in halves."""
+    missing = -x.shape[-1] % _LANES
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    x = folded(x, jnp.add)
+    while (width := x.shape[-1] // 2) > 0:
+        x = x[..., :width] + x[..., width:]
+    return x[..., 0]
 
 
 def sum_rows(x: jax.Array) -> jax.Array:

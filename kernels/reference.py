@@ -398,7 +398,9 @@ def attention(
         total, out = lax.fori_loop(
             1, visible, lambda step, sums: add(step, sums, top), (total, out)
         )
-    out = (out / total[..., None])[:, :, :rows]
+    # XLA makes some quotients by a broadcast divisor products with its reciprocal, by the divisor's
+    # own form, which is not the same for one chunk and for several.
+    out = (out * lax.optimization_barrier(1.0 / total)[..., None])[:, :, :rows]
     out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, -1)
 

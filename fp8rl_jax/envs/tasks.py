@@ -12,9 +12,6 @@ import difflib
 import hashlib
 import itertools
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
-
 from fp8rl_jax.errors import UserError
 
 SPLITS = ("warmup", "train", "eval")
@@ -37,6 +34,9 @@ def split_of(text: str) -> str:
 
 def check_task(name: str, options: dict) -> None:
     """Raises UserError if reasoning_gym has no such task or refuses the options."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
         hint = f"did you mean {near[0]!r}?" if near else "see reasoning_gym's list of datasets"
@@ -64,6 +64,8 @@ def make_questions(
     Raises:
       UserError: the task's space is too small for the counts.
     """
+    import reasoning_gym  # all tasks at once: a second, and not every command asks questions
+
     check_task(name, options)
     data = reasoning_gym.create_dataset(
         name, size=_ITEMS_PER_SEED, seed=1 + seed * _ITEMS_PER_SEED, **options

@@ -101,7 +101,7 @@ def sparse_mlp(
     experts = Experts(config, init_scale, name="experts")()
     logits = tap(module, "router_logits", token_logits(x, router.kernel, recipe.kernels))
     chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
-    weights = expert_weights(config, logits, chosen, recipe.kernels)
+    weights = expert_weights(config, logits, chosen)
     weights = tap(module, "router_weights", weights)
     y, tokens = mixture(config, recipe, x, valid, weights, chosen, experts)
     y = tap(module, "experts_output", y)

@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, guard
-from fp8rl_jax.kernels import choose as by_platform
+from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, guard, sum_last
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, replicate
 from fp8rl_jax.models.rows import by_own_rows
@@ -95,23 +94,7 @@ def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto")
     return _router_product(implementation, *share(x, kernel))
 
 
-def _row_totals(x: jax.Array, implementation: str) -> jax.Array:
-    """(M, n) -> (M, 1), n a multiple of 16. Where kernels multiply, by a tree of additions: XLA
-    orders a reduction on a GPU by the number of rows."""
-
-    def tree(x):
-        x = jnp.pad(x, ((0, 0), (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1])))
-        while x.shape[1] > 1:
-            half = x.shape[1] // 2
-            x = x[:, :half] + x[:, half:]
-        return x
-
-    return by_platform(implementation, tree, lambda x: x.sum(-1, keepdims=True), x)
-
-
-def _probabilities(
-    config: ModelConfig, logits: jax.Array, implementation: str = "auto"
-) -> jax.Array:
+def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
     """(M, E) float32 logits -> what the weights are taken from, (M, E) float32."""
     experts = logits.shape[1]
     missing = -experts % EXP_LANES
@@ -120,7 +103,7 @@ def _probabilities(
         return (1.0 / (1.0 + jnp.exp(-padded)))[:, :experts]
     top = lax.stop_gradient(padded.max(-1, keepdims=True))
     raised = jnp.exp(padded - top)
-    return guard(raised * (1.0 / _row_totals(raised, implementation)))[:, :experts]
+    return guard(raised * (1.0 / sum_last(raised)[:, None]))[:, :experts]
 
 
 def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -140,11 +123,9 @@ def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> ja
     return lax.top_k(score, config.num_experts_per_tok)[1]
 
 
-def weigh(
-    config: ModelConfig, logits: jax.Array, experts: jax.Array, implementation: str = "auto"
-) -> jax.Array:
+def weigh(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
     """Weights (M, top_k) float32 of the chosen `experts` (M, top_k), from logits (M, E)."""
-    probabilities = _probabilities(config, logits, implementation)
+    probabilities = _probabilities(config, logits)
     weights = jnp.take_along_axis(probabilities, experts, axis=1)
     if config.norm_topk_prob:
         total = weights[:, :1]
@@ -182,13 +163,11 @@ def choose_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | Non
     return by_own_rows(run, (logits,), (bias,), 0)[0]
 
 
-def expert_weights(
-    config: ModelConfig, logits: jax.Array, experts: jax.Array, implementation: str = "auto"
-) -> jax.Array:
+def expert_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
     """`weigh` for logits (B, T, E) and experts (B, T, top_k): (B, T, top_k) float32."""
 
     def run(logits, experts):
-        weights = weigh(config, _rows(logits), _rows(experts), implementation)
+        weights = weigh(config, _rows(logits), _rows(experts))
         return (weights.reshape(experts.shape),)
 
     return by_own_rows(run, (logits, experts), (), 0)[0]

@@ -350,8 +350,8 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
     dy = compute_value(_first_order(dy), recipe)
     x, seen = _gathered(from_bits(residual.x), gather), dict(residual.seen)
     if recipe.gradient is None or recipe.weight is None:
-        weight = compute_value(plain_value(residual.weight), recipe)
-        dx, dw = _gradient(recipe, dy, weight.T), _gradient(recipe, x.T, dy)
+        value = compute_value(plain_value(residual.weight), recipe)
+        dx, dw = _gradient(recipe, dy, value.T), _gradient(recipe, x.T, dy)
     else:
         rows, amax = quantize_activation(dy, recipe.gradient, residual.gradient, recipe.kernels)
         if residual.probe is not None:
