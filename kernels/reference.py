@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fp8rl_jax.kernels.cpu_products import (
@@ -108,25 +107,6 @@ def as_bytes(x: jax.Array) -> jax.Array:
 def from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """What `as_bytes` was given, of dtype `dtype`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def numbers(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `as_bytes` was given, of dtype `dtype`, in float32.
-
-    E4M3 by integer operations on whole vectors: a code's exponent and mantissa, shifted, are those
-    of a float32 2^-120 times as large as it should be. XLA:CPU converts by way of float16, which
-    takes several times as long. Equal for all codes (tests/kernels/test_reference.py).
-    """
-    if dtype != jnp.float8_e4m3fn or x.dtype != jnp.uint8:
-        return from_bytes(x, dtype).astype(jnp.float32)
-    x = x.astype(jnp.uint32)
-    code = x & np.uint32(0x7F)
-    size = lax.bitcast_convert_type((code << 20) + np.uint32(120 << 23), jnp.float32)
-    # Below 2^-6 there is no leading one: what was taken for it is subtracted.
-    size = jnp.where(code < 8, 2 * (size - np.float32(2.0**-7)), size)
-    size = jnp.where(code == 0x7F, np.float32(np.nan), size)
-    bits = lax.bitcast_convert_type(size, jnp.uint32) | ((x & np.uint32(0x80)) << 24)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
@@ -344,7 +324,7 @@ def attention(
             last, first = positions.max(axis=1), step * at_once
             pages = [_read_page(x, table, last, first + i, by_feature) for i in range(at_once)]
             part = jnp.concatenate(pages, axis=axis)
-        return numbers(part, dtype)
+        return from_bytes(part, dtype).astype(jnp.float32)
 
     def take_keys(step: int | jax.Array) -> jax.Array:
         """The keys of a step, feature by feature: (B, Hkv, Dh, at_once * KV_CHUNK) float32.
