@@ -152,7 +152,8 @@ def train_bytes(
 def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int) -> int:
     """An upper estimate of a turn's temporary bytes.
 
-    Decode: float32 logits, scaled, with noise, in order of size and as weights of the log-softmax.
+    Decode: float32 logits, scaled, without what top-k and top-p leave out, in order of size and as
+    weights of the log-softmax.
     Prefill: some rows of the widest layer in float32, and the experts' copies of each token. On a
     CPU also what XLA's products read: a layer's matrices, the embedding turned around, and a page
     of every slot's keys and values in float32.

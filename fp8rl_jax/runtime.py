@@ -47,6 +47,7 @@ from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import (
     Batching,
     ContinuousSampler,
+    HalvedSampler,
     Loop,
     Rollout,
     SamplerConfig,
@@ -208,6 +209,8 @@ class Runtime:
             return ContinuousSampler(
                 self.model, self.rollout_recipe, settings, self.batching(settings), mesh=self.mesh
             )
+        if self.mesh.size == 1 and not taps:
+            return HalvedSampler(self.model, self.rollout_recipe, settings)
         rows, whole = self._rows(), self._whole()
         arguments = (self.weight_shardings, rows, rows, whole, rows, rows, rows, whole)
         results = Rollout(

@@ -43,7 +43,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.presets import PRESETS, preset
 from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import Rollout, SamplerConfig, make_refit, make_sampler
+from fp8rl_jax.rollout import HalvedSampler, Rollout, SamplerConfig, make_refit
 from fp8rl_jax.version import __version__
 
 QUEUE = 8  # sequences per slot where response lengths differ
@@ -222,7 +222,7 @@ def _full_rows(name, model, weights, peer, cell: Cell, repeats: int) -> list[dic
     limits = np.full(cell.batch, cell.new, np.int32)
     subjects: dict[str, Callable[[], int]] = {}
     for case, served in weights.items():
-        sample = make_sampler(model, CASES[case](), settings_of(cell))
+        sample = HalvedSampler(model, CASES[case](), settings_of(cell))
         subjects[case] = _sampled(sample, arguments(model, served, cell, cell.batch, limits))
     tried: dict[str, float] = {}
     if peer is not None:

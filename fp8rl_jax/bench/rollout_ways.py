@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8rl_jax.models import ModelConfig, pages_of
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, Rollout, SamplerConfig, make_sampler
+from fp8rl_jax.rollout import Batching, ContinuousSampler, HalvedSampler, Rollout, SamplerConfig
 
 Sample = Callable[..., Rollout]
 
@@ -40,7 +40,7 @@ def make_static(model: ModelConfig, recipe: Recipe, settings: SamplerConfig, slo
     `slots` divides.
     """
     assert slots % settings.group_size == 0 and not settings.taps
-    program, prompts_each = make_sampler(model, recipe, settings), slots // settings.group_size
+    program, prompts_each = HalvedSampler(model, recipe, settings), slots // settings.group_size
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope) -> Rollout:
         count = len(sample_ids)

@@ -2,6 +2,7 @@
 
 from fp8rl_jax.rollout.calibrate import is_fresh, make_calibrate, require_fresh
 from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
+from fp8rl_jax.rollout.halves import HalvedSampler
 from fp8rl_jax.rollout.refit import make_refit
 from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig, make_sampler
 from fp8rl_jax.rollout.stream import Stream, make_stream
@@ -9,6 +10,7 @@ from fp8rl_jax.rollout.stream import Stream, make_stream
 __all__ = [
     "Batching",
     "ContinuousSampler",
+    "HalvedSampler",
     "Loop",
     "Progress",
     "Requests",

@@ -3,12 +3,35 @@
 ``key = fold_in(fold_in(fold_in(run_key, step), sample_id), position)``: which row, batch or device
 a sample sits in changes nothing. Top-k and top-p mask tokens for the choice alone; the recorded
 log-probability is over the full vocabulary (models/logprobs.py).
+
+Tokens are drawn by inverting the cumulative distribution, with two uniform numbers a row: one
+chooses a block of tokens, the other a token of the block. Noise for every token of the vocabulary
+(the Gumbel-max trick) would take more time on a CPU than a small model's layers. All sums are
+additions of slices in an order that is written out here, so that a row's choice does not depend on
+how many others there are; XLA's own reductions and cumulative sums promise no order.
+
+Resolution: a uniform number is one of 2^24 multiples of 2^-24, and sums are of float32. A block of
+probability q is therefore chosen with q + e, |e| about 2^-24 (6e-8), and so is a token within its
+block: the relative error of a token's probability is about 2^-24 over that of its block. A block of
+a probability far below 2^-24 may never be chosen.
+
+Not done: top-p without sorting the vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8rl_jax.kernels import EXP_LANES
+
+_BLOCK = 64  # tokens of a block at most, of vocabularies that are large
+_STRIDE = 8  # terms added at a time in cumulative sums
 
 
 def sample_keys(key: jax.Array, sample_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -36,16 +59,74 @@ def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def _first_largest(x: jax.Array) -> jax.Array:
-    """(B,) int32 argmax of x (B, W); 0 for a row with NaN.
+def _first(found: jax.Array) -> jax.Array:
+    """(B,) int32 index of the first True of found (B, N); 0 where there is none."""
+    width = found.shape[1]
+    return jnp.where(found, jnp.arange(width, dtype=jnp.int32), width).min(axis=1) % width
 
-    As a maximum and a search: XLA:CPU computes what an argmax reads number by number, logarithms of
-    the noise included, which takes twice as long.
+
+def _cumulative(x: jax.Array) -> jax.Array:
+    """Cumulative sums of x (B, N) float32 along a row, in steps that widen by `_STRIDE`."""
+    width, span = x.shape[1], 1
+    while span < width:
+        reach = (_STRIDE - 1) * span
+        behind = jnp.pad(x, ((0, 0), (reach, 0)))
+        x = functools.reduce(
+            operator.add, [behind[:, n : n + width] for n in range(reach, -1, -span)]
+        )
+        x = lax.optimization_barrier(x)  # the next step would compute this one for every term
+        span *= _STRIDE
+    return x
+
+
+def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The first entry of each row whose cumulative sum exceeds a share of the row's total.
+
+    Entries of weight 0 are never taken, not by rounding either: sums of different entries are
+    rounded differently, so one of weight 0 may seem to add something. The entry with the largest
+    cumulative sum counts as exceeding any share.
+
+    Args:
+      weights: (B, N) float32, at least 0.
+      uniform: (B,) float32, the share, in [0, 1).
+
+    Returns:
+      (B,) int32; 0 for rows without a weight above 0, and for rows with NaN.
     """
-    x = jax.lax.optimization_barrier(x)
-    width = x.shape[1]
-    place = jnp.where(x == x.max(axis=-1, keepdims=True), jnp.arange(width, dtype=jnp.int32), width)
-    return place.min(axis=-1) % width
+    there = weights > 0
+    sums = jnp.where(there, _cumulative(weights), 0.0)
+    total = sums.max(axis=1, keepdims=True)
+    exceeds = (sums > uniform[:, None] * total) | (sums == total)
+    return _first(there & exceeds)
+
+
+def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """A token of each row, by its unnormalised probability.
+
+    Token t is in block ``t % blocks``, so that the sums of all blocks are additions of slices.
+
+    Args:
+      weights: (B, W) float32, at least 0.
+      uniforms: (B, 2) float32 in [0, 1), for the block and for the token within it.
+
+    Returns:
+      (B,) int32; a token whose weight is above 0, or 0 where none is, or one is NaN.
+    """
+    rows, width = weights.shape
+    blocks = -(-width // _BLOCK)
+    blocks += -blocks % EXP_LANES
+    each = -(-width // blocks)
+    weights = jnp.pad(weights, ((0, 0), (0, each * blocks - width))).reshape(rows, each, blocks)
+    sums = functools.reduce(operator.add, [weights[:, i] for i in range(each)])
+    block = invert(sums, uniforms[:, 0])
+    inside = jnp.take_along_axis(weights, block[:, None, None], axis=2)[..., 0]
+    return invert(inside, uniforms[:, 1]) * blocks + block
+
+
+def _uniforms(keys: jax.Array) -> jax.Array:
+    """(B, 2) float32 from keys (B,): multiples of 2^-24 below 1. `jax.random.uniform` has 2^23."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    return (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def choose(
@@ -56,16 +137,19 @@ def choose(
     Args:
       scaled: (B, W) logits over temperature.
       keys: (B,) random keys.
-      temperature: (B,); 0 takes the most likely token.
+      temperature: (B,); 0 takes the most likely token, of several the first.
       top_k: keep this many tokens, 0 for all.
       top_p: keep this much probability, 1.0 for all.
 
     Returns:
-      (B,) int32.
+      (B,) int32; 0 for a row with NaN.
     """
     masked = mask_top_k(scaled, top_k) if top_k else scaled
     if top_p < 1.0:
         masked = mask_top_p(masked, top_p)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (scaled.shape[1],), jnp.float32))(keys)
-    greedy = (temperature == 0)[:, None]
-    return _first_largest(jnp.where(greedy, scaled, masked + noise))
+    top = scaled.max(axis=-1, keepdims=True)
+    missing = -masked.shape[1] % EXP_LANES
+    masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    weights = lax.optimization_barrier(jnp.exp(masked - top))
+    drawn = draw(weights, _uniforms(keys))
+    return jnp.where(temperature == 0, _first(scaled == top), drawn)

@@ -1,0 +1,101 @@
+"""The static sampler on two CPU cores: one program for half of the prompts, run by two threads.
+
+A decode step is many operations of a tenth of a millisecond, too small for XLA:CPU to share among
+cores. Two executions of one program on one device do run side by side, if different threads call
+them; two that one thread dispatches run one after the other. A row's bits depend on its own
+sequence alone, so halves have the bits of the whole (tests/rollout/test_halves.py). A half also
+stops as soon as its own responses have ended.
+
+Programs are compiled in the caller's thread: JAX keeps the mesh that is set, and other settings,
+by thread.
+
+Not done: more than two parts; halves of a mesh of several devices, which has all cores at work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.rollout.sampler import Loop, Rollout, SamplerConfig, make_sampler
+
+_LEAST_ROWS = 8  # of a half; fewer take about as long as twice as many
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def parts_of(prompts: int, group_size: int, cores: int) -> int:
+    """In how many parts so many prompts are sampled on a CPU: 1 or 2."""
+    halves = cores >= 2 and prompts % 2 == 0 and prompts // 2 * group_size >= _LEAST_ROWS
+    return 2 if halves else 1
+
+
+class HalvedSampler:
+    """The sampler of `make_sampler` for one device; same arguments, same bits.
+
+    In halves on a CPU where `parts_of` says so, whole elsewhere. An error in a thread is raised in
+    the caller's.
+    """
+
+    def __init__(self, model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig):
+        """
+        Raises:
+          ValueError: `sampler` asks for taps, which are not joined.
+        """
+        if sampler.taps:
+            raise ValueError("a sampler in halves records no taps")
+        loop = Loop(model, get_recipe(recipe), sampler)
+        self._cores = available_cores() if loop.on_cpu else 1
+        self._group = sampler.group_size
+        self._prepare = loop.prepare_once()
+        self._program = make_sampler(model, recipe, sampler)
+        self._compiled: dict[tuple, Callable[..., Rollout]] = {}
+
+    def __call__(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> Rollout:
+        """Samples; arguments as those of `make_sampler`'s result."""
+        parts = parts_of(len(prompts), self._group, self._cores)
+        if parts == 1:
+            return self._program(
+                weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+            )
+        prepared = self._prepare(weights)
+
+        def part(index: int) -> tuple:
+            def cut(x):
+                each = len(x) // parts
+                return x[index * each : (index + 1) * each]
+
+            rows = cut(sample_ids), cut(temperature), cut(limits)
+            return prepared, cut(prompts), cut(lengths), key, *rows, rope
+
+        arguments = [part(index) for index in range(parts)]
+        program = self._compile(arguments[0])
+        with ThreadPoolExecutor(parts) as pool:
+            found = list(pool.map(lambda given: jax.device_get(program(*given)), arguments))
+        return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *found)
+
+    def _compile(self, arguments: tuple) -> Callable[..., Rollout]:
+        """The program for arguments of such shapes."""
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = tree, *((np.shape(x), x.dtype) for x in leaves)
+        if shapes not in self._compiled:
+            self._compiled[shapes] = self._program.lower(*arguments).compile()  # type: ignore[attr-defined]
+        return self._compiled[shapes]
+
+    def _cache_size(self) -> int:
+        """How often the program was compiled, as a jitted function says it."""
+        return len(self._compiled) + self._program._cache_size()  # type: ignore[attr-defined]
