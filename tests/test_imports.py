@@ -20,7 +20,7 @@ _PROGRAM = {
     "optimizer", "precision", "progress", "report", "run_directory", "sharding", "summary",
     "plan",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
-    "bench", "deviceless",
+    "bench", "deviceless", "user_cache",
     _PACKAGE,
 }  # fmt: skip
 # Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
@@ -37,7 +37,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "envs": set(),
     "rollout": {"kernels", "quant", "models"},
     "learner": {"kernels", "quant", "models", "rl"},
-    "compilation_cache": set(),
+    "compilation_cache": {"user_cache"},
+    "user_cache": {"kernels", _PACKAGE},
     "config": set(),
     "metrics": set(),
     "progress": set(),

@@ -2,6 +2,6 @@
 
 from fp8rl_jax.drift.attribute import analyse
 from fp8rl_jax.drift.programs import Programs, affordable
-from fp8rl_jax.drift.self_check import SelfCheck, self_check
+from fp8rl_jax.drift.self_check import SelfCheck, kept_self_check, self_check
 
-__all__ = ["Programs", "SelfCheck", "affordable", "analyse", "self_check"]
+__all__ = ["Programs", "SelfCheck", "affordable", "analyse", "kept_self_check", "self_check"]

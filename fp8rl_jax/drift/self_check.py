@@ -8,7 +8,11 @@ stay in bf16); few sequences of few tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import pathlib
 
 import jax
 import jaxlib
@@ -21,18 +25,21 @@ from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.runtime import Runtime
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _NEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfCheck:
-    """What the check saw: tokens compared, how many differ, the largest |dlogp|."""
+    """What the check saw: tokens compared, how many differ, the largest |dlogp|; and whether it was
+    kept from an earlier run."""
 
     tokens: int
     differing: int
     largest: float
     layers: int
+    kept: bool = False
 
     @property
     def holds(self) -> bool:
@@ -42,7 +49,8 @@ class SelfCheck:
         where = f"{jax.default_backend()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         cut = f"{self.tokens} tokens of a {self.layers}-layer cut"
         if self.holds:
-            return f"self-check: zero drift holds here ({cut}, bit for bit; {where})"
+            when = ", as an earlier run found" if self.kept else ""
+            return f"self-check: zero drift holds here{when} ({cut}, bit for bit; {where})"
         return (
             f"self-check: zero drift does NOT hold here: {self.differing} of {cut} differ, by at "
             f"most {self.largest:.1e} ({where})"
@@ -67,6 +75,30 @@ def self_check(runtime: Runtime) -> SelfCheck:
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]
     layers = cut.model.num_hidden_layers
     return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers)
+
+
+def kept_self_check(runtime: Runtime) -> SelfCheck:
+    """`self_check`, or what it said when it held for this configuration before."""
+    config = runtime.config
+    sections = {name: fields.to_dict() for name, fields in config.items() if name != "run"}
+    sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
+    files = files_of_functions(config.precision.values())
+    root = pathlib.Path(config.run.cache_dir or user_cache())
+    path = root / (cache_name("self-check", sections, files) + ".json")
+    try:
+        return SelfCheck(**json.loads(path.read_text()), kept=True)
+    except (OSError, ValueError, TypeError):
+        pass  # none is kept, or what is kept is damaged
+    checked = self_check(runtime)
+    if checked.holds:
+        fields = dataclasses.asdict(checked)
+        del fields["kept"]
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # then the next run checks again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(fields))
+            temporary.replace(path)
+    return checked
 
 
 def _cut(runtime: Runtime) -> Runtime:

@@ -1,0 +1,73 @@
+"""What is kept for a user between runs: where, and what it depends on.
+
+Finished warm-ups, compiled programs and passed self-checks are kept. Each is found again only by
+the same code, the same versions and the same kind of machine: others may give other bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Iterable
+
+import jax
+
+import fp8rl_jax
+from fp8rl_jax import kernels
+
+_LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
+
+
+def user_cache() -> pathlib.Path:
+    """The directory: of $XDG_CACHE_HOME, or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(home, "fp8rl_jax")
+
+
+@functools.cache
+def machine() -> str:
+    """A short name of this kind of CPU: of its architecture and the instructions that it knows."""
+    features = ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            features = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass  # no Linux: the processor's name has to do
+    known = features or platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Hash of the library's source."""
+    digest = hashlib.sha256()
+    for root in (pathlib.Path(fp8rl_jax.__file__).parent, pathlib.Path(kernels.__file__).parent):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def files_of_functions(values: Iterable) -> list[pathlib.Path]:
+    """The files of a user's functions, where values name any as 'module:function'."""
+    names = (v.partition(":")[0] for v in values if isinstance(v, str) and ":" in v)
+    modules = (importlib.util.find_spec(name) for name in names)
+    return [pathlib.Path(m.origin) for m in modules if m and m.origin]
+
+
+def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) -> str:
+    """A name for what is made here of `depends_on` (JSON) and files: by this code and machine."""
+    parts = depends_on | {
+        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "source": _source_digest(),
+        "devices": [jax.default_backend(), jax.device_count(), machine()],
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{kind}-{digest[:20]}"
