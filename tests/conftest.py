@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -42,7 +43,31 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A run of tests/tiny_config.py that nothing interrupted, once for all processes of pytest.
+
+    (directory with `run` and `cache`, how often each program was compiled)
+    """
+    import filelock
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    counts = base / "tiny_run.json"
+    with filelock.FileLock(base / "tiny_run.lock"):
+        if not counts.exists():
+            from tiny_run import CONFIG, overrides
+
+            from fp8rl_jax import train
+            from fp8rl_jax.config import load_config
+
+            outcome = train.train(load_config(str(CONFIG), overrides(base / "tiny_run")))
+            assert outcome.finished and outcome.report.exists()
+            counts.write_text(json.dumps(outcome.compile_counts))
+    return base / "tiny_run", json.loads(counts.read_text())
+
+
+@pytest.fixture(scope="session")
 def interpreter():
     """Triton's interpreter in the place of `triton_call` (tests/kernels/interpreter.py)."""
     pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
