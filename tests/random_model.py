@@ -1,7 +1,7 @@
 """Models with random weights for tests, at little cost.
 
-A test's own programs are what it is there for: `init_params` takes as long to compile as a small one,
-and `quantize_params`, called outside a program, compiles every operation of every shape by itself.
+A test's own programs are what it is there for: `init_params` takes as long to compile as a small
+one, and `quantize_params`, called outside a program, compiles every operation by itself.
 """
 
 from __future__ import annotations

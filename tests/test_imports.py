@@ -16,8 +16,8 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _PROGRAM = {
     "kernels", "quant", "models", "model_source", "rl", "rollout", "learner", "data", "envs",
-    "checkpoint", "checks", "compilation_cache", "config", "expert_load", "health", "metrics", "optimizer", "precision",
-    "progress", "report", "run_directory", "sharding", "summary",
+    "checkpoint", "checks", "compilation_cache", "config", "expert_load", "health", "metrics",
+    "optimizer", "precision", "progress", "report", "run_directory", "sharding", "summary",
     "plan",
     "runtime", "evaluate", "warmup", "drift", "train", "inference", "policy", "generate", "export",
     "bench", "deviceless",

@@ -108,10 +108,8 @@ def test_history_of_three_steps():
     assert (seen[0]["layers.up_proj.weight"] != seen[2]["layers.up_proj.weight"]).any()
 
 
-@pytest.mark.parametrize("micro_batches,remat", [
-    (4, "none"), pytest.param(1, "full", marks=pytest.mark.slow),
-    pytest.param(2, "full", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow  # micro-batches without states: tests/test_learner.py
+@pytest.mark.parametrize("micro_batches,remat", [(4, "none"), (1, "full"), (2, "full")])
 def test_one_update_whatever_the_parts(micro_batches, remat):
     """Micro-batches and remat: the amaxes of the whole batch, once."""
     whole, _, _ = _step()(_state(), _batch(), _rope())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from fp8rl_jax import cli, exact_jit, kernels
 from fp8rl_jax.bench.drift_cost import (
@@ -21,7 +23,7 @@ from fp8rl_jax.quant import dot_general, quantize
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
 
 
-@pytest.mark.parametrize("shape", [(5, 128, 128), (3, 300, 200), (9, 64, 40)])
+@pytest.mark.parametrize("shape", [slow((5, 128, 128)), (3, 300, 200), slow((9, 64, 40))])
 def test_naive_matmul(shape):
     """Within float32's error of the blockwise form, scaled and unscaled, ragged edges too."""
     rows, depth, columns = shape
@@ -30,12 +32,12 @@ def test_naive_matmul(shape):
     w = jnp.asarray(rng.standard_normal((depth, columns)), jnp.float32)
     qx, qw = quantize(x, (1, 128)), quantize(w, (128, 128))
     for arguments in ((x, w), (qx.qvalue, qw.qvalue, qx.scale, qw.scale)):
-        exact, naive = kernels.block_matmul(*arguments), naive_matmul(*arguments)
+        exact, naive = (jax.jit(f)(*arguments) for f in (kernels.block_matmul, naive_matmul))
         np.testing.assert_allclose(naive, exact, atol=3e-5 * depth**0.5)
         assert float(jnp.abs(naive).max()) > 1
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [slow(False), True])
 def test_naive_attention(scaled):
     """Within float32's error of the chunked form, past one chunk, grouped, with and without FP8."""
     rng = np.random.default_rng(0)

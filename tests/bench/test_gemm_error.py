@@ -84,11 +84,13 @@ _EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_every_recipe_is_measured(every):
     """Without --recipes: all names, aliases aside."""
     assert list(every) == list(_EXPECTED) == [n for n in recipe_names() if n != "fp8"]
 
 
+@pytest.mark.slow  # the recipes' errors themselves: tests/quant/test_recipes.py
 @pytest.mark.parametrize("recipe", _EXPECTED)
 def test_recipes(recipe, every):
     """Each GEMM of each recipe has the error that its formats cause: neither more nor less."""
@@ -96,6 +98,7 @@ def test_recipes(recipe, every):
         assert low < error < high, f"{recipe} {gemm}: {error}"
 
 
+@pytest.mark.slow
 def test_relations_between_recipes(every):
     """What one recipe shares with another shows in the figures."""
     assert list(every["fp8_blockwise"]) == ["fprop", "dgrad", "wgrad"]
@@ -129,6 +132,7 @@ def test_seed_decides(small):
     assert other["article"][0]["cublas"] != small["article"][1]["cublas"]
 
 
+@pytest.mark.slow
 def test_stateful_recipe_of_a_user(tmp_path, monkeypatch):
     """State of any policy comes from one earlier step: without it the scale would be 1."""
     (tmp_path / "recipes_of_the_bench.py").write_text(_USERS)

@@ -8,6 +8,7 @@ import pathlib
 import drift_faults
 import jax
 import pytest
+from marks import slow
 
 from fp8rl_jax import cli, learner
 from fp8rl_jax.config import load_config
@@ -23,9 +24,11 @@ def _drift(directory, *arguments) -> int:
     )
 
 
-def test_no_drift(tmp_path, capsys):
+@pytest.mark.parametrize("recipe", ["f32", slow("fp8")])
+def test_no_drift(recipe, tmp_path, capsys):
     """Random weights: 0 exactly, status 0 under any bound, and the files are where it says."""
-    assert _drift(tmp_path, "--out", tmp_path / "out", "--fail-above=0") == 0
+    recipes = [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
+    assert _drift(tmp_path, "--out", tmp_path / "out", "--fail-above=0", *recipes) == 0
     out = capsys.readouterr().out
     assert "0 exactly" in out and "every intermediate value" in out
     result = json.loads((tmp_path / "out" / "drift.json").read_text())
@@ -92,6 +95,7 @@ def test_self_check_holds(overrides):
     assert "zero drift holds here" in str(checked) and jax.__version__ in str(checked)
 
 
+@pytest.mark.slow
 def test_self_check_sees_a_platform_that_does_not_keep_it(monkeypatch):
     """Rotary tables that are folded on one side stand for a platform that rounds differently."""
     jax.clear_caches()

@@ -35,7 +35,7 @@ _LATENT = dict(
         pytest.param("bf16", {}, id="bf16"),
         # Cut out: each layer has a state beside it.
         pytest.param("fp8_delayed", {}, id="states", marks=pytest.mark.slow),
-        pytest.param("fp8", _EXPERTS, id="experts"),
+        pytest.param("fp8", _EXPERTS, id="experts", marks=pytest.mark.slow),
         pytest.param("fp8", _LATENT, id="latent", marks=pytest.mark.slow),
     ],
 )

@@ -19,7 +19,7 @@ _MODEL = ModelConfig(
 )  # fmt: skip
 _LENGTH, _SLOTS = 70, 150
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-_RECIPES = ["f32", "bf16", "fp8", _SLOW("fp8_blockwise_pow2")]
+_RECIPES = ["f32", "fp8", *map(_SLOW, ("bf16", "fp8_blockwise_pow2"))]
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _expected():
 # Against the oracle.
 
 
-@pytest.mark.parametrize(("kv_heads", "tied"), [(4, True), (2, False), (1, True)])
+@pytest.mark.parametrize(("kv_heads", "tied"), [_SLOW(4, True), (2, False), (1, True)])
 def test_float32_is_the_real_number_result(kv_heads, tied):
     """Groups of 1, 2 and 4 query heads, both heads; rows of other lengths, padded to the right."""
     model = ModelConfig(
@@ -91,7 +91,7 @@ def test_float32_over_several_blocks():
 
 @pytest.mark.parametrize(
     ("recipe", "low", "high"),
-    [("bf16", 3e-3, 1.2e-2), ("fp8", 3e-2, 9e-2), _SLOW("fp8_blockwise_pow2", 3e-2, 9e-2)],
+    [_SLOW("bf16", 3e-3, 1.2e-2), ("fp8", 3e-2, 9e-2), _SLOW("fp8_blockwise_pow2", 3e-2, 9e-2)],
 )
 def test_rounding_error_within_recorded_bounds(recipe, low, high):
     """Relative error of the logits (root mean square), two-sided: rounding is there, and small."""
@@ -155,7 +155,7 @@ def test_decoding_ragged_prompts_equals_the_whole(recipe):
         np.testing.assert_array_equal(logits, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
 def test_right_padding_changes_nothing_before_it(recipe):
     """Neither what stands behind a position nor how much of it; what stands before does."""
     logits, tokens = _logits(recipe), _tokens()
@@ -277,7 +277,8 @@ def test_gradients_equal_finite_differences():
         np.testing.assert_allclose((grad * direction).sum(), slope, rtol=2e-5)
 
 
-@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
 def test_remat_changes_no_bit_of_the_loss(recipe):
     """Recomputing each layer: the same loss, and gradients that differ by rounding at most."""
     value, grads = _loss_and_gradients("none", recipe)

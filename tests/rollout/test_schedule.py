@@ -161,8 +161,12 @@ def test_admissions_and_endings(requests):
 
 @pytest.mark.parametrize(
     ("group", "slots", "pages"),
-    [(1, 5, 40), (3, 5, least_pages(350)), (6, 1, least_pages(350)), (2, 16, 120)],
-    ids=["no groups", "one sequence's pages", "one slot", "room for all"],
+    [
+        pytest.param(1, 5, 40, id="no groups", marks=pytest.mark.slow),
+        pytest.param(3, 5, least_pages(350), id="one sequence's pages"),
+        pytest.param(6, 1, least_pages(350), id="one slot", marks=pytest.mark.slow),
+        pytest.param(2, 16, 120, id="room for all", marks=pytest.mark.slow),
+    ],
 )
 def test_shapes(group, slots, pages):
     found = _run(requests=120, group=group, slots=slots, pages=pages, seed=group)

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
+from marks import slow
 from random_model import quantized
 from safetensors import safe_open
 
@@ -80,9 +81,7 @@ def test_float32_is_exact_both_ways(name, tmp_path):
         assert written[key] == ("F32", value.shape, value.tobytes()), key
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "fp8"]
-)
+@pytest.mark.parametrize("dtype", [slow("float32"), slow("bfloat16"), "fp8"])
 def test_bf16_files_come_back(dtype, tmp_path):
     """However they are held in between, and in as many files as wanted."""
     name = "moonlight"
