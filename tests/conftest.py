@@ -1,12 +1,15 @@
-"""Shared by all tests: the --slow switch, a CPU backend, and patience with a busy machine."""
+"""Shared by all tests: --slow and --part, a CPU backend, and patience with a busy machine."""
 
 from __future__ import annotations
 
 import atexit
+import collections
 import json
 import os
+import pathlib
 import shutil
 import tempfile
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs that several tests and their subprocesses share are compiled once a session. The slow
@@ -19,6 +22,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import pytest
 
+_started = time.monotonic()
+
 
 def pytest_configure(config):
     import hypothesis
@@ -30,10 +35,38 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files alone")
+
+
+def _files_of_part(text: str, items) -> set[pathlib.Path]:
+    """Whole files, dealt out by their slow tests; those of tests/ itself run whole programs."""
+    part, _, count = text.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count)):
+        raise pytest.UsageError(f"--part is {text}; write --part=1/3 for the first of three parts")
+    here = pathlib.Path(__file__).parent
+    cost = collections.Counter({item.path: 1 for item in items})
+    for item in items:
+        if "slow" in item.keywords:
+            cost[item.path] += 20 if item.path.parent == here else 1
+    parts: list[list[pathlib.Path]] = [[] for _ in range(int(count))]
+    for path in sorted(cost, key=lambda path: (-cost[path], str(path))):
+        min(parts, key=lambda files: sum(cost[file] for file in files)).append(path)
+    return set(parts[int(part) - 1])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if part := config.getoption("--part"):
+        minutes = (time.monotonic() - _started) / 60
+        terminalreporter.write_line(f"part {part} took {minutes:.0f} minutes")
 
 
 def pytest_collection_modifyitems(config, items):
     import jax
+
+    if part := config.getoption("--part"):
+        files = _files_of_part(part, items)
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
 
     on_gpu = jax.default_backend() == "gpu"
     for item in items:

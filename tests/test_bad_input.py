@@ -719,6 +719,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     assert "run" in errors[0] and ("checkpoints" in errors[0] or "metrics" in errors[0])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model(run_dir):
     """A process that resumes from a model of another width: one sentence, status 2."""
     (run_dir / "config.json").unlink()

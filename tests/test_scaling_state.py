@@ -44,9 +44,13 @@ def _step(micro_batches: int = 1, remat: str = "none"):
     )  # fmt: skip
 
 
+_init_scaling = exact_jit(lambda params: models.init_scaling(params, _RECIPE))
+
+
 def _state() -> learner.TrainState:
     params = initial_params(_MODEL)
-    return learner.new_state(params, _SGD, np.zeros(2, np.uint32), _RECIPE)
+    scaling = _init_scaling(params)
+    return learner.new_state(params, _SGD, np.zeros(2, np.uint32), _RECIPE, scaling)
 
 
 def _rope():

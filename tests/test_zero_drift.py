@@ -132,7 +132,7 @@ _EXPERTS = {
 }
 
 
-@pytest.mark.slow  # DeepSeek's layers, below, have experts too
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _EXPERTS.items()])
 def test_experts(case):
     """Layers of experts: the learner sorts all tokens of a batch, padding among them, into its
@@ -163,12 +163,10 @@ _FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow  # quick, without gradients: tests/models/test_transformer.py
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=name, marks=[] if name == "f32 deepseek" else pytest.mark.slow)
-        for name, case in _FAMILIES.items()
-    ],
+    [pytest.param(case, id=name) for name, case in _FAMILIES.items()],
 )
 def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse

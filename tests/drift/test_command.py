@@ -15,6 +15,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import self_check
 from fp8rl_jax.runtime import make_runtime
 
+_F32 = ("precision.rollout=f32", "precision.learner=f32")
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
 
 
@@ -24,11 +25,11 @@ def _drift(directory, *arguments) -> int:
     )
 
 
-@pytest.mark.parametrize("recipe", ["f32", slow("fp8")])
-def test_no_drift(recipe, tmp_path, capsys):
-    """Random weights: 0 exactly, status 0 under any bound, and the files are where it says."""
-    recipes = [f"--config.precision.{side}={recipe}" for side in ("rollout", "learner")]
-    assert _drift(tmp_path, "--out", tmp_path / "out", "--fail-above=0", *recipes) == 0
+@pytest.mark.parametrize("trained", [True, slow(False)], ids=["trained", "random f32"])
+def test_no_drift(trained, tiny_run, tmp_path, capsys):
+    """0 exactly, status 0 under any bound, and the files are where it says."""
+    how = [f"--checkpoint={tiny_run[0] / 'run'}"] if trained else [f"--config.{x}" for x in _F32]
+    assert _drift(tmp_path, "--out", tmp_path / "out", "--fail-above=0", *how) == 0
     out = capsys.readouterr().out
     assert "0 exactly" in out and "every intermediate value" in out
     result = json.loads((tmp_path / "out" / "drift.json").read_text())
@@ -116,9 +117,6 @@ def _train(directory, *overrides: str) -> int:
     return cli.run(
         ["train", "--config", _TINY, *places, *short, *(f"--config.{text}" for text in overrides)]
     )
-
-
-_F32 = ("precision.rollout=f32", "precision.learner=f32")
 
 
 def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):

@@ -23,7 +23,7 @@ def _shape(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("rows, columns, depth", [(1, 4096, 1024), (300, 520, 1000)])
+@pytest.mark.parametrize("rows, columns, depth", [slow(1, 4096, 1024), (300, 520, 1000)])
 @pytest.mark.parametrize("by_column", [False, True], ids=["blocks", "columns"])
 def test_fp8(rows, columns, depth, by_column):
     blocks = -(-depth // 128)
@@ -138,7 +138,11 @@ def _attention(q, k, v, positions, k_scale, v_scale):
 @pytest.mark.parametrize("keys", [E4M3, slow(jnp.bfloat16)])
 @pytest.mark.parametrize(
     ("batch", "queries", "slots", "kernels"),
-    [(8, 1, 4096, 2), (8, 1, 300, 1), (128, 1, 4096, 1), (2, 700, 700, 1), (1, 4, 1000, 2)],
+    [
+        (8, 1, 4096, 2),
+        (2, 700, 700, 1),
+        *(slow(*c) for c in ((8, 1, 300, 1), (128, 1, 4096, 1), (1, 4, 1000, 2))),
+    ],
 )
 def test_attention(batch, queries, slots, kernels, keys):
     """Few tiles and more than one split: a kernel for the splits, one that joins them."""
@@ -153,6 +157,7 @@ def test_attention_in_float32():
     assert products(lower(_attention, *case)) == ONE
 
 
+@pytest.mark.slow
 def test_attention_over_latents():
     def f(q, latent, scale, positions, q_rope, k_rope):
         return strict_attention.attention(
@@ -171,7 +176,7 @@ def test_attention_over_latents():
 
 
 @pytest.mark.parametrize("keys", [E4M3, slow(jnp.bfloat16)])
-@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), (128, 1, 1), (2, 700, 1)])
+@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), slow(128, 1, 1), slow(2, 700, 1)])
 def test_attention_over_pages(batch, queries, kernels, keys):
     """The pool enters as it lies: no sequence's cache is gathered."""
     q, _, _, positions, *_ = _attention_case(batch, queries, 64, keys)

@@ -27,7 +27,7 @@ def test_repeat_last():
     np.testing.assert_array_equal(found, np.repeat(x, 5, axis=-1))
 
 
-@pytest.mark.parametrize("k", [64, 128, 300, 1024, 2304])
+@pytest.mark.parametrize("k", [64, 300, 2304, *map(slow, (128, 1024))])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_matmul_against_float64(k, scaled):
     rng = np.random.default_rng(k)
@@ -44,7 +44,7 @@ def test_matmul_against_float64(k, scaled):
     np.testing.assert_allclose(y, x64 @ w64, rtol=0, atol=2e-5 * np.sqrt(k))
 
 
-@pytest.mark.parametrize("k", [300, 2304])
+@pytest.mark.parametrize("k", [slow(300), 2304])
 def test_matmul_rows_are_independent(k):
     """Row 0 has the same bits among 1, 3, 8, 100 and 1000 rows."""
     rng = np.random.default_rng(0)
@@ -173,7 +173,8 @@ def test_shapes_are_checked():
         kernels.block_matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
 
 
-@pytest.mark.parametrize("recipe_name", [slow("bf16"), "fp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
 def test_keys_by_feature(recipe_name):
     """The same bits from a cache whose keys lie feature by feature, in rows and in pages."""
     rng, recipe = np.random.default_rng(0), get_recipe(recipe_name)
@@ -201,6 +202,7 @@ def test_keys_by_feature(recipe_name):
     _same_bits(attend(turned, v, keys_by_feature=True, **pages), want)
 
 
+@pytest.mark.slow
 def test_wide_values():
     """More features than one product of float32 keeps in order: few queries and many."""
     rng = np.random.default_rng(0)

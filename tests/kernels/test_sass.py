@@ -29,12 +29,11 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # The quick ones: of each instruction and loop the widest tile.
 _PRODUCTS = {
-    "fp8 128x128x128 w8 s4", "fp8 grouped wgrad 64x128x128 w4 s4", "bf16 128x256x64 w8 s3",
-    "float32 32x64x32 w4 s2",
+    "fp8 128x128x128 w8 s4", "fp8 grouped wgrad 64x128x128 w4 s4", "float32 32x64x32 w4 s2",
 }  # fmt: skip
 _ATTENTION = {
     "attention decode, fp8, 128", "attention decode, fp8, 128, pages", "attention join, fp8, 128",
-    "attention learner, fp8, 128", "attention learner, fp8, 128, pages",
+    "attention learner, fp8, 128",
 }  # fmt: skip
 
 
@@ -118,7 +117,7 @@ def test_one_order_of_summation(width):
 
 @pytest.mark.parametrize(
     "variant",
-    quick_if(lambda v: v.depth == 1024 and (not v.tile or v.tile.rows == 128), head_variants()),
+    quick_if(lambda v: str(v) in ("head 128x128x64 w8 s4", "head combine w4"), head_variants()),
     ids=str,
 )
 def test_output_head(variant):
@@ -204,7 +203,7 @@ def test_decode_and_learner_add_in_one_order(keys, queries, width):
         assert results == 4 * decode.opcodes["HMMA"]
 
 
-@pytest.mark.parametrize("use", ["decode", "learner"])
+@pytest.mark.parametrize("use", ["decode", _SLOW("learner")])
 @pytest.mark.parametrize(
     "keys, width, rope", [("fp8", 128, 0), _SLOW("bf16", 128, 0), _SLOW("fp8", 512, 64)]
 )
@@ -252,7 +251,8 @@ def test_bytes_in_another_order():
 @pytest.mark.parametrize(
     "variant",
     quick_if(
-        lambda v: v.width == 128 and v.use != "dq" and str(v).count("fp8") == 1, fast_variants()
+        lambda v: v.width == 128 and v.use == "forward" and str(v).count("fp8") == 1,
+        fast_variants(),
     ),
     ids=str,
 )

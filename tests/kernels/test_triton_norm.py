@@ -53,6 +53,9 @@ def _assert_all_same(left, right):
         _assert_same(one, other)
 
 
+_quantize = jax.jit(quantize, static_argnums=(1, 2, 3))
+
+
 def _norm64(x, weight):
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     return x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * weight
@@ -159,11 +162,11 @@ def _hard_rows(width: int, dtype) -> jnp.ndarray:
 def test_quantisers_give_the_librarys_bits(dtype, power_of_two):
     for width, given_as in ((300, jnp.bfloat16), (128, jnp.float32)):
         x = _hard_rows(width, given_as)
-        want = quantize(x, (1, 128), dtype, power_of_two)
+        want = _quantize(x, (1, 128), dtype, power_of_two)
         q, scale = kernels.quantize_rows(x, dtype, power_of_two)
         _assert_all_same((q, scale), (want.qvalue, want.scale.T))
         assert np.isnan(np.asarray(scale)).sum() == 3
-        want = quantize(x.T, (128, 1), dtype, power_of_two)
+        want = _quantize(x.T, (128, 1), dtype, power_of_two)
         q, scale = kernels.quantize_columns(x.T, dtype, power_of_two)
         _assert_all_same((q, scale), (want.qvalue.T, want.scale))
 
@@ -240,6 +243,7 @@ def test_nothing_hides_a_bad_row():
     )
 
 
+@pytest.mark.slow
 def test_matmul_takes_the_quantised_rows():
     x, w = _normal(20, 256), _normal(256, 64, seed=1)
     q, scale = kernels.quantize_rows(x)

@@ -165,7 +165,8 @@ def test_float32_gradients_are_those_of_the_dense_loop(top_k, renormalize):
         np.testing.assert_allclose(grad, expected, atol=2e-6 * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("recipe,low,high", [_SLOW("bf16", 2e-3, 7e-3), ("fp8", 4e-2, 7.5e-2)])
+@pytest.mark.slow  # of the product itself: tests/quant/test_grouped_dot.py
+@pytest.mark.parametrize("recipe,low,high", [("bf16", 2e-3, 7e-3), ("fp8", 4e-2, 7.5e-2)])
 def test_gradients_within_recorded_bounds(recipe, low, high):
     """Relative error of every gradient, two-sided."""
     plain = jax.tree.leaves(_dense_gradients())
@@ -193,7 +194,8 @@ def test_an_expert_without_tokens_gets_no_gradient():
 # Bits.
 
 
-@pytest.mark.parametrize("recipe", ["f32", *map(_SLOW, ("fp8", "bf16", "mxfp8", "fake"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8", "bf16", "mxfp8", "fake"])
 def test_bits_do_not_depend_on_the_size_of_a_tile(recipe, monkeypatch):
     """8 to 128 rows a tile: the same output to the last bit."""
     expected = _layer(recipe, _tokens())

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from marks import slow
 from oracles import decoder_oracle, quant_oracle
 from random_model import quantized
 
@@ -156,7 +155,8 @@ def test_three_forms_give_the_same_bits(recipe):
     np.testing.assert_array_equal(_train_step(recipe)[0], rollout)
 
 
-@pytest.mark.parametrize("recipe", [slow("fp8"), "f32"])
+@pytest.mark.slow  # and equal to a dense loop: tests/models/test_moe.py
+@pytest.mark.parametrize("recipe", ["fp8", "f32"])
 def test_gradients_reach_every_expert(recipe):
     layers = _train_step(recipe)[1]["layers"]
     for kernel in (layers["router"]["kernel"], *(layers["experts"][n]["kernel"] for n in _NAMES)):

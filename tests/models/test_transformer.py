@@ -1,5 +1,6 @@
 """The one forward: right against float64, the same bits whole, in chunks, padded and decoded."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,12 @@ from fp8rl_jax.quant import get_recipe
 _MODEL = ModelConfig(
     vocab_size=50, hidden_size=48, intermediate_size=136, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=24,
+)  # fmt: skip
+_LATENT = dataclasses.replace(
+    _MODEL, num_key_value_heads=4, kv_lora_rank=136, q_lora_rank=40, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=24, qk_norm=False, rope_interleave=True, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=64, scoring_func="sigmoid", n_group=4,
+    topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
 )  # fmt: skip
 _LENGTH, _SLOTS = 70, 150
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -112,14 +119,14 @@ def _cached_program(recipe, model=_MODEL):
     return exact_jit(run)
 
 
-def _step(recipe, tokens, cache, positions):
-    rope = rope_tables(_MODEL, _SLOTS)
-    logits, cache = _cached_program(recipe)(_params(_MODEL), tokens, cache, positions, rope)
+def _step(recipe, tokens, cache, positions, model=_MODEL):
+    arguments = _params(model), tokens, cache, positions, rope_tables(model, _SLOTS)
+    logits, cache = _cached_program(recipe, model)(*arguments)
     return np.asarray(logits), cache
 
 
-def _empty_cache(recipe):
-    return init_cache(_MODEL, get_recipe(recipe), 2, _SLOTS)
+def _empty_cache(recipe, model=_MODEL):
+    return init_cache(model, get_recipe(recipe), 2, _SLOTS)
 
 
 @pytest.mark.parametrize("recipe", _RECIPES)
@@ -153,6 +160,18 @@ def test_decoding_ragged_prompts_equals_the_whole(recipe):
         logits, cache = _step(recipe, token, cache, position)
         wanted = np.take_along_axis(expected, position[..., None], axis=1)
         np.testing.assert_array_equal(logits, wanted)
+
+
+@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
+def test_latents_and_experts_one_token_at_a_time_equal_the_whole(recipe):
+    """DeepSeek's layers: the sorting of one step's tokens, and queries that meet latents."""
+    tokens, cache = _tokens(_LATENT, length=9), _empty_cache(recipe, _LATENT)
+    expected = _whole(recipe, tokens, _LATENT)
+    assert np.isfinite(expected).all()
+    for step in range(9):
+        position = np.full((2, 1), step, np.int32)
+        logits, cache = _step(recipe, tokens[:, step : step + 1], cache, position, _LATENT)
+        np.testing.assert_array_equal(logits[:, 0], expected[:, step])
 
 
 @pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
