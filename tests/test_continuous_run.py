@@ -40,7 +40,7 @@ def continuous_run(tiny_run, tmp_path_factory):
     directory = tmp_path_factory.mktemp("continuous")
     fields = {
         "run.cache_dir": tiny_run[0] / "cache", "run.steps": STEPS, "rollout.slots": SLOTS,
-        "rollout.pages": 6, "env.reward": "test_continuous_run:reward",
+        "rollout.pages": 5, "env.reward": "test_continuous_run:reward",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Display, "rollout", look)

@@ -40,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "prompts_per_step": 4,
                 "group_size": 4,
                 "max_prompt_tokens": 26,
-                "max_new_tokens": 42,
+                "max_new_tokens": 60,
             },
             "warmup": {"steps": 8, "questions": 64, "batch_size": 16, "evaluations": 2},
             "eval": {"questions": 32, "batch_size": 16, "every": 3},

@@ -3,6 +3,7 @@
 Bitwise: fused kernels against unfused ones, and the quantisers against `quant.quantize`.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
