@@ -40,7 +40,7 @@ def continuous_run(tiny_run, tmp_path_factory):
     directory = tmp_path_factory.mktemp("continuous")
     fields = {
         "run.cache_dir": tiny_run[0] / "cache", "run.steps": STEPS, "rollout.slots": SLOTS,
-        "rollout.pages": 5, "env.reward": "test_continuous_run:reward",
+        "rollout.pages": 4, "env.reward": "test_continuous_run:reward",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Display, "rollout", look)
@@ -60,9 +60,11 @@ def test_equals_the_static_run(tiny_run, continuous_run):
         wanted = [r for r in theirs[name] if r.get("phase") == "warmup" or r["step"] <= STEPS]
         assert len(wanted) >= STEPS and _without_slots(ours[name]) == wanted, name
     assert outcome.compile_counts["sampler"] == outcome.compile_counts["eval_sampler"] == 1
-    for record in read_jsonl(directory / "run" / "metrics.jsonl"):
+    records = read_jsonl(directory / "run" / "metrics.jsonl")
+    preemptions = [record["rollout_preemptions"] for record in records]
+    assert sum(preemptions) > 0, f"pages must be too few: {preemptions}"
+    for record in records:
         assert record["train_rollout_logprob_abs_diff_max"] == 0.0
-        assert record["rollout_preemptions"] > 0, "pages must be too few"
         assert 0 < record["rollout_slots_used"] < 1
 
 

@@ -57,6 +57,7 @@ def test_fsdp_equals_one_device(recipe):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import jax
@@ -49,8 +50,10 @@ def test_naive_attention(scaled):
         (k, v), names = (quantize(x, (-1,)) for x in (k, v)), ("k_scale", "v_scale")
         scales = {n: x.scale[..., 0] for n, x in zip(names, (k, v), strict=True)}
         k, v = k.qvalue, v.qvalue
-    exact = kernels.attention(q, k, v, positions, scale=0.2, **scales)
-    naive = naive_attention(q, k, v, positions, scale=0.2, **scales)
+    exact, naive = (
+        jax.jit(functools.partial(f, scale=0.2))(q, k, v, positions, **scales)
+        for f in (kernels.attention, naive_attention)
+    )
     np.testing.assert_allclose(naive, exact, atol=2e-6)
     table = jnp.asarray([[2, 0], [3, 1]])
 
@@ -60,12 +63,11 @@ def test_naive_attention(scaled):
         return pool.at[table].set(x.reshape(2, 2, 64, *x.shape[2:]))
 
     scales = {name: pages(x) for name, x in scales.items()}
-    paged = naive_attention(q, pages(k), pages(v), positions, scale=0.2, table=table, **scales)
+    run = functools.partial(naive_attention, scale=0.2)
+    paged = jax.jit(run)(q, pages(k), pages(v), positions, table=table, **scales)
     np.testing.assert_allclose(paged, exact, atol=2e-6)
-    turned = naive_attention(
-        q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, scale=0.2, table=table,
-        keys_by_feature=True, **scales,
-    )  # fmt: skip
+    by_feature = jax.jit(functools.partial(run, keys_by_feature=True))
+    turned = by_feature(q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, table=table, **scales)
     np.testing.assert_array_equal(turned, paged)
 
 

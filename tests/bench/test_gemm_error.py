@@ -31,8 +31,8 @@ def mine():
 
 @pytest.fixture(scope="module")
 def small() -> dict:
-    """Three of the article's shapes under two recipes."""
-    return gemm_errors(["fp8", "f32"], _SMALL)
+    """Three of the article's shapes under one recipe."""
+    return gemm_errors(["fp8"], _SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,7 @@ def test_against_the_oracle():
     assert result["recipes"][0]["errors"]["wgrad"][0] == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_seed_decides(small):
     """Equal seeds give equal figures, whatever else is measured; another seed gives others."""
     again = gemm_errors(["f32"], [_SMALL[1]])

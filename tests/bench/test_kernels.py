@@ -224,6 +224,7 @@ def test_kernels_in_the_interpreter(interpreted, source):
         assert line in text
 
 
+@pytest.mark.slow
 def test_wrong_grouped_kernels_are_found(interpreted, source, monkeypatch):
     """The next expert's weights; rows left over in a group that has none; gradients likewise."""
     grouped, wgrad = checks.grouped_matmul, checks.grouped_wgrad
@@ -407,6 +408,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert [p.name for p in (tmp_path / "deep/down").iterdir()] == ["kernels.json"]
 
 
+@pytest.mark.slow
 def test_command_with_a_wrong_kernel(tmp_path, monkeypatch, capsys):
     """A failed check is printed, and is the exit status."""
     monkeypatch.setattr(checks, "block_matmul", _swapped)

@@ -91,6 +91,7 @@ def test_tiles_without_rows_are_left_out(name):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
+@pytest.mark.slow
 def test_bytes_with_master():
     """Quantised experts give the bits of plain ones, and the gradient goes to the master."""
     recipe, (x, w, dy) = get_recipe("fp8"), _operands()

@@ -149,9 +149,8 @@ def _run(requests: int, group: int, slots: int, pages: int, seed: int = 0, most:
     }
 
 
-@pytest.mark.parametrize(
-    "requests", [600, pytest.param(10_000, marks=pytest.mark.slow)], ids=["600", "10,000"]
-)
+@pytest.mark.slow  # with fewer requests: test_shapes
+@pytest.mark.parametrize("requests", [600, 10_000], ids=["600", "10,000"])
 def test_admissions_and_endings(requests):
     """With too few pages for all slots: some come in several times, none is lost."""
     found = _run(requests=requests, group=4, slots=8, pages=least_pages(550) + 5, most=400)
