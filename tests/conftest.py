@@ -12,8 +12,8 @@ import tempfile
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# LLVM gets a program in one piece instead of 32, of which each is a thread's: the same code with less
-# work in all, and two processes keep two cores busy.
+# LLVM gets a program in one piece instead of 32, each for a thread of its own: the same code for
+# less work in all, and two processes keep two cores busy.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 # Programs that several tests and their subprocesses share are compiled once a session. The slow
 # tests of killed runs switch this off: they must be killed while compiling too.
