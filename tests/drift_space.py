@@ -128,20 +128,6 @@ def choices() -> tuple[Choice, ...]:
     return tuple(found)
 
 
-def _cost(choice: Choice) -> float:
-    """Roughly the arithmetic of a case."""
-    v = {factor: FACTORS[factor][label] for factor, label in choice.items()}
-    rows, updates, (experts, _) = len(v["prompts"]), v["updates"], v["ffn"]  # type: ignore
-    return rows * v["length"] * v["width"] * (1 + updates) * (1 + experts / 4)  # type: ignore
-
-
-@functools.cache
-def ordinary() -> int:
-    """Number of the quick case, the cheapest of a recipe that no other quick test has."""
-    numbers = (i for i, choice in enumerate(choices()) if choice["recipe"] == "blockwise")
-    return min(numbers, key=lambda i: _cost(choices()[i]))
-
-
 def case_of(choice: Choice, tap_logits: bool = False) -> Case:
     """The harness's case of a choice."""
     v = {factor: FACTORS[factor][label] for factor, label in choice.items()}

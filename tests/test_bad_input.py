@@ -18,6 +18,7 @@ from collections import namedtuple
 
 import jax
 import pytest
+from marks import slow
 
 from fp8rl_jax import checks, cli, inference, train, warmup
 from fp8rl_jax.checkpoint import Checkpoints
@@ -68,9 +69,6 @@ class Begun(BaseException):
 class _NoRun:
     def __init__(self, *_):
         raise Begun
-
-
-_self_check = train._self_check
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,9 +147,8 @@ def _assert_words(message: str, words: list[str]) -> None:
 # The measure itself.
 
 
-def test_a_good_config_begins(monkeypatch):
+def test_a_good_config_begins():
     """The base of all cases is accepted, so each refusal is due to its own mistake."""
-    monkeypatch.setattr(train, "_self_check", _self_check)
     assert _begins(*_train())
 
 
@@ -567,8 +564,8 @@ def test_batches_that_do_not_divide_over_devices(field, words):
     ("fields", "words"),
     [
         (["mesh.fsdp=3"], ["mesh.fsdp", "3 places", "4 devices"]),
-        (["mesh.expert=4", "mesh.data=1"], ["mesh.expert", "dense"]),
-        (
+        slow(["mesh.expert=4", "mesh.data=1"], ["mesh.expert", "dense"]),
+        slow(
             ["mesh.expert=4", "mesh.data=1", "model.num_experts=6"],
             ["mesh.expert is 4", "model.num_experts = 6"],
         ),
@@ -722,6 +719,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     assert "run" in errors[0] and ("checkpoints" in errors[0] or "metrics" in errors[0])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model(run_dir):
     """A process that resumes from a model of another width: one sentence, status 2."""
     (run_dir / "config.json").unlink()

@@ -46,11 +46,13 @@ def test_policy_of_ten_lines():
         np.testing.assert_array_equal(state, other)
 
 
+@pytest.mark.slow
 def test_model_example_trains(model_example):
     """FP8 layers in a plain linen model: the loss falls by more than a half, with FP8's floor."""
     assert 1e-6 < float(model_example["loss"]) < 0.5 * model_example["first"]
 
 
+@pytest.mark.slow
 def test_stateful_example_runs(model_example):
     """States passed by hand: histories fill, scales follow."""
     names = dict(model_example)

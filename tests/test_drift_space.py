@@ -8,17 +8,11 @@ import pytest
 from drift_harness import run
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(i, marks=[] if i == drift_space.ordinary() else pytest.mark.slow)
-        for i in range(len(drift_space.choices()))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(drift_space.choices())))
 def test_space(number):
     """Pairs of everything: recipe, KV, experts, heads, widths, sampling, lengths, updates, ..."""
-    quick = number == drift_space.ordinary()
-    result = run(drift_space.case_of(drift_space.choices()[number], tap_logits=quick))
+    result = run(drift_space.case_of(drift_space.choices()[number]))
     assert result.rollout_logp.size and np.isfinite(result.rollout_logp).all()
     assert result.checksum_ok
     assert result.differing() == (0, 0)

@@ -61,6 +61,7 @@ def test_correctness_of_the_reference():
     json.dumps(data)
 
 
+@pytest.mark.slow
 def test_kernels_fail_without_a_gpu():
     """What cannot run is a failed check that says so, never a skipped one."""
     ok, lines, data = gpu_check.tiles()

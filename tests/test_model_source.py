@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import tiny_config
+from marks import slow
 from random_model import quantized
 
 from fp8rl_jax import cli, models, train
@@ -259,7 +260,7 @@ def test_the_cached_warmup_is_of_one_checkpoint(checkpoint, tmp_path):
     assert len(set(seen)) == 4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [slow("bf16"), "fp8"])
 def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
     config = _pretrained(checkpoint, tmp_path)

@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import cli, models, runtime
@@ -56,8 +57,8 @@ def _loop(model, recipe: str, **changes) -> Loop:
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (_DENSE, "fp8"), (_DENSE, "bf16"), (_DENSE, "f32"), (_DENSE, "fp8_delayed"),
-        (_TIED, "fp8"), (_EXPERTS, "fp8"), (_LATENT, "fp8"), (_LATENT, "bf16"),
+        (_DENSE, "fp8"), slow(_DENSE, "bf16"), (_DENSE, "f32"), slow(_DENSE, "fp8_delayed"),
+        slow(_TIED, "fp8"), (_EXPERTS, "fp8"), (_LATENT, "fp8"), slow(_LATENT, "bf16"),
     ],
     ids=["fp8", "bf16", "f32", "delayed", "tied", "experts", "latent", "latent bf16"],
 )  # fmt: skip

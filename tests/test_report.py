@@ -76,22 +76,25 @@ def _read(path):
     return html.unescape(re.sub(r"data:image/png;base64,[^\"]*", "", text))
 
 
-def _drawn(monkeypatch):
-    """Collects the legend labels and titles of every figure as it is encoded."""
-    texts, encode = [], report.run.figure_html
+@pytest.fixture
+def drawn(monkeypatch):
+    """Legend labels and titles of every figure, in the place of encoding it, which takes long."""
+    texts = []
 
     def figure(plot, caption):
-        for ax in plot.axes if plot is not None else ():
+        if plot is None:
+            return encode(plot, caption)
+        for ax in plot.axes:
             texts.append(ax.get_title(loc="left"))
             texts.extend(x.get_text() for x in (ax.get_legend().texts if ax.get_legend() else ()))
-        return encode(plot, caption)
+        return "<img>"
 
+    encode = report.run.figure_html
     monkeypatch.setattr(report.run, "figure_html", figure)
     return texts
 
 
-def test_complete_run(tmp_path, monkeypatch):
-    drawn = _drawn(monkeypatch)
+def test_complete_run(tmp_path, drawn):
     root = _make(tmp_path / "run")
     path = report.write_report(root)
     assert path == root / "report.html"
@@ -115,8 +118,7 @@ def test_complete_run(tmp_path, monkeypatch):
     assert "best warm-up, greedy: 30 %" in drawn
 
 
-def test_experts_are_drawn_where_there_are_some(tmp_path, monkeypatch):
-    drawn = _drawn(monkeypatch)
+def test_experts_are_drawn_where_there_are_some(tmp_path, drawn):
     root = _make(tmp_path / "run")
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     load = {"expert_load_max": 3.0, "expert_load_entropy": 0.9, "experts_unused_frac": 0.0}
@@ -126,8 +128,7 @@ def test_experts_are_drawn_where_there_are_some(tmp_path, monkeypatch):
     assert "Largest load over the mean" in drawn and "Experts without a token" in drawn
 
 
-def test_continuous_batching_is_drawn_where_it_was_used(tmp_path, monkeypatch):
-    drawn = _drawn(monkeypatch)
+def test_continuous_batching_is_drawn_where_it_was_used(tmp_path, drawn):
     root = _make(tmp_path / "run")
     page = _read(report.write_report(root))
     assert "Continuous batching" not in page and "lost their pages" not in page
@@ -165,8 +166,7 @@ def test_summary_figures(tmp_path):
     assert s["refit_checks"] == 12 and s["refit_failures"] == 0
 
 
-def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, monkeypatch):
-    drawn = _drawn(monkeypatch)
+def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, drawn):
     rows = [_metrics(i, drift=1e-9 if i == 5 else 0.0) for i in range(1, _STEPS + 1)]
     root = _make(tmp_path / "run", metrics=rows)
     page, s = _read(report.write_report(root)), summary.summarise(root)
@@ -181,6 +181,7 @@ def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, None, math.inf])
+@pytest.mark.usefixtures("drawn")
 def test_drift_that_is_not_a_number_is_not_zero(tmp_path, value):
     rows = [_metrics(i) for i in range(1, _STEPS + 1)]
     rows[3]["train_rollout_logprob_abs_diff_max"] = value
@@ -212,6 +213,7 @@ def test_faults_are_named(tmp_path):
     ("name", "empty"),
     [("warmup", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
 )
+@pytest.mark.usefixtures("drawn")
 def test_one_missing_or_empty_file(tmp_path, name, empty):
     root = _make(tmp_path / "run")
     file = root / f"{name}.jsonl"
@@ -230,12 +232,14 @@ def test_only_a_config(tmp_path):
     assert "<img" not in page and "exactly" not in page
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_of_one_step(tmp_path):
     page = _read(report.write_report(_make(tmp_path / "run", metrics=[_metrics(1)])))
     assert "tokens of 1 step:" in page
     assert "33.5 s; not recorded" in page  # no step but the first, so no median
 
 
+@pytest.mark.usefixtures("drawn")
 def test_truncated_last_line(tmp_path):
     root = _make(tmp_path / "run")
     with (root / "metrics.jsonl").open("a") as file:
@@ -245,6 +249,7 @@ def test_truncated_last_line(tmp_path):
     assert "12 steps of RL" in page
 
 
+@pytest.mark.usefixtures("drawn")
 def test_samples_are_text_not_markup(tmp_path):
     attack = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x00\ud800"
     sample = {"phase": "eval<b>", "step": 1, "prompt": attack, "response": attack, "answer": attack}
@@ -257,6 +262,7 @@ def test_samples_are_text_not_markup(tmp_path):
     assert "&amp;amp;\\x00" in raw
 
 
+@pytest.mark.usefixtures("drawn")
 def test_comparison_states_the_measured_ratio(tmp_path):
     fast = [_metrics(i, time_rollout=0.5) for i in range(1, _STEPS + 1)]
     base = _make(tmp_path / "base", config=_recipes("bf16", "bf16"), metrics=fast)
@@ -271,6 +277,7 @@ def test_comparison_states_the_measured_ratio(tmp_path):
     assert "FP8 is emulated" in page and " times that of " not in page
 
 
+@pytest.mark.usefixtures("drawn")
 def test_comparison_names_other_differences(tmp_path):
     config = _recipes("f32", "f32") | {"model": {"layers": 9}}
     other = _make(tmp_path / "other", config=config)

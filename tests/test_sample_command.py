@@ -10,18 +10,11 @@ import subprocess
 import sys
 
 import jax
-import ml_collections
 import numpy as np
 import pytest
 import tiny_checkpoint
-import tiny_config
 
-from fp8rl_jax import cli, generate, policy, train
-from fp8rl_jax.checkpoint import Checkpoints
-from fp8rl_jax.config import saved_config
-from fp8rl_jax.metrics import RunLogs
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax import cli, generate, policy
 
 _OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-']"
 
@@ -37,23 +30,10 @@ def model(tmp_path_factory):
     return tiny_checkpoint.write(tmp_path_factory.mktemp("pretrained") / "model")
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    """A run with one checkpoint, of an untrained state."""
-    directory = tmp_path_factory.mktemp("run") / "run"
-    fields = tiny_config.get_config().to_dict()
-    fields["model"] |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    fields["run"]["dir"] = str(directory)
-    config = saved_config(ml_collections.ConfigDict(fields).to_dict(), "here")
-    runtime = make_runtime(config)
-    train.open_run(config, resume=False)
-    state = runtime.new_state(runtime.init_params(), optimizer_of_phase(config, "rl")[0])
-    logs = RunLogs(directory, None)
-    checkpoints = Checkpoints(directory / "checkpoints", keep=1)
-    checkpoints.save(8, state, {"phase": "rl", "step": 0, "offsets": logs.offsets()})
-    checkpoints.close()
-    logs.close()
-    return directory
+@pytest.fixture
+def run_dir(tiny_run):
+    """A finished run; its newest checkpoint is that of RL step 6."""
+    return tiny_run[0] / "run"
 
 
 def _run(capsys, *arguments: str) -> tuple[str, str]:
@@ -136,20 +116,20 @@ def test_settings_of_the_released_model(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_sample_of_a_run_by_either_name(run_dir, capsys):
+def test_sample_of_a_run_by_either_name(run_dir, tmp_path, capsys):
     """A run directory brings its configuration; its own command gives the same greedy answer."""
     question = "Calculate 4 + 5 + 6."
     output, error = _run(
         capsys, "sample", "--checkpoint", run_dir, "--temperature=0", "--prompt", question
     )
-    assert "weights of" in error and "rl step 0" in error
-    (run_dir.parent / "c.py").write_text(
+    assert "weights of" in error and "rl step 6" in error
+    (tmp_path / "c.py").write_text(
         "import ml_collections, json\n"
         f"def get_config(): return ml_collections.ConfigDict(json.load(open({str(run_dir)!r}"
         " + '/config.json')))\n"
     )
     old, _ = _run(
-        capsys, "sample", "--config", run_dir.parent / "c.py", "--config.eval.batch_size=1",
+        capsys, "sample", "--config", tmp_path / "c.py", "--config.eval.batch_size=1",
         "--config.rollout.top_k=1", question,
     )  # fmt: skip
     assert old.rstrip("\n") == f"{question!r} -> {output[:-1]!r}"
@@ -177,11 +157,11 @@ def test_run_by_its_directory(run_dir, capsys, monkeypatch):
         generate, "generate", lambda runtime, _, rows, *rest: seen.append((runtime, rows, rest[0]))
     )
     _, error = _run(capsys, "sample", "--checkpoint", run_dir, "1 + 1", "--max-new-tokens=9")
-    assert "weights of" in error and "rl step 0" in error
+    assert "weights of" in error and "rl step 6" in error
     ((runtime, rows, temperature),) = seen
     assert rows == [[257, *b"1 + 1\n"]]
     assert temperature == runtime.config.rollout.temperature
-    assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 32
+    assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 128
 
 
 @pytest.mark.slow

@@ -44,9 +44,13 @@ def _step(micro_batches: int = 1, remat: str = "none"):
     )  # fmt: skip
 
 
+_init_scaling = exact_jit(lambda params: models.init_scaling(params, _RECIPE))
+
+
 def _state() -> learner.TrainState:
     params = initial_params(_MODEL)
-    return learner.new_state(params, _SGD, np.zeros(2, np.uint32), _RECIPE)
+    scaling = _init_scaling(params)
+    return learner.new_state(params, _SGD, np.zeros(2, np.uint32), _RECIPE, scaling)
 
 
 def _rope():
@@ -108,10 +112,8 @@ def test_history_of_three_steps():
     assert (seen[0]["layers.up_proj.weight"] != seen[2]["layers.up_proj.weight"]).any()
 
 
-@pytest.mark.parametrize("micro_batches,remat", [
-    (4, "none"), pytest.param(1, "full", marks=pytest.mark.slow),
-    pytest.param(2, "full", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow  # micro-batches without states: tests/test_learner.py
+@pytest.mark.parametrize("micro_batches,remat", [(4, "none"), (1, "full"), (2, "full")])
 def test_one_update_whatever_the_parts(micro_batches, remat):
     """Micro-batches and remat: the amaxes of the whole batch, once."""
     whole, _, _ = _step()(_state(), _batch(), _rope())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).parent
+_COMPILER = os.environ.get("XLA_FLAGS", "")  # conftest.py's
 # Devices that share a busy machine's cores may come late to a collective operation.
 _PATIENT = "".join(
     f" --xla_cpu_collective_{name}_timeout_seconds=1800"
@@ -24,7 +25,7 @@ def _script(devices: int, name: str, *arguments: str):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}{_PATIENT}",
+        "XLA_FLAGS": f"{_COMPILER} --xla_force_host_platform_device_count={devices}{_PATIENT}",
     }
     command = [sys.executable, str(HERE / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -57,6 +58,7 @@ def test_fsdp_equals_one_device(recipe):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""

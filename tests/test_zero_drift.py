@@ -32,9 +32,8 @@ def _assert_exact(case: Case) -> None:
     assert result.differing() == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fp8", *(pytest.param(r, marks=_SLOW) for r in ("f32", "bf16"))]
-)
+@_SLOW  # tests/test_train.py has FP8's whole run, the canary below float32 past 128 keys
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_past_128_keys(recipe):
     """Prompts 1..40, response past 128 keys, rows in another order and number."""
     _assert_exact(
@@ -42,10 +41,9 @@ def test_past_128_keys(recipe):
     )
 
 
-@pytest.mark.parametrize(
-    "recipe", ["f32", *(pytest.param(r, marks=_SLOW) for r in ("bf16", "fp8"))]
-)
-@pytest.mark.parametrize("batch", [1, pytest.param(17, marks=_SLOW)])
+@_SLOW
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("batch", [1, 17])
 def test_batch_sizes(recipe, batch):
     prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
     _assert_exact(Case(recipe, prompts=prompts, group_size=1, seed=batch))
@@ -87,7 +85,7 @@ _VARIANTS = {
 }
 
 
-@pytest.mark.slow  # a quick one is in test_drift_space.py
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(recipe, id=name) for name, recipe in _VARIANTS.items()],
@@ -134,7 +132,7 @@ _EXPERTS = {
 }
 
 
-@pytest.mark.slow  # DeepSeek's layers, below, have experts too
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _EXPERTS.items()])
 def test_experts(case):
     """Layers of experts: the learner sorts all tokens of a batch, padding among them, into its
@@ -165,12 +163,10 @@ _FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow  # quick, without gradients: tests/models/test_transformer.py
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=name, marks=[] if name == "f32 deepseek" else pytest.mark.slow)
-        for name, case in _FAMILIES.items()
-    ],
+    [pytest.param(case, id=name) for name, case in _FAMILIES.items()],
 )
 def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
@@ -244,8 +240,13 @@ def test_wide_and_long_trained(recipe):
     _assert_exact(Case(recipe, updates=20, new_tokens=30))
 
 
-# Two tests share its programs.
-_CANARY = Case("f32", new_tokens=60, tap_logits=True)
+# Prompts of 1 to 40 tokens, responses past 128 keys. Three tests share its programs.
+_CANARY = Case("f32", prompts=(1, 13, 40), group_size=1, new_tokens=100, tap_logits=True)
+
+
+def test_the_canary():
+    """float32, in which nothing absorbs a difference: log-probabilities and all logits."""
+    _assert_exact(_CANARY)
 
 
 def test_early_end():

@@ -1,4 +1,8 @@
-"""The smallest run that has every phase: two layers, six RL steps, eight warm-up updates."""
+"""The smallest run that has every phase: two layers, six RL steps, eight warm-up updates.
+
+The untrained policy solves nothing, so its reward is one that every response gets some of: rewards
+and gradients of all RL steps are above 0. Responses go beyond a page of 64 tokens.
+"""
 
 import ml_collections
 
@@ -20,6 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
             "precision": {"self_check": False},
             "env": {
                 "task": "basic_arithmetic",
+                "reward": "dense_reward:share_of_even_bytes",
                 "task_options": {
                     "min_terms": 3,
                     "max_terms": 3,
@@ -35,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "prompts_per_step": 4,
                 "group_size": 4,
                 "max_prompt_tokens": 26,
-                "max_new_tokens": 4,
+                "max_new_tokens": 60,
             },
             "warmup": {"steps": 8, "questions": 64, "batch_size": 16, "evaluations": 2},
             "eval": {"questions": 32, "batch_size": 16, "every": 3},

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from fp8rl_jax import deviceless
 from fp8rl_jax.bench import attention_checks as checks
@@ -34,7 +35,7 @@ def source() -> Source:
     return Source(1 << 18)
 
 
-@pytest.mark.parametrize("case", _SMALL, ids=str)
+@pytest.mark.parametrize("case", [_SMALL[0], *map(slow, _SMALL[1:])], ids=str)
 def test_reference_holds(case, source):
     outcome = checks.check_attention(case, source, "reference")
     assert outcome.ok and outcome.error is not None and 0 < outcome.error < 2e-6, outcome
@@ -50,7 +51,7 @@ def test_kernels_in_the_interpreter(source, monkeypatch, interpreter):
 _FAST = (FastAttention("fp8", 2, 20, 70, 4, 2, 64), FastAttention("float32", 1, 33, 33, 2, 1, 32))
 
 
-@pytest.mark.parametrize("case", _FAST, ids=str)
+@pytest.mark.parametrize("case", [slow(_FAST[0]), _FAST[1]], ids=str)
 def test_reference_of_gradients_holds(case, source):
     """Fast attention is the reference on a CPU; both have float32's errors."""
     outcomes = list(gradient_checks.check(case, source, "reference"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from fp8rl_jax import cli, exact_jit, kernels
 from fp8rl_jax.bench.drift_cost import (
@@ -21,7 +24,7 @@ from fp8rl_jax.quant import dot_general, quantize
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
 
 
-@pytest.mark.parametrize("shape", [(5, 128, 128), (3, 300, 200), (9, 64, 40)])
+@pytest.mark.parametrize("shape", [slow((5, 128, 128)), (3, 300, 200), slow((9, 64, 40))])
 def test_naive_matmul(shape):
     """Within float32's error of the blockwise form, scaled and unscaled, ragged edges too."""
     rows, depth, columns = shape
@@ -30,12 +33,12 @@ def test_naive_matmul(shape):
     w = jnp.asarray(rng.standard_normal((depth, columns)), jnp.float32)
     qx, qw = quantize(x, (1, 128)), quantize(w, (128, 128))
     for arguments in ((x, w), (qx.qvalue, qw.qvalue, qx.scale, qw.scale)):
-        exact, naive = kernels.block_matmul(*arguments), naive_matmul(*arguments)
+        exact, naive = (jax.jit(f)(*arguments) for f in (kernels.block_matmul, naive_matmul))
         np.testing.assert_allclose(naive, exact, atol=3e-5 * depth**0.5)
         assert float(jnp.abs(naive).max()) > 1
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [slow(False), True])
 def test_naive_attention(scaled):
     """Within float32's error of the chunked form, past one chunk, grouped, with and without FP8."""
     rng = np.random.default_rng(0)
@@ -47,8 +50,10 @@ def test_naive_attention(scaled):
         (k, v), names = (quantize(x, (-1,)) for x in (k, v)), ("k_scale", "v_scale")
         scales = {n: x.scale[..., 0] for n, x in zip(names, (k, v), strict=True)}
         k, v = k.qvalue, v.qvalue
-    exact = kernels.attention(q, k, v, positions, scale=0.2, **scales)
-    naive = naive_attention(q, k, v, positions, scale=0.2, **scales)
+    exact, naive = (
+        jax.jit(functools.partial(f, scale=0.2))(q, k, v, positions, **scales)
+        for f in (kernels.attention, naive_attention)
+    )
     np.testing.assert_allclose(naive, exact, atol=2e-6)
     table = jnp.asarray([[2, 0], [3, 1]])
 
@@ -58,12 +63,11 @@ def test_naive_attention(scaled):
         return pool.at[table].set(x.reshape(2, 2, 64, *x.shape[2:]))
 
     scales = {name: pages(x) for name, x in scales.items()}
-    paged = naive_attention(q, pages(k), pages(v), positions, scale=0.2, table=table, **scales)
+    run = functools.partial(naive_attention, scale=0.2)
+    paged = jax.jit(run)(q, pages(k), pages(v), positions, table=table, **scales)
     np.testing.assert_allclose(paged, exact, atol=2e-6)
-    turned = naive_attention(
-        q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, scale=0.2, table=table,
-        keys_by_feature=True, **scales,
-    )  # fmt: skip
+    by_feature = jax.jit(functools.partial(run, keys_by_feature=True))
+    turned = by_feature(q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, table=table, **scales)
     np.testing.assert_array_equal(turned, paged)
 
 

@@ -31,8 +31,8 @@ def mine():
 
 @pytest.fixture(scope="module")
 def small() -> dict:
-    """Three of the article's shapes under two recipes."""
-    return gemm_errors(["fp8", "f32"], _SMALL)
+    """Three of the article's shapes under one recipe."""
+    return gemm_errors(["fp8"], _SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,13 @@ _EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_every_recipe_is_measured(every):
     """Without --recipes: all names, aliases aside."""
     assert list(every) == list(_EXPECTED) == [n for n in recipe_names() if n != "fp8"]
 
 
+@pytest.mark.slow  # the recipes' errors themselves: tests/quant/test_recipes.py
 @pytest.mark.parametrize("recipe", _EXPECTED)
 def test_recipes(recipe, every):
     """Each GEMM of each recipe has the error that its formats cause: neither more nor less."""
@@ -96,6 +98,7 @@ def test_recipes(recipe, every):
         assert low < error < high, f"{recipe} {gemm}: {error}"
 
 
+@pytest.mark.slow
 def test_relations_between_recipes(every):
     """What one recipe shares with another shows in the figures."""
     assert list(every["fp8_blockwise"]) == ["fprop", "dgrad", "wgrad"]
@@ -121,6 +124,7 @@ def test_against_the_oracle():
     assert result["recipes"][0]["errors"]["wgrad"][0] == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_seed_decides(small):
     """Equal seeds give equal figures, whatever else is measured; another seed gives others."""
     again = gemm_errors(["f32"], [_SMALL[1]])
@@ -129,6 +133,7 @@ def test_seed_decides(small):
     assert other["article"][0]["cublas"] != small["article"][1]["cublas"]
 
 
+@pytest.mark.slow
 def test_stateful_recipe_of_a_user(tmp_path, monkeypatch):
     """State of any policy comes from one earlier step: without it the scale would be 1."""
     (tmp_path / "recipes_of_the_bench.py").write_text(_USERS)

@@ -17,6 +17,7 @@ def interpreted(monkeypatch, interpreter):
         monkeypatch.setattr(module, "triton_call", interpreter.triton_call)
 
 
+@pytest.mark.slow
 def test_fused_and_plain():
     source = Source(1 << 16)
     outcomes = [*pairs.check_fused(source, (200,), 70), *pairs.check_quantiser(source, (200,), 70)]
@@ -29,6 +30,7 @@ def test_log_probabilities():
     assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes
 
 
+@pytest.mark.slow
 def test_attention():
     outcomes = list(pairs.check_attention(Source(1 << 17), (1, 65), (2, 1), 64))
     assert len(outcomes) == 4 and all(o.ok for o in outcomes), outcomes

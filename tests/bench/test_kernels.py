@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from fp8rl_jax import cli
 from fp8rl_jax.bench import attention_checks, gradient_checks, kernel_times, kernels
@@ -122,10 +123,10 @@ def source() -> Source:
 
 _CASES = [
     checks.Dense("fp8", 70, 1000, 200),
-    checks.Dense("fp8", 70, 1000, 200, "bfloat16"),
+    slow(checks.Dense("fp8", 70, 1000, 200, "bfloat16")),
     checks.Dense("fp8", 70, 520, 200, by_column=True),
-    checks.Dense("fp8", 1, 128, 40, left="float8_e5m2"),
-    checks.Dense("bf16", 70, 300, 200, "bfloat16"),
+    slow(checks.Dense("fp8", 1, 128, 40, left="float8_e5m2")),
+    slow(checks.Dense("bf16", 70, 300, 200, "bfloat16")),
     checks.Dense("float32", 70, 300, 200),
 ]
 
@@ -165,7 +166,7 @@ def _by_count(*operands, **options):
     return y if y.shape[0] > 8 else y * jnp.float32(1 + 2e-7)
 
 
-@pytest.mark.parametrize("wrong", [_half_a_block, _swapped, _nan, _cut_off])
+@pytest.mark.parametrize("wrong", [_half_a_block, *map(slow, (_swapped, _nan)), _cut_off])
 def test_wrong_products_are_found(wrong, source, monkeypatch):
     """Against float64, under the bound of a GPU as well as under the reference's."""
     monkeypatch.setattr(checks, "block_matmul", wrong)
@@ -205,6 +206,7 @@ _EXPERTS = Case("experts", "fprop", "fp8", 24, 256, 160, 4, 2)
 _WGRAD = Case("experts", "fprop", "fp8", 150, 136, 96, 3, 2)
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter(interpreted, source):
     """Every check that only a GPU can fail runs, and holds."""
     case = checks.Dense("fp8", 70, 256, 160)
@@ -222,6 +224,7 @@ def test_kernels_in_the_interpreter(interpreted, source):
         assert line in text
 
 
+@pytest.mark.slow
 def test_wrong_grouped_kernels_are_found(interpreted, source, monkeypatch):
     """The next expert's weights; rows left over in a group that has none; gradients likewise."""
     grouped, wgrad = checks.grouped_matmul, checks.grouped_wgrad
@@ -286,9 +289,9 @@ def test_seconds_per_call():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("", "fprop", "fp8", 256, 512, 384),
-        Case("", "wgrad", "fp8", 512, 256, 384),
-        Case("", "fprop", "bf16", 64, 512, 384),
+        slow(Case("", "fprop", "fp8", 256, 512, 384)),
+        slow(Case("", "wgrad", "fp8", 512, 256, 384)),
+        slow(Case("", "fprop", "bf16", 64, 512, 384)),
         Case("", "fprop", "fp8", 64, 512, 384, 8, 2),
     ],
     ids=str,
@@ -405,6 +408,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert [p.name for p in (tmp_path / "deep/down").iterdir()] == ["kernels.json"]
 
 
+@pytest.mark.slow
 def test_command_with_a_wrong_kernel(tmp_path, monkeypatch, capsys):
     """A failed check is printed, and is the exit status."""
     monkeypatch.setattr(checks, "block_matmul", _swapped)

@@ -69,6 +69,7 @@ def test_static_takes_whole_batches():
         make_static(_MODEL, CASES["bf16"](), settings_of(_CELL), 4)(*call)
 
 
+@pytest.mark.slow
 def test_result():
     """A row of each case, cell and way; tokens are those that were sampled; ratios and table."""
     plan = Plan([2], [5], [6], [2], ("fp8_kv", "bf16"), ("full", "long_tail"), (), repeats=1)

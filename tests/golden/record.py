@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 import tempfile
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.metrics import read_jsonl
 from fp8rl_jax.train import train
 
+HERE = pathlib.Path(__file__).parent
+# File of the run -> what is recorded of it.
+RECORDED = {"warmup": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")}
+
 
 def main() -> None:
-    here = pathlib.Path(__file__).parent
+    sys.path.insert(0, str(HERE.parent))  # the configuration's reward lies there
     with tempfile.TemporaryDirectory() as directory:
         overrides = [f"--config.run.dir={directory}/run", f"--config.run.cache_dir={directory}/c"]
-        train(load_config(str(here.parent / "tiny_config.py"), overrides))
-        run = pathlib.Path(directory) / "run"
+        train(load_config(str(HERE.parent / "tiny_config.py"), overrides))
         golden = {
-            "warmup_loss": [round(r["loss"], 5) for r in read_jsonl(run / "warmup.jsonl")],
-            "rl_entropy": [round(r["entropy"], 5) for r in read_jsonl(run / "metrics.jsonl")],
+            file: {name: [float(f"{r[name]:.5g}") for r in records] for name in names}
+            for file, names in RECORDED.items()
+            for records in [read_jsonl(pathlib.Path(directory) / "run" / f"{file}.jsonl")]
         }
-    (here / "tiny_run.json").write_text(json.dumps(golden, indent=1) + "\n")
+    (HERE / "tiny_run.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import block_matmul, cpu_products
@@ -79,7 +80,7 @@ def test_bf16_law(way, multiply, depth, columns):
     _nearly_all_equal(multiply(x, w), law)
 
 
-@pytest.mark.parametrize(("depth", "columns"), [(128, 96), (BF16_DEPTH, 512)])
+@pytest.mark.parametrize(("depth", "columns"), [(128, 96), slow(BF16_DEPTH, 512)])
 def test_bf16_rows_do_not_see_each_other(multiply, depth, columns):
     x, w = _normal(_ROWS[-1], depth), _normal(depth, columns)
     whole = np.asarray(multiply(x, w))
@@ -141,7 +142,7 @@ def test_float32_law(multiply, rows):
     _nearly_all_equal(multiply(x, w), float32_law(x, w))
 
 
-@pytest.mark.parametrize("rows", [2, 12, 65, 514])
+@pytest.mark.parametrize("rows", [2, 65, *map(slow, (12, 514))])
 @pytest.mark.parametrize(("depth", "columns"), [(64, 64), (64, 16), (128, 256), (64, 512)])
 def test_small_float32_products(rows, depth, columns):
     """Attention's follow the same law, by YNNPACK or not."""

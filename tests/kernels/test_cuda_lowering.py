@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import slow
 
 pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
 
@@ -22,7 +23,7 @@ def _shape(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("rows, columns, depth", [(1, 4096, 1024), (300, 520, 1000)])
+@pytest.mark.parametrize("rows, columns, depth", [slow(1, 4096, 1024), (300, 520, 1000)])
 @pytest.mark.parametrize("by_column", [False, True], ids=["blocks", "columns"])
 def test_fp8(rows, columns, depth, by_column):
     blocks = -(-depth // 128)
@@ -100,8 +101,8 @@ def _head_case(rows: int, columns: int, depth: int, dtype):
     return _shape(rows, depth, dtype=dtype), _shape(depth, columns, dtype=dtype), *per_row
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("rows, columns, depth", [(1, 4096, 576), (300, 1001, 100)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
+@pytest.mark.parametrize("rows, columns, depth", [slow(1, 4096, 576), (300, 1001, 100)])
 def test_head_is_two_kernels_and_its_logits_are_nowhere(rows, columns, depth, dtype):
     text = lower(head.head_logprobs, *_head_case(rows, columns, depth, dtype))
     assert products(text) == {"triton_kernel_call": 2}
@@ -110,7 +111,7 @@ def test_head_is_two_kernels_and_its_logits_are_nowhere(rows, columns, depth, dt
     assert products(text) == {"triton_kernel_call": 2}
 
 
-@pytest.mark.parametrize("rows", [8, 9000])
+@pytest.mark.parametrize("rows", [slow(8), 9000])
 def test_gradients_of_the_head_are_three_kernels_over_chunks(rows):
     case = _head_case(rows, 5120, 576, jnp.bfloat16)
     text = lower(head.head_logprobs_vjp, *case, _shape(rows), _shape(rows))
@@ -134,10 +135,14 @@ def _attention(q, k, v, positions, k_scale, v_scale):
     )
 
 
-@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
+@pytest.mark.parametrize("keys", [E4M3, slow(jnp.bfloat16)])
 @pytest.mark.parametrize(
     ("batch", "queries", "slots", "kernels"),
-    [(8, 1, 4096, 2), (8, 1, 300, 1), (128, 1, 4096, 1), (2, 700, 700, 1), (1, 4, 1000, 2)],
+    [
+        (8, 1, 4096, 2),
+        (2, 700, 700, 1),
+        *(slow(*c) for c in ((8, 1, 300, 1), (128, 1, 4096, 1), (1, 4, 1000, 2))),
+    ],
 )
 def test_attention(batch, queries, slots, kernels, keys):
     """Few tiles and more than one split: a kernel for the splits, one that joins them."""
@@ -152,6 +157,7 @@ def test_attention_in_float32():
     assert products(lower(_attention, *case)) == ONE
 
 
+@pytest.mark.slow
 def test_attention_over_latents():
     def f(q, latent, scale, positions, q_rope, k_rope):
         return strict_attention.attention(
@@ -169,8 +175,8 @@ def test_attention_over_latents():
     assert "tensor<2x1x128x512xf32>" in text
 
 
-@pytest.mark.parametrize("keys", [E4M3, jnp.bfloat16])
-@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), (128, 1, 1), (2, 700, 1)])
+@pytest.mark.parametrize("keys", [E4M3, slow(jnp.bfloat16)])
+@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), slow(128, 1, 1), slow(2, 700, 1)])
 def test_attention_over_pages(batch, queries, kernels, keys):
     """The pool enters as it lies: no sequence's cache is gathered."""
     q, _, _, positions, *_ = _attention_case(batch, queries, 64, keys)
@@ -200,11 +206,8 @@ def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
 @pytest.mark.parametrize(
     ("width", "keys"),
     [
-        (96, jnp.bfloat16),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((96, E4M3), (256, E4M3), (256, jnp.bfloat16))
-        ),
+        *(slow(*case) for case in ((96, jnp.bfloat16), (256, E4M3), (256, jnp.bfloat16))),
+        (96, E4M3),
     ],
 )
 def test_fast_attention_and_gradients(keys, width):

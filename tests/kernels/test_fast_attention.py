@@ -7,6 +7,7 @@ lower one the oracle would share the kernel's roundings.
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
@@ -114,7 +115,7 @@ def _assert_close(kind, got, want):
         assert least < _error(one, other) < most, (name, _error(one, other))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float32", "fp8", *map(slow, ("bf16", *KINDS[3:]))])
 @pytest.mark.parametrize(
     "shape", [SHAPES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:])], ids=str
 )
@@ -145,7 +146,7 @@ def test_logsumexp():
     np.testing.assert_allclose(np.asarray(got), np.log2(weight.sum(-1)), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8"])
+@pytest.mark.parametrize("kind", [slow("float32"), "fp8"])
 def test_positions_in_any_order(kind):
     """Two sequences, one in descending order with queries that see nothing, one a prefill's later
     part; values of another width, more slots than queries, some of which nobody sees."""
@@ -220,6 +221,7 @@ def test_who_multiplies(interpreted):
     assert not interpreted
 
 
+@pytest.mark.slow
 def test_heads_that_are_too_wide_for_the_kernels(interpreted):
     operands, scales, cotangent = _case("fp8", 9, 2, 1, 320, v_dim=272)
     positions = _positions(1, 9)

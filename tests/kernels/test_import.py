@@ -156,6 +156,7 @@ def test_broken_kernels_leave_nothing_behind(checkout, tmp_path):
     assert output.split("\n")[:3] == ["broken here", "broken here", "[]"]
 
 
+@pytest.mark.slow
 def test_editable_installation(editable, tmp_path):
     """Both packages come from the checkout; `kernels` is no name of its own."""
     python, checkout = editable

@@ -172,7 +172,9 @@ def test_continuous_batching():
             marks=pytest.mark.slow,
         ),
         # Left: o_proj and the two products by head of both layers, and what the experts sorted.
-        pytest.param(_LATENT, {}, 21, 9, id="latent", marks=pytest.mark.slow),
+        pytest.param(
+            {**_LATENT, "num_hidden_layers": 2}, {}, 21, 9, id="latent", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, after):
@@ -181,7 +183,7 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
     `before` and `after` are launches that only quantise, in the layers of a rollout: one of each
     kind of layer, as the scan has them.
     """
-    config = dataclasses.replace(_DENSE, **more)
+    config = dataclasses.replace(_DENSE, **{"num_hidden_layers": 1, **more})
     recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton", **changes)
     params = initial_params(config)
     weights = quantized(params, recipe)

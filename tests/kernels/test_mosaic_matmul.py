@@ -189,6 +189,7 @@ def machines():
     return compile_all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tile", TILES, ids=HEIGHTS)
 def test_instructions_and_resources(machines, tile, dtype):

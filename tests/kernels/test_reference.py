@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import quick_if, slow
 
 from fp8rl_jax import kernels
 from fp8rl_jax.exact_jit import exact_jit
@@ -24,7 +27,7 @@ def test_repeat_last():
     np.testing.assert_array_equal(found, np.repeat(x, 5, axis=-1))
 
 
-@pytest.mark.parametrize("k", [64, 128, 300, 1024, 2304])
+@pytest.mark.parametrize("k", [64, 300, 2304, *map(slow, (128, 1024))])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_matmul_against_float64(k, scaled):
     rng = np.random.default_rng(k)
@@ -41,7 +44,7 @@ def test_matmul_against_float64(k, scaled):
     np.testing.assert_allclose(y, x64 @ w64, rtol=0, atol=2e-5 * np.sqrt(k))
 
 
-@pytest.mark.parametrize("k", [300, 2304])
+@pytest.mark.parametrize("k", [slow(300), 2304])
 def test_matmul_rows_are_independent(k):
     """Row 0 has the same bits among 1, 3, 8, 100 and 1000 rows."""
     rng = np.random.default_rng(0)
@@ -101,17 +104,23 @@ def test_attention_against_loops(t, kv_heads):
     np.testing.assert_allclose(_run(q, k, v, _positions(2, t)), _naive(q, k, v), atol=2e-6)
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 96, 97, 128, 129, 300])
-@pytest.mark.parametrize("recipe", ["fp8", pytest.param("f32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("recipe", "length"),
+    quick_if(
+        lambda case: case in (("fp8", 129), ("fp8", 65), ("f32", 97)),
+        itertools.product(("fp8", "f32"), (1, 64, 65, 96, 97, 128, 129, 300)),
+    ),
+)
 def test_one_query_equals_all_queries(length, recipe):
     """Decode (one query over a long cache) == prefill (all queries), FP8 cache included."""
     q, k, v = _qkv(t=length, dim=64)
     recipe = get_recipe(recipe)
-    (k, ks), (v, vs) = quantize_kv(jnp.asarray(k), recipe), quantize_kv(jnp.asarray(v), recipe)
+    (k, ks), (v, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe) for x in kv])(k, v)
     whole = np.asarray(_run(q, k, v, _positions(2, length), ks, vs))
 
     def longer(x):  # a cache with other tokens' leftovers behind the length
-        return None if x is None else jnp.concatenate([x, x, x[:, :5]], axis=1)
+        x = None if x is None else np.asarray(x)
+        return None if x is None else np.concatenate([x, x, x[:, :5]], axis=1)
 
     last = np.full((2, 1), length - 1, np.int32)
     one = _run(q[:, -1:], *(longer(x) for x in (k, v)), last, *(longer(x) for x in (ks, vs)))
@@ -151,9 +160,11 @@ def test_attention_gradient():
         s = jnp.where(np.tril(np.ones((37, 37), bool)), s, -jnp.inf)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v)
 
-    _, vjp = jax.vjp(plain, q, k, v)
-    ours = kernels.attention_vjp(q, k, v, positions, cotangent, scale=q.shape[-1] ** -0.5)
-    for a, b in zip(ours, vjp(cotangent), strict=True):
+    scale = q.shape[-1] ** -0.5
+    ours = exact_jit(lambda *a: kernels.attention_vjp(*a, scale=scale))
+    theirs = jax.jit(lambda q, k, v, cotangent: jax.vjp(plain, q, k, v)[1](cotangent))
+    gradients = ours(q, k, v, positions, cotangent), theirs(q, k, v, cotangent)
+    for a, b in zip(*gradients, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)
 
 
@@ -162,6 +173,7 @@ def test_shapes_are_checked():
         kernels.block_matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
 def test_keys_by_feature(recipe_name):
     """The same bits from a cache whose keys lie feature by feature, in rows and in pages."""
@@ -190,6 +202,7 @@ def test_keys_by_feature(recipe_name):
     _same_bits(attend(turned, v, keys_by_feature=True, **pages), want)
 
 
+@pytest.mark.slow
 def test_wide_values():
     """More features than one product of float32 keeps in order: few queries and many."""
     rng = np.random.default_rng(0)

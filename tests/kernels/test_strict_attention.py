@@ -77,10 +77,10 @@ def _float64(operands, scales, positions, scale):
     return tuple(np.einsum("bhts,bshd->bthd", weight, x) for x in (v, np.abs(v)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float32", "fp8", *map(_SLOW, ("bf16", *KINDS[3:]))])
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "dim"),
-    [(70, 8, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
+    [(70, 4, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
 )
 def test_equals_float64(kind, length, heads, kv_heads, dim):
     """Weights are rounded to bf16 for the product with values: up to 2**-8 of each term. The sum
@@ -126,27 +126,27 @@ def _decode(operands, scales, position, slots=37, **more):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "lengths"),
     [
-        "fp8",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("float32", "bf16", "fp8 one scale")),
+        ("fp8", (1, 64, 65, 127, 512, 513)),
+        *(_SLOW(kind, LENGTHS) for kind in ("fp8", "float32", "bf16", "fp8 one scale")),
     ],
 )
-def test_decode_equals_learner_at_every_border(kind, interpreted):
+def test_decode_equals_learner_at_every_border(kind, lengths, interpreted):
     """A learner's queries all at once, in whole splits; a decode step's one, in its own program."""
-    operands, scales = _case(kind, max(LENGTHS), heads=1)
+    operands, scales = _case(kind, max(lengths), heads=1)
     whole = strict.attention(
-        *operands, _positions(1, max(LENGTHS)), scale=0.3, one_split=False, **scales
+        *operands, _positions(1, max(lengths)), scale=0.3, one_split=False, **scales
     )
     assert interpreted == ["attention_kernel"]
-    for length in LENGTHS:
+    for length in lengths:
         one = _decode(operands, scales, length - 1)
         _same(one[:, 0], whole[:, length - 1])
-    assert interpreted.count("join_kernel") == sum(n + 37 > strict.SPLIT for n in LENGTHS)
+    assert interpreted.count("join_kernel") == sum(n + 37 > strict.SPLIT for n in lengths)
 
 
 @pytest.mark.parametrize("kind", ["fp8", _SLOW("float32"), _SLOW("fp8 queries")])
-@pytest.mark.parametrize("group", [1, 8, _SLOW(4)])
+@pytest.mark.parametrize("group", [4, *map(_SLOW, (1, 8))])
 def test_groups(kind, group):
     operands, scales = _case(kind, 70, heads=2 * group, kv_heads=2, dim=32, batch=2)
     whole = strict.attention(*operands, _positions(2, 70), scale=0.3, **scales)
@@ -155,7 +155,7 @@ def test_groups(kind, group):
 
 
 @pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [96, *map(_SLOW, (64, 128))])
 def test_widths(kind, dim):
     operands, scales = _case(kind, 66, dim=dim)
     whole = strict.attention(*operands, _positions(1, 66), scale=0.3, **scales)
@@ -163,7 +163,8 @@ def test_widths(kind, dim):
         _same(_decode(operands, scales, position)[:, 0], whole[:, position])
 
 
-@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
+@pytest.mark.slow  # over pages it is quick
+@pytest.mark.parametrize("kind", ["fp8", "float32"])
 def test_prefill_in_pieces_and_other_sequences(kind):
     """Queries that start anywhere in a tile, beside sequences of other lengths."""
     operands, scales = _case(kind, 200, dim=32, batch=3)
@@ -183,7 +184,7 @@ def test_prefill_in_pieces_and_other_sequences(kind):
 
 
 @pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
-@pytest.mark.parametrize("slots", [0, 500, 1100])
+@pytest.mark.parametrize("slots", [500, *map(_SLOW, (0, 1100))])
 def test_who_takes_a_split_changes_nothing(kind, slots):
     operands, scales = _case(kind, 600)
     first = _decode(operands, scales, 599, one_split=True)
@@ -279,7 +280,7 @@ def test_thousands_of_keys_from_pages(queries):
     _pages_equal_one_piece(caches=caches, starts=(4097 - queries, 1500 - queries), **first)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", [_SLOW("bf16"), "fp8"])
 def test_latents_from_pages(kind):
     lengths = (65, 130)
     first, caches = _queries_and_caches(kind, lengths, heads=8, dim=64)
@@ -290,6 +291,7 @@ def test_latents_from_pages(kind):
     _pages_equal_one_piece(caches=caches, starts=starts, q_rope=rope[:, :1, :8], **first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_latents_with_rotated_keys(kind):
     """Multi-head latent attention: values of another width, further features."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
@@ -47,9 +48,12 @@ def _float64(lhs, rhs, lhs_scale, rhs_scale):
     return left @ right, np.abs(left) @ np.abs(right)
 
 
+_MORE = ((64, 128, 256), (65, 40, 384), (130, 129, 136))
+
+
 @pytest.mark.parametrize(
     "rows, columns, depth",
-    [(64, 128, 256), (1, 128, 128), (65, 40, 384), (7, 300, 200), (130, 129, 136)],
+    [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)],
 )
 @pytest.mark.parametrize("by_column", [False, True], ids=["blocks", "columns"])
 def test_fp8_equals_float64(rows, columns, depth, by_column):
@@ -125,7 +129,7 @@ def test_scales_belong_to_fp8():
         kernels.matmul(lhs.astype(jnp.bfloat16), rhs, lhs_scale, rhs_scale)
 
 
-@pytest.mark.parametrize("rows", [8, 64, 128])
+@pytest.mark.parametrize("rows", [8, *map(slow, (64, 128))])
 @pytest.mark.parametrize("experts", [[0, 0, 2, 3, 3], [1, 3, 3, 4, 4], [4] * 5], ids=str)
 def test_grouped_equals_a_product_per_group(rows, experts):
     count, columns, depth = 4, 160, 256
@@ -144,7 +148,7 @@ def test_grouped_equals_a_product_per_group(rows, experts):
 
 
 @pytest.mark.parametrize("experts", [[0, 0, 2, 3], [1, 1, 1, 4], [4] * 4], ids=str)
-@pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.parametrize("rows", [128, slow(256)])
 def test_grouped_wgrad_equals_float64(experts, rows):
     count, columns, depth = 4, 96, 72
     rng = np.random.default_rng(3)

@@ -53,11 +53,14 @@ _CASES = {
 @pytest.mark.parametrize("ours,plain,arguments", _CASES.values(), ids=_CASES)
 def test_value_and_gradients(ours, plain, arguments):
     """Against a plain formula differentiated by JAX, in float32."""
-    cotangent = _normal(*ours(*arguments).shape, seed=3)
+    cotangent = _normal(*jax.eval_shape(ours, *arguments).shape, seed=3)
 
     def run(function):
-        value, vjp = jax.vjp(function, *arguments)
-        return value, *vjp(cotangent)
+        def call(*arguments):
+            value, vjp = jax.vjp(function, *arguments)
+            return value, *vjp(cotangent)
+
+        return jax.jit(call)(*arguments)
 
     for a, b in zip(run(ours), run(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -77,7 +80,8 @@ def test_bf16_gradients_have_the_inputs_dtype():
     assert grad.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a layer is quick in tests/quant/test_dot_general.py
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_decoder_trains_under_shard_map(recipe):
     """Rows over a mesh axis, parameters shared: the gradients of a plain call."""
     config = models.ModelConfig(40, 32, 48, 1, 2, 1, 16)

@@ -32,10 +32,10 @@ _LATENT = dict(
     ("recipe", "more"),
     [
         pytest.param("fp8", {}, id="dense", marks=pytest.mark.slow),
-        pytest.param("bf16", {}, id="bf16"),
+        pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
         # Cut out: each layer has a state beside it.
         pytest.param("fp8_delayed", {}, id="states", marks=pytest.mark.slow),
-        pytest.param("fp8", _EXPERTS, id="experts"),
+        pytest.param("fp8", _EXPERTS, id="experts", marks=pytest.mark.slow),
         pytest.param("fp8", _LATENT, id="latent", marks=pytest.mark.slow),
     ],
 )
@@ -75,12 +75,15 @@ def test_products():
     stack = quantize(jnp.asarray(rng.standard_normal((3, 4, 128, 256)), jnp.float32), (128, 128))
     x = jnp.asarray(rng.standard_normal((2, 8, 128)), jnp.float32)
     recipe, experts = get_recipe("fp8"), jnp.asarray([3, 1], jnp.int32)
-    want = grouped_matmul(recipe, x, LayerOf(stack, jnp.int32(1)).taken(), experts)
-    got = grouped_matmul(recipe, x, LayerOf(stack, jnp.int32(1)), experts)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-    dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
     dot_general = make_dot_general(recipe)
     contracted = (((1,), (0,)), ((), ()))
-    want = dot_general(x[0], LayerOf(dense, jnp.int32(2)).taken(), contracted)
-    got = dot_general(x[0], LayerOf(dense, jnp.int32(2)), contracted)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+    def both(x, stack, take):
+        grouped = grouped_matmul(recipe, x, take(LayerOf(stack, jnp.int32(1))), experts)
+        dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
+        return grouped, dot_general(x[0], take(LayerOf(dense, jnp.int32(2))), contracted)
+
+    want = exact_jit(lambda x, stack: both(x, stack, LayerOf.taken))(x, stack)
+    got = exact_jit(lambda x, stack: both(x, stack, lambda layer: layer))(x, stack)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

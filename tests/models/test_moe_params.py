@@ -155,6 +155,7 @@ def test_three_forms_give_the_same_bits(recipe):
     np.testing.assert_array_equal(_train_step(recipe)[0], rollout)
 
 
+@pytest.mark.slow  # and equal to a dense loop: tests/models/test_moe.py
 @pytest.mark.parametrize("recipe", ["fp8", "f32"])
 def test_gradients_reach_every_expert(recipe):
     layers = _train_step(recipe)[1]["layers"]
@@ -167,6 +168,7 @@ def test_the_checksum_sees_one_bit():
     """Of one scale of one expert, and of the router."""
     weights, base, _ = _refit("fp8")
     leaves, structure = jax.tree.flatten(weights)
+    program = jax.jit(checksum)
     paths = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
     changed = 0
     for index, path in enumerate(paths):
@@ -174,11 +176,12 @@ def test_the_checksum_sees_one_bit():
             other = np.array(leaves[index])
             other.reshape(-1).view(np.uint8)[-1] ^= 1
             flipped = [other if i == index else x for i, x in enumerate(leaves)]
-            assert int(checksum(jax.tree.unflatten(structure, flipped))) != int(base)
+            assert int(program(jax.tree.unflatten(structure, flipped))) != int(base)
             changed += 1
     assert changed == 3 * 2 + 1
 
 
+@pytest.mark.slow
 def test_health_counts_every_expert():
     """Weights by the refit; activations and gradients by probes, k rows a token and padding."""
     health = _refit("fp8")[2]
@@ -222,11 +225,12 @@ def test_an_expert_without_tokens_grows_old():
     """Its scale stays and its age tells; the others' start anew."""
     recipe, name = get_recipe("fp8_delayed"), "layers.experts.up_proj"
     states = exact_jit(lambda p: init_scaling(p, recipe))(_params())
-    seen = init_probes(_params(), recipe, False)
+    seen = exact_jit(lambda p: init_probes(p, recipe, False))(_params())
     amax = seen[name].activation.amax.at[:, :3].set(2.0)
     operand = dataclasses.replace(seen[name].activation, amax=amax)
     seen = {**seen, name: dataclasses.replace(seen[name], activation=operand)}
-    after = update_scaling(_params(), recipe, states, seen)[name].activation
+    update = exact_jit(lambda p, states, seen: update_scaling(p, recipe, states, seen))
+    after = update(_params(), states, seen)[name].activation
     np.testing.assert_array_equal(after.age, [[0, 0, 0, 1]] * 2)
     np.testing.assert_array_equal(after.state["amax"][:, :3, 0, 0], 2.0)
     before = states[name].activation.state["amax"]

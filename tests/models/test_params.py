@@ -187,9 +187,9 @@ def _train_step(model, recipe):
 
 
 _FORMS = [
-    pytest.param(_MODEL, "fp8", id="fp8"),
+    pytest.param(_MODEL, "fp8", id="fp8", marks=pytest.mark.slow),
     pytest.param(_MODEL, "bf16", id="bf16", marks=pytest.mark.slow),
-    pytest.param(_TIED, "f32", id="f32-tied"),
+    pytest.param(_TIED, "f32", id="f32-tied", marks=pytest.mark.slow),
 ]
 
 

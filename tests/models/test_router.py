@@ -88,7 +88,7 @@ def test_gradient_is_that_of_the_weights(config):
         chosen = router.choose(config, logits, bias)
         return (router.weigh(config, logits, chosen) * cotangent).sum()
 
-    grad, to_bias = jax.grad(objective, argnums=(0, 1))(logits, bias)
+    grad, to_bias = jax.jit(jax.grad(objective, argnums=(0, 1)))(logits, bias)
     assert not np.asarray(to_bias).any()
 
     def exact(logits):
@@ -119,6 +119,7 @@ def test_balancing_loss(config):
 
     logits, valid = _draw()[0][None] + 3 * (np.arange(12) < 3), np.ones((1, 40), bool)
 
+    @jax.jit
     def loss(logits):
         return router.load_balance_loss(
             config, uneven, router.mean_probability(config, logits, valid)[None]

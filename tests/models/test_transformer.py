@@ -1,5 +1,6 @@
 """The one forward: right against float64, the same bits whole, in chunks, padded and decoded."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,9 +18,15 @@ _MODEL = ModelConfig(
     vocab_size=50, hidden_size=48, intermediate_size=136, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=24,
 )  # fmt: skip
+_LATENT = dataclasses.replace(
+    _MODEL, num_key_value_heads=4, kv_lora_rank=136, q_lora_rank=40, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=24, qk_norm=False, rope_interleave=True, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=64, scoring_func="sigmoid", n_group=4,
+    topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+)  # fmt: skip
 _LENGTH, _SLOTS = 70, 150
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-_RECIPES = ["f32", "bf16", "fp8", _SLOW("fp8_blockwise_pow2")]
+_RECIPES = ["f32", "fp8", *map(_SLOW, ("bf16", "fp8_blockwise_pow2"))]
 
 
 @functools.cache
@@ -64,7 +71,7 @@ def _expected():
 # Against the oracle.
 
 
-@pytest.mark.parametrize(("kv_heads", "tied"), [(4, True), (2, False), (1, True)])
+@pytest.mark.parametrize(("kv_heads", "tied"), [_SLOW(4, True), (2, False), (1, True)])
 def test_float32_is_the_real_number_result(kv_heads, tied):
     """Groups of 1, 2 and 4 query heads, both heads; rows of other lengths, padded to the right."""
     model = ModelConfig(
@@ -91,7 +98,7 @@ def test_float32_over_several_blocks():
 
 @pytest.mark.parametrize(
     ("recipe", "low", "high"),
-    [("bf16", 3e-3, 1.2e-2), ("fp8", 3e-2, 9e-2), _SLOW("fp8_blockwise_pow2", 3e-2, 9e-2)],
+    [_SLOW("bf16", 3e-3, 1.2e-2), ("fp8", 3e-2, 9e-2), _SLOW("fp8_blockwise_pow2", 3e-2, 9e-2)],
 )
 def test_rounding_error_within_recorded_bounds(recipe, low, high):
     """Relative error of the logits (root mean square), two-sided: rounding is there, and small."""
@@ -112,14 +119,14 @@ def _cached_program(recipe, model=_MODEL):
     return exact_jit(run)
 
 
-def _step(recipe, tokens, cache, positions):
-    rope = rope_tables(_MODEL, _SLOTS)
-    logits, cache = _cached_program(recipe)(_params(_MODEL), tokens, cache, positions, rope)
+def _step(recipe, tokens, cache, positions, model=_MODEL):
+    arguments = _params(model), tokens, cache, positions, rope_tables(model, _SLOTS)
+    logits, cache = _cached_program(recipe, model)(*arguments)
     return np.asarray(logits), cache
 
 
-def _empty_cache(recipe):
-    return init_cache(_MODEL, get_recipe(recipe), 2, _SLOTS)
+def _empty_cache(recipe, model=_MODEL):
+    return init_cache(model, get_recipe(recipe), 2, _SLOTS)
 
 
 @pytest.mark.parametrize("recipe", _RECIPES)
@@ -155,7 +162,19 @@ def test_decoding_ragged_prompts_equals_the_whole(recipe):
         np.testing.assert_array_equal(logits, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
+def test_latents_and_experts_one_token_at_a_time_equal_the_whole(recipe):
+    """DeepSeek's layers: the sorting of one step's tokens, and queries that meet latents."""
+    tokens, cache = _tokens(_LATENT, length=9), _empty_cache(recipe, _LATENT)
+    expected = _whole(recipe, tokens, _LATENT)
+    assert np.isfinite(expected).all()
+    for step in range(9):
+        position = np.full((2, 1), step, np.int32)
+        logits, cache = _step(recipe, tokens[:, step : step + 1], cache, position, _LATENT)
+        np.testing.assert_array_equal(logits[:, 0], expected[:, step])
+
+
+@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
 def test_right_padding_changes_nothing_before_it(recipe):
     """Neither what stands behind a position nor how much of it; what stands before does."""
     logits, tokens = _logits(recipe), _tokens()
@@ -277,7 +296,8 @@ def test_gradients_equal_finite_differences():
         np.testing.assert_allclose((grad * direction).sum(), slope, rtol=2e-5)
 
 
-@pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
 def test_remat_changes_no_bit_of_the_loss(recipe):
     """Recomputing each layer: the same loss, and gradients that differ by rounding at most."""
     value, grads = _loss_and_gradients("none", recipe)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.exact_jit import exact_jit
@@ -40,7 +41,7 @@ def _gradients(recipe, x, w, dy):
     return exact_jit(run)(x, w, dy)
 
 
-@pytest.mark.parametrize("name", ["fp8", "bf16", "mxfp8", "fake"])
+@pytest.mark.parametrize("name", ["fp8", *map(slow, ("bf16", "mxfp8", "fake"))])
 def test_each_tile_is_a_matmul_of_its_expert(name):
     recipe, (x, w, dy) = get_recipe(name), _operands()
     y, dx, dw = _gradients(recipe, x, w, dy)
@@ -69,7 +70,7 @@ def test_more_rows_elsewhere_change_nothing():
     np.testing.assert_array_equal(run(x[:, :3], _EXPERTS), whole[:, :3])
 
 
-@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", [slow("fp8"), "bf16"])
 def test_tiles_without_rows_are_left_out(name):
     """Zeros come out, even of NaN; outputs and gradients of the other tiles keep their bits."""
     recipe, (x, w, dy) = get_recipe(name), _operands()
@@ -90,6 +91,7 @@ def test_tiles_without_rows_are_left_out(name):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
+@pytest.mark.slow
 def test_bytes_with_master():
     """Quantised experts give the bits of plain ones, and the gradient goes to the master."""
     recipe, (x, w, dy) = get_recipe("fp8"), _operands()
@@ -135,6 +137,7 @@ def test_bf16_experts_add_up_in_float32():
     assert dw.dtype == jnp.bfloat16 and float(dw[0, 0, 0]) == 4800
 
 
+@pytest.mark.slow
 def test_float32_inputs_have_float32_gradients():
     """As for `matmul`: x is rounded on its way in, its gradient is not."""
     recipe = get_recipe("fp8")
@@ -150,6 +153,7 @@ def test_float32_inputs_have_float32_gradients():
     np.testing.assert_allclose(dx[1], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_works_under_shard_map():
     """Tiles over a mesh axis, experts shared by its devices."""
     recipe, (x, w, dy) = get_recipe("fp8_delayed"), _operands()

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from oracles import decoder_oracle, quant_oracle
 
 from fp8rl_jax.exact_jit import exact_jit
@@ -91,7 +92,7 @@ def _assert_same(one, other):
 # Against the oracle.
 
 
-@pytest.mark.parametrize("margin", [1.05, 2.0])
+@pytest.mark.parametrize("margin", [1.05, slow(2.0)])
 def test_scales_are_those_of_the_largest_value(margin):
     """Float32 weights: every scale of both layers to float32 accuracy; the step is kept."""
     found = _scales(margin=margin, step=7)
@@ -102,7 +103,7 @@ def test_scales_are_those_of_the_largest_value(margin):
         np.testing.assert_allclose(scale, amax.max(1) * margin / 448, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("percentile", [50.0, 90.0])
+@pytest.mark.parametrize("percentile", [slow(50.0), 90.0])
 def test_percentile_of_the_sequences(percentile):
     """Between the amaxes of sequences, linearly, as numpy does it, whatever their lengths."""
     found = _scales(margin=1.0, percentile=percentile).layer_scales()
@@ -112,7 +113,9 @@ def test_percentile_of_the_sequences(percentile):
         assert (found[name] < amax.max(1) / 448).all(), "the largest is left out"
 
 
-@pytest.mark.parametrize(("recipe", "low", "high"), [("bf16", 2e-3, 0.01), ("fp8", 0.015, 0.07)])
+@pytest.mark.parametrize(
+    ("recipe", "low", "high"), [slow("bf16", 2e-3, 0.01), ("fp8", 0.015, 0.07)]
+)
 def test_scales_of_rounded_models(recipe, low, high):
     """Under bf16 and FP8 linear layers: near the oracle, within recorded bounds, two-sided."""
     found = _scales(recipe).layer_scales()
@@ -123,6 +126,7 @@ def test_scales_of_rounded_models(recipe, low, high):
     assert low < np.max(errors) < high
 
 
+@pytest.mark.slow
 def test_layers_in_bf16():
     """Runs of layers under two recipes give one scale a layer, in order: the first layer's are
     those of bf16, bit for bit, and not those of FP8."""
@@ -215,7 +219,7 @@ def test_scales_that_are_too_small_are_counted():
     assert (_run(scales).logits != out.logits).any()
 
 
-@pytest.mark.parametrize(("attention", "cached"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("attention", "cached"), [slow(False, False), (True, True)])
 def test_missing_scales_make_nan_of_everything(attention, cached):
     """Before the first calibration no logit is a number, and every layer's tensors are counted."""
     recipe = dataclasses.replace(_CALIBRATED, fp8_attention=attention)
@@ -286,7 +290,7 @@ def test_scale_of_an_amax_that_is_nan_is_missing():
     np.testing.assert_array_equal(np.isnan(_of_amax([np.nan, 1.0])), [True, False])
 
 
-@pytest.mark.parametrize("percentile", [100.0, 50.0])
+@pytest.mark.parametrize("percentile", [100.0, slow(50.0)])
 def test_a_token_that_is_nan_leaves_no_scale(percentile):
     """The same through a model: an embedding that is NaN, in one sequence of four."""
     params = jax.tree.map(np.array, _params())

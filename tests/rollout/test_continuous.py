@@ -140,7 +140,8 @@ def test_other_requests_take_the_same_program():
     assert sampler._cache_size() == 1
 
 
-@pytest.mark.parametrize("recipe", ["bf16", _SLOW("fp8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_no_turn_converts_stacks_of_weights(recipe):
     """A turn may convert the layer that it has cut out; the stack would be as much work again."""
     sampler = _continuous(4, LEAST + 1, DENSE, recipe)

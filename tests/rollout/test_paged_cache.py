@@ -92,7 +92,7 @@ def _check(recipe: str, length: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("recipe", ["f32", _SLOW("bf16"), "fp8"])
 def test_decode_prefill_and_learner_are_equal(recipe, length):
     """Other pages hold NaN, and the table's other entries no page at all."""
     _check(recipe, length, max(LENGTHS))
@@ -136,7 +136,7 @@ def test_the_whole_forward(model, recipe):
     assert paged.slots == 192 and jax.tree.leaves(paged.runs)[0].shape[0] == 18
 
 
-@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
+@pytest.mark.parametrize("recipe_name", [_SLOW("bf16"), "fp8"])
 def test_rows_read_as_pages(recipe_name):
     """What a kernel is given in the place of one layer's rows: the same numbers, nothing moved."""
     recipe = dataclasses.replace(get_recipe(recipe_name), kernels="triton")

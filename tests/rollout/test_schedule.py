@@ -149,9 +149,8 @@ def _run(requests: int, group: int, slots: int, pages: int, seed: int = 0, most:
     }
 
 
-@pytest.mark.parametrize(
-    "requests", [600, pytest.param(10_000, marks=pytest.mark.slow)], ids=["600", "10,000"]
-)
+@pytest.mark.slow  # with fewer requests: test_shapes
+@pytest.mark.parametrize("requests", [600, 10_000], ids=["600", "10,000"])
 def test_admissions_and_endings(requests):
     """With too few pages for all slots: some come in several times, none is lost."""
     found = _run(requests=requests, group=4, slots=8, pages=least_pages(550) + 5, most=400)
@@ -161,8 +160,12 @@ def test_admissions_and_endings(requests):
 
 @pytest.mark.parametrize(
     ("group", "slots", "pages"),
-    [(1, 5, 40), (3, 5, least_pages(350)), (6, 1, least_pages(350)), (2, 16, 120)],
-    ids=["no groups", "one sequence's pages", "one slot", "room for all"],
+    [
+        pytest.param(1, 5, 40, id="no groups", marks=pytest.mark.slow),
+        pytest.param(3, 5, least_pages(350), id="one sequence's pages"),
+        pytest.param(6, 1, least_pages(350), id="one slot", marks=pytest.mark.slow),
+        pytest.param(2, 16, 120, id="room for all", marks=pytest.mark.slow),
+    ],
 )
 def test_shapes(group, slots, pages):
     found = _run(requests=120, group=group, slots=slots, pages=pages, seed=group)

@@ -27,6 +27,7 @@ def _measure(*arguments: str) -> dict[str, float]:
     return json.loads(done.stdout.removesuffix(" MB\n"))
 
 
+@pytest.mark.slow
 def test_beyond_the_result(tmp_path):
     """Compiling included, less than a third of a small model's float32 parameters."""
     found = _measure("0.25", "bf16")

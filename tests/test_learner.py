@@ -1,0 +1,83 @@
+"""The train step's arithmetic: what it learns from, and that micro-batches are one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from random_model import initial_params
+
+from fp8rl_jax import learner, models
+
+_MODEL = models.ModelConfig(64, 32, 48, 1, 2, 1, 16)
+_ROWS, _TOKENS, _RESPONSE = 8, 16, 6
+
+
+@functools.cache
+def _step(micro_batches: int):
+    return learner.make_train_step(
+        _MODEL, "f32", optax.sgd(1.0), learner.LossConfig("grpo"), micro_batches=micro_batches
+    )
+
+
+def _batch() -> learner.Batch:
+    """Responses of 1 to 6 tokens: no two micro-batches have the same number of tokens."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (_ROWS, _TOKENS)).astype(np.int32)
+    prompts = rng.integers(3, _TOKENS - _RESPONSE, _ROWS).astype(np.int32)
+    lengths = np.array([6, 6, 5, 6, 2, 3, 1, 1])
+    targets = np.stack([t[n : n + _RESPONSE] for t, n in zip(tokens, prompts, strict=True)])
+    mask = (np.arange(_RESPONSE) < lengths[:, None]).astype(np.float32)
+    zeros = np.zeros_like(mask)
+    batch = learner.Batch(
+        tokens=tokens, prompt_lengths=prompts, targets=targets, mask=mask,
+        temperature=np.ones(_ROWS, np.float32),
+        advantages=rng.standard_normal(_ROWS).astype(np.float32),
+        old_logprobs=zeros, rollout_weights=zeros + 1, ref_logprobs=zeros,
+    )  # fmt: skip
+    # On-policy: nothing is clipped.
+    return dataclasses.replace(batch, old_logprobs=np.asarray(_run(1, batch)[1]) * mask)
+
+
+def _run(micro_batches: int, batch: learner.Batch):
+    state = learner.new_state(initial_params(_MODEL), optax.sgd(1.0), np.zeros(2, np.uint32), "f32")
+    rope = tuple(jnp.asarray(t) for t in models.rope_tables(_MODEL, _TOKENS))
+    state, logp, metrics = _step(micro_batches)(state, batch, rope)
+    return jax.device_get((state.params, logp, metrics))
+
+
+@pytest.fixture(scope="module")
+def batch() -> learner.Batch:
+    return _batch()
+
+
+def test_micro_batches_are_one_batch(batch):
+    """The same parameters after an update, though the parts have other numbers of tokens."""
+    whole, parts = _run(1, batch), _run(4, batch)
+    np.testing.assert_array_equal(whole[1], parts[1])
+    for name in ("loss", "grad_norm", "entropy"):
+        np.testing.assert_allclose(parts[2][name], whole[2][name], rtol=1e-5, err_msg=name)
+    before = initial_params(_MODEL)
+    for start, one, other in zip(*map(jax.tree.leaves, (before, whole[0], parts[0])), strict=True):
+        largest = np.abs(one - start).max()
+        assert largest > 1e-5
+        np.testing.assert_allclose(other - start, one - start, atol=1e-4 * largest)
+
+
+def test_an_update_follows_the_advantages(batch):
+    """The responses that were better than their group become likelier, the others less likely."""
+    signs = np.where(np.arange(_ROWS) % 2, 1, -1).astype(np.float32)
+    signed = dataclasses.replace(batch, advantages=signs)
+    params, before, _ = _run(1, signed)
+    rope = tuple(jnp.asarray(t) for t in models.rope_tables(_MODEL, _TOKENS))
+    small = jax.tree.map(lambda a, b: a + 0.05 * (b - a), initial_params(_MODEL), params)
+    state = learner.new_state(small, optax.sgd(1.0), np.zeros(2, np.uint32), "f32")
+    after = np.asarray(_step(1)(state, signed, rope)[1])
+    gain = ((after - before) * batch.mask).sum(1)
+    assert (gain * signs)[batch.mask.sum(1) >= 5].min() > 0
+    assert (gain * signs).sum() > 0
