@@ -79,6 +79,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.fixture(autouse=True)
+def _own_programs(monkeypatch):
+    """A command reports the programs that it found in the cache, not those of other tests."""
+    from fp8rl_jax import compilation_cache
+
+    monkeypatch.setattr(compilation_cache, "_counts", {"wanted": 0, "found": 0})
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """A run of tests/tiny_config.py that nothing interrupted, once for all processes of pytest.

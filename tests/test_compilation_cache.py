@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
+from random_model import initial_params
 
 from fp8rl_jax import cli, compilation_cache
 from fp8rl_jax.compilation_cache import (
@@ -19,7 +21,7 @@ from fp8rl_jax.compilation_cache import (
     without_compilation_cache,
 )
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_params, rope_tables
+from fp8rl_jax.models import ModelConfig, forward, rope_tables
 from fp8rl_jax.quant import get_recipe
 
 _SETTINGS = (
@@ -75,23 +77,24 @@ def _gradient(model: ModelConfig, recipe: str):
     return exact_jit(jax.value_and_grad(value, has_aux=True))
 
 
-def test_a_program_from_the_cache_has_the_bits_of_a_fresh_one(tmp_path):
+@pytest.mark.parametrize("recipe", ["bf16", slow("fp8")])
+def test_a_program_from_the_cache_has_the_bits_of_a_fresh_one(recipe, tmp_path):
     model = ModelConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
     )  # fmt: skip
-    params = init_params(model, jax.random.key(0))
+    params = initial_params(model)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
     given = params, tokens, rope_tables(model, 9)
     use_compilation_cache(str(tmp_path))
     with without_compilation_cache():
-        fresh = _gradient(model, "fp8")(*given)
+        fresh = _gradient(model, recipe)(*given)
         assert not list(tmp_path.rglob("*-cache"))
     found = []
     for _ in range(2):
         jax.clear_caches()
         compilation_cache._counts.update(wanted=0, found=0)
-        found.append(_gradient(model, "fp8")(*given))
+        found.append(_gradient(model, recipe)(*given))
         line = found_programs()
     wanted = compilation_cache._counts["wanted"]
     assert line == (

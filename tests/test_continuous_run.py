@@ -53,6 +53,7 @@ def _without_slots(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in record.items() if not k.startswith("rollout_")} for record in records]
 
 
+@pytest.mark.slow
 def test_equals_the_static_run(tiny_run, continuous_run):
     directory, outcome, _ = continuous_run
     ours, theirs = reproducible(directory), reproducible(tiny_run[0])
@@ -68,6 +69,7 @@ def test_equals_the_static_run(tiny_run, continuous_run):
         assert 0 < record["rollout_slots_used"] < 1
 
 
+@pytest.mark.slow
 def test_rewards_are_computed_while_the_rest_decodes(continuous_run):
     """What is scored at a look comes before the part after the next one has been started, so a look
     with another two behind it that still find something to do was early."""

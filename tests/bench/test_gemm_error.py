@@ -17,7 +17,7 @@ from fp8rl_jax.bench.gemm_error import ARTICLE, gemm_errors, write_gemm_errors
 from fp8rl_jax.bench.gemm_error import format_table as format_error_table
 from fp8rl_jax.quant import recipe_names
 
-_SMALL = [(256, 128, 256), (320, 64, 336), (320, 256, 336)]
+_SMALL = [(256, 128, 256), (320, 64, 336)]
 _ONE = [(256, 128, 192)]  # not among the article's
 _USERS = """\
 from fp8rl_jax.quant import Operand, Recipe, delayed, power_of_two
@@ -31,7 +31,7 @@ def mine():
 
 @pytest.fixture(scope="module")
 def small() -> dict:
-    """Three of the article's shapes under one recipe."""
+    """Two of the article's shapes under one recipe."""
     return gemm_errors(["fp8"], _SMALL)
 
 
@@ -42,6 +42,7 @@ def every() -> dict:
     return {r["recipe"]: {g: e[0] for g, e in r["errors"].items()} for r in result["recipes"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(len(_SMALL)))
 def test_the_articles_table(place, small):
     """Both columns: our bounds, the article's figure, and what the residual must do to them."""

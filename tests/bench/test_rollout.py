@@ -110,6 +110,7 @@ def test_transformers_runs_the_same_model():
     assert out.shape == (4, 3) and out.min() >= 0 and out.max() < 64
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     """By a config: the file holds what the table shows. A missing peer is one line."""
 

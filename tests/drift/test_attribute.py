@@ -180,6 +180,7 @@ def test_every_value_has_its_operation():
     assert set(CUTS) < set(OPERATIONS)
 
 
+@pytest.mark.slow
 def test_questions_are_limited_by_memory(monkeypatch):
     """Where the values of all questions would not fit, fewer are taken, at least one a device."""
     programs = _programs()

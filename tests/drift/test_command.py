@@ -24,6 +24,7 @@ def _drift(directory, *arguments) -> int:
     )
 
 
+@pytest.mark.slow
 def test_no_drift_in_the_results(tmp_path, capsys, monkeypatch):
     """0 exactly, status 0 under any bound, and the files are where it says. Without intermediate
     values, as on meshes that cut them."""

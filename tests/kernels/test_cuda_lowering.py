@@ -203,6 +203,7 @@ def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "keys"),
     [

@@ -201,6 +201,7 @@ def test_strict_attention_has_the_same_gradients(interpreted):
     assert interpreted == ["fast_attention_kernel"] * 2 + gradient * 2
 
 
+@pytest.mark.slow
 def test_who_multiplies(interpreted):
     """One query goes by strict attention; a CPU's program by the reference."""
     (q, k, v), scales, cotangent = _case("fp8", 20, 4, 1, 16)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
@@ -162,7 +163,7 @@ def test_continuous_batching():
 @pytest.mark.parametrize(
     ("more", "changes", "before", "after"),
     [
-        pytest.param({}, {}, 7, 1, id="dense"),
+        slow({}, {}, 7, 1, id="dense"),
         pytest.param(
             {},
             dict(bf16_modules=("[kv]_proj", "up_proj")),

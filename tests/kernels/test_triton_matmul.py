@@ -55,7 +55,7 @@ _MORE = ((64, 128, 256), (65, 40, 384), (130, 129, 136))
     "rows, columns, depth",
     [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)],
 )
-@pytest.mark.parametrize("by_column", [False, True], ids=["blocks", "columns"])
+@pytest.mark.parametrize("by_column", [False, slow(True)], ids=["blocks", "columns"])
 def test_fp8_equals_float64(rows, columns, depth, by_column):
     case = _fp8_case(rows, columns, depth, by_column=by_column)
     want, size = _float64(*case)
@@ -105,7 +105,9 @@ def test_bad_values_stay_in_their_rows_and_columns():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("rows, columns, depth", [(33, 70, 100), (64, 64, 96), (1, 200, 129)])
+@pytest.mark.parametrize(
+    "rows, columns, depth", [(33, 70, 100), *(slow(*s) for s in ((64, 64, 96), (1, 200, 129)))]
+)
 def test_float32_equals_float64(rows, columns, depth):
     rng = np.random.default_rng(1)
     lhs = rng.standard_normal((rows, depth)).astype(np.float32)
@@ -130,7 +132,7 @@ def test_scales_belong_to_fp8():
 
 
 @pytest.mark.parametrize("rows", [8, *map(slow, (64, 128))])
-@pytest.mark.parametrize("experts", [[0, 0, 2, 3, 3], [1, 3, 3, 4, 4], [4] * 5], ids=str)
+@pytest.mark.parametrize("experts", [[0, 0, 2, 3, 3], [1, 3, 3, 4, 4], slow([4] * 5)], ids=str)
 def test_grouped_equals_a_product_per_group(rows, experts):
     count, columns, depth = 4, 160, 256
     x, _, x_scale, _ = _fp8_case(len(experts) * rows, columns, depth)
@@ -147,7 +149,7 @@ def test_grouped_equals_a_product_per_group(rows, experts):
         np.testing.assert_array_equal(np.asarray(got[group]), np.asarray(want))
 
 
-@pytest.mark.parametrize("experts", [[0, 0, 2, 3], [1, 1, 1, 4], [4] * 4], ids=str)
+@pytest.mark.parametrize("experts", [[0, 0, 2, 3], slow([1, 1, 1, 4]), slow([4] * 4)], ids=str)
 @pytest.mark.parametrize("rows", [128, slow(256)])
 def test_grouped_wgrad_equals_float64(experts, rows):
     count, columns, depth = 4, 96, 72

@@ -186,6 +186,7 @@ def _numpy_quantised(x, dtype, power_of_two: bool):
     return q, scales
 
 
+@pytest.mark.slow
 @_few
 @given(st.integers(1, 300), st.integers(1, 150), formats, st.booleans())
 def test_quantisers_at_any_shape(rows, width, dtype, power_of_two):

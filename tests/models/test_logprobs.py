@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from marks import slow
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import logprobs_of_logits, scaled_logits, token_logprobs
@@ -43,7 +44,7 @@ def _by_float64(hidden, head, targets, temperature):
     return logp, entropy
 
 
-@pytest.mark.parametrize("vocab", [16, 37, 130])
+@pytest.mark.parametrize("vocab", [37, *map(slow, (16, 130))])
 def test_token_logprobs(vocab):
     """Log-softmax and entropy at three temperatures; vocabularies off any multiple of 16 too."""
     inputs = (*_inputs(vocab), _TEMPERATURES)
@@ -76,7 +77,7 @@ def test_temperature_zero_is_recorded_as_one():
     assert (np.asarray(greedy[0])[:2] != np.asarray(other[0])[:2]).all()
 
 
-@pytest.mark.parametrize("recipe", ["f32", "bf16"])
+@pytest.mark.parametrize("recipe", ["f32", slow("bf16")])
 def test_chunks_change_no_bit(recipe):
     """2 x 700 tokens (two chunks of 1024) equal each sequence by itself (one chunk of 700)."""
     dtype = np.float32 if recipe == "f32" else jnp.bfloat16
@@ -97,7 +98,7 @@ def _plain_logprobs(hidden, head, targets, temperature):
     return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
 
 
-@pytest.mark.parametrize("length", [5, 400])
+@pytest.mark.parametrize("length", [slow(5), 400])
 def test_gradients(length):
     """Of hidden states and head, within one chunk and over two, against jax.nn.log_softmax."""
     hidden, head, targets = _inputs(37, length=length)

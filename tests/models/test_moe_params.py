@@ -63,6 +63,7 @@ def _refit(recipe):
     return exact_jit(run)(_params())
 
 
+@pytest.mark.slow
 def test_init_params():
     """Shapes, and standard deviations by the fan-in of one expert; no two experts alike."""
     init = jax.jit(functools.partial(init_params, _MODEL))

@@ -50,6 +50,7 @@ def _all_three(recipe, x, w, dy):
     return [np.asarray(a, np.float32) for a in exact_jit(run)(x, w, dy)]
 
 
+@pytest.mark.slow
 def test_rows_that_were_quantised_before():
     """They stand for x in the product, and for nothing in the backward pass."""
     x, w, dy = _operands()
@@ -74,6 +75,7 @@ def _exact(x, w, dy):
     return x @ w, dy @ w.T, x.T @ dy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "power_of_two"),
     quick_if(
@@ -114,7 +116,7 @@ def test_unquantised_recipes(recipe):
     assert oracle.calc_diff(y, full) < 1e-12, "f32 does not round its operands"
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16", slow("fp8_tensorwise")])
+@pytest.mark.parametrize("recipe", ["bf16", *map(slow, ("fp8", "fp8_tensorwise"))])
 def test_three_kinds_of_weight_give_the_same_bits(recipe):
     """A plain array, bytes with their master, and bytes alone."""
     recipe = get_recipe(recipe)
@@ -180,6 +182,7 @@ def test_flax_layer_trains(layer):
     assert losses[-1] > 1e-6, "FP8 has an error floor"
 
 
+@pytest.mark.slow
 def test_works_under_vmap_scan_and_remat():
     x, w, _ = _operands(16, 128, 128)
     recipe = get_recipe("fp8")

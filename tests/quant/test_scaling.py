@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.errors import UserError
@@ -71,8 +72,8 @@ def _oracle_trace(trace, *args, **kwargs) -> np.ndarray:
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
-@pytest.mark.parametrize("history", [1, 4, 16])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("history", [4, *map(slow, (1, 16))])
+@pytest.mark.parametrize("fmt", ["e4m3", slow("e5m2")])
 def test_delayed_equals_the_float64_oracle(fmt, history, margin, algorithm):
     """Three traces at once, so that one tensor's history cannot leak into another's."""
     traces = np.stack([_trace(seed) for seed in range(3)], axis=1)
@@ -138,9 +139,9 @@ def test_a_denormal_amax_is_zero_on_cpu():
     np.testing.assert_array_equal(_oracle_trace(trace, 1), [1, 224, FLT_MAX, FLT_MAX])
 
 
-@pytest.mark.parametrize("margin", [0, 2])
-@pytest.mark.parametrize("history", [1, 4, 16])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("margin", [2, slow(0)])
+@pytest.mark.parametrize("history", [4, *map(slow, (1, 16))])
+@pytest.mark.parametrize("fmt", ["e5m2", slow("e4m3")])
 def test_delayed_equals_flax(fmt, history, margin):
     """Flax's fp8_ops keeps exactly our stored scale 1 / s, at every step. It has 'max' only."""
     reason = "Flax's delayed scaling is the published oracle"

@@ -272,7 +272,7 @@ def _of_amax(amax, margin=1.05) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("margin", [1.0, 1.05, 1.5])
+@pytest.mark.parametrize("margin", [1.05, *map(slow, (1.0, 1.5))])
 def test_scale_of_an_amax(margin):
     """Two true float32 quotients, bit for bit, over many powers of ten."""
     amax = np.float32(10.0) ** np.arange(-20, 21, dtype=np.float32) * np.float32(1.37)
@@ -318,7 +318,7 @@ def _tensor(*values: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 1.05 / 448, 0.37, 100.0])
+@pytest.mark.parametrize("scale", [0.37, *map(slow, (1.0, 1.05 / 448, 100.0))])
 def test_quantize_kv_with_a_given_scale(scale, dtype):
     """Bytes of numpy: rounded to bf16, multiplied by 1 / scale, clipped; NaN and inf become NaN
     alone. The scale comes back as it is."""
@@ -341,7 +341,7 @@ def test_quantize_kv_with_a_missing_scale():
     assert np.isnan(np.asarray(stored).astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 0.37, 100.0])
+@pytest.mark.parametrize("scale", [0.37, *map(slow, (1.0, 0.5, 100.0))])
 def test_health_of_a_given_scale(scale):
     """Values beyond 464 scales, values that became zero, all values, and no bad block."""
     x = quant_oracle.round_bf16(_tensor())

@@ -136,7 +136,8 @@ def test_the_whole_forward(model, recipe):
     assert paged.slots == 192 and jax.tree.leaves(paged.runs)[0].shape[0] == 18
 
 
-@pytest.mark.parametrize("recipe_name", [_SLOW("bf16"), "fp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
 def test_rows_read_as_pages(recipe_name):
     """What a kernel is given in the place of one layer's rows: the same numbers, nothing moved."""
     recipe = dataclasses.replace(get_recipe(recipe_name), kernels="triton")

@@ -90,6 +90,7 @@ def test_random_bits_follow_the_sample(weights, rope):
     assert (other.tokens[:4] != whole.tokens[:4]).any()
 
 
+@pytest.mark.slow
 def test_group_equals_repeated_prompts(weights, rope):
     """A prompt prefilled once for its group gives what four prefills give."""
     grouped = _run(_GROUP_4, weights, rope, _LENGTHS, 4)

@@ -259,6 +259,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_sharded_is_the_same(tmp_path):
     """On two devices with features, vocabulary or experts in parts; FP8 blocks too."""
     write(tmp_path / "a", _fields("moonlight"), named(CONFIGS["moonlight"], params_of("moonlight")))
