@@ -22,7 +22,7 @@ FIELDS = {
     "precision.rollout": "f32", "precision.learner": "f32",  # nothing absorbs a difference
     "warmup.steps": 0, "run.steps": 2, "rollout.max_new_tokens": 60, "eval.questions": 4,
     "eval.batch_size": 2, "precision.health": False, "optimizer.learning_rate": 1e-2,
-    "optimizer.warmup_steps": 0, "env.reward": "test_continuous_run:reward",
+    "optimizer.warmup_steps": 0, "env.reward": "test_continuous_run:reward", "run.seed": 1,
 }  # fmt: skip
 # (0, None) for a response that is scored, (turns, responses done) for a look at the rollout.
 _events: list[tuple[int, np.ndarray | None]] = []
