@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES
+from fp8rl_jax.kernels import EXP_LANES, folded, max_last
 
 _BLOCK = 64  # tokens of a block at most, of vocabularies that are large
 _STRIDE = 8  # terms added at a time in cumulative sums
@@ -62,7 +62,8 @@ def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
 def _first(found: jax.Array) -> jax.Array:
     """(B,) int32 index of the first True of found (B, N); 0 where there is none."""
     width = found.shape[1]
-    return jnp.where(found, jnp.arange(width, dtype=jnp.int32), width).min(axis=1) % width
+    place = jnp.where(found, jnp.arange(width, dtype=jnp.int32), width)
+    return folded(place, jnp.minimum).min(axis=1) % width
 
 
 def _cumulative(x: jax.Array) -> jax.Array:
@@ -95,7 +96,7 @@ def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     there = weights > 0
     sums = jnp.where(there, _cumulative(weights), 0.0)
-    total = sums.max(axis=1, keepdims=True)
+    total = max_last(sums)[:, None]
     exceeds = (sums > uniform[:, None] * total) | (sums == total)
     return _first(there & exceeds)
 
@@ -147,7 +148,7 @@ def choose(
     masked = mask_top_k(scaled, top_k) if top_k else scaled
     if top_p < 1.0:
         masked = mask_top_p(masked, top_p)
-    top = scaled.max(axis=-1, keepdims=True)
+    top = max_last(scaled)[:, None]  # as the log-probability takes it: it is computed once
     missing = -masked.shape[1] % EXP_LANES
     masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     weights = lax.optimization_barrier(jnp.exp(masked - top))
