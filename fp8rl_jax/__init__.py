@@ -44,7 +44,8 @@ def _register_kernels() -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        for part in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
+            del sys.modules[part]
         raise
     globals()["kernels"] = module
 
