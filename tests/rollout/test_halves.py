@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from random_model import initial_params, quantized
 
 from fp8rl_jax import models
@@ -39,7 +40,7 @@ def _arguments(recipe: str, prompts: int) -> tuple:
     )
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "f32"])
+@pytest.mark.parametrize("recipe", ["f32", slow("fp8")])
 def test_halves_are_the_whole(recipe):
     """Every field of the rollout, bit for bit; and of an odd number of prompts."""
     sampler, arguments = HalvedSampler(_MODEL, recipe, _SETTINGS), _arguments(recipe, 4)
