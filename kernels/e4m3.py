@@ -4,7 +4,7 @@ XLA:CPU converts FP8 by way of float16, in many operations a number; these are a
 vectors. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3 of mantissa; 2**-6 is the
 smallest normal number, 2**-9 the smallest of all, and 0x7F is NaN.
 
-tests/quant/test_formats.py compares `to_e4m3` with XLA on all 2**32 float32 numbers (slow), and
+tests/quant/test_e4m3.py compares `to_e4m3` with XLA on all 2**32 float32 numbers (slow), and
 `from_e4m3` on all 256 codes.
 """
 

@@ -236,3 +236,18 @@ def test_without_the_law_everything_is_float32(_without_bf16):
     _nearly_all_equal(multiply(x, w), want)
     np.testing.assert_array_equal(multiply(x[:9], w), multiply(x, w)[:9])
     assert "__ynn_fusion" not in multiply.lower(x, w).compile().as_text()
+
+
+def test_without_bf16_instructions_everything_is_float32(monkeypatch):
+    """YNNPACK would multiply bf16 there too, at half of Eigen's speed."""
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_products, "_has_bf16_instructions", lambda: False)
+    for found in (cpu_products.bf16_way, cpu_products.compiler_options):
+        found.cache_clear()
+    try:
+        assert cpu_products.bf16_way() is None
+        assert cpu_products.compiler_options() == {"xla_cpu_experimental_ynn_fusion_type": ""}
+    finally:
+        monkeypatch.undo()
+        for found in (cpu_products.bf16_way, cpu_products.compiler_options):
+            found.cache_clear()
