@@ -1,4 +1,4 @@
-"""No product of the forward pass feeds an addition without `guard` between them.
+"""No product of the forward pass feeds an addition without `guard`, no rounding can be undone.
 
 LLVM contracts ``a * b + c`` into one rounding where ``a * b`` has a single user, which differs
 between the sampler and a train step. Whether a missing `guard` shows depends on shapes, compiler
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8rl_jax.kernels.reference import guard
+from fp8rl_jax.kernels.reference import guard, round_bf16
 from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, rope_tables
 from fp8rl_jax.models.logprobs import scaled_logits
 from fp8rl_jax.quant import get_recipe
@@ -41,6 +41,13 @@ def _inner(equation) -> list:
     return [getattr(x, "jaxpr", x) for x in several if hasattr(getattr(x, "jaxpr", x), "eqns")]
 
 
+def _place(equation) -> str:
+    """The operation and the line of ours that it comes from."""
+    frames = str(equation.source_info.traceback).splitlines()
+    ours = [f for f in frames if "fp8rl_jax" in f or "/kernels/" in f or __file__ in f]
+    return f"{equation.primitive.name}: {(ours or frames)[0]}"
+
+
 def _unguarded(jaxpr, products: frozenset[int] = frozenset()) -> tuple[list[str], list[bool]]:
     """(additions of bare products, which results are bare products); `products` are arguments'."""
     bare = {jaxpr.invars[i] for i in products}
@@ -50,9 +57,7 @@ def _unguarded(jaxpr, products: frozenset[int] = frozenset()) -> tuple[list[str]
         given = frozenset(i for i, x in enumerate(operands) if not hasattr(x, "val") and x in bare)
         floating = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
         if name in _ADDS and floating and given:
-            frames = str(equation.source_info.traceback).splitlines()
-            ours = [f for f in frames if "fp8rl_jax" in f or "/kernels/" in f or __file__ in f]
-            found.append(f"{name}: {ours[0] if ours else frames[0]}")
+            found.append(_place(equation))
         results = [name == "mul" or (name in _PASSES and bool(given))] * len(equation.outvars)
         for inner in _inner(equation):
             call = len(inner.invars) == len(operands)  # loops carry other things first
@@ -62,6 +67,24 @@ def _unguarded(jaxpr, products: frozenset[int] = frozenset()) -> tuple[list[str]
                 results = out
         bare.update(x for x, product in zip(equation.outvars, results, strict=True) if product)
     return found, [not hasattr(x, "val") and x in bare for x in jaxpr.outvars]
+
+
+def _simplifiable(jaxpr) -> list[str]:
+    """Conversions of float32 to bf16 that do not follow `reduce_precision`: XLA may undo them."""
+    found, rounded = [], set()
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        if name == "reduce_precision" or (
+            name in _PASSES and any(not hasattr(x, "val") and x in rounded for x in operands)
+        ):
+            rounded.update(equation.outvars)
+        types = [x.aval.dtype for x in (*operands[:1], *equation.outvars[:1])]
+        to_bf16 = name == "convert_element_type" and types == [jnp.float32, jnp.bfloat16]
+        if to_bf16 and not hasattr(operands[0], "val") and operands[0] not in rounded:
+            found.append(_place(equation))
+        for inner in _inner(equation):
+            found += _simplifiable(inner)
+    return found
 
 
 @pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
@@ -80,8 +103,14 @@ def test_forward(model, recipe):
     traced = jax.make_jaxpr(run)(
         params, tokens, cache, tokens, rope_tables(model, 150), jnp.ones(2)
     )
-    found, _ = _unguarded(traced.jaxpr)
+    found = _unguarded(traced.jaxpr)[0] + _simplifiable(traced.jaxpr)
     assert not found, "\n".join(found)
+
+
+def test_a_conversion_that_does_not_round_is_found():
+    x = jnp.ones(4)
+    for function, count in ((lambda x: x.astype(jnp.bfloat16), 1), (round_bf16, 0)):
+        assert len(_simplifiable(jax.make_jaxpr(function)(x).jaxpr)) == count
 
 
 def test_a_missing_guard_is_found():
