@@ -1,0 +1,130 @@
+"""No product of the forward pass feeds an addition without `guard`, no rounding can be undone.
+
+LLVM contracts ``a * b + c`` into one rounding where ``a * b`` has a single user, which differs
+between the sampler and a train step. Whether a missing `guard` shows depends on shapes, compiler
+and CPU, and comparisons of bits may miss it: here the traced program is read. Nothing compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fp8rl_jax.kernels.reference import guard, round_bf16
+from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, rope_tables
+from fp8rl_jax.models.logprobs import scaled_logits
+from fp8rl_jax.quant import get_recipe
+
+_DENSE = ModelConfig(50, 48, 136, 2, 4, 2, 24)
+_LATENT = dataclasses.replace(
+    _DENSE, num_key_value_heads=4, kv_lora_rank=136, q_lora_rank=40, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=24, qk_norm=False, rope_interleave=True, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=64, scoring_func="sigmoid", n_group=4,
+    topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+)  # fmt: skip
+_ADDS = {"add", "sub", "add_any", "reduce_sum", "cumsum"}
+# What hands a product on as it is.
+_PASSES = {
+    "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "neg",
+    "select_n", "pad",
+}  # fmt: skip
+
+
+def _inner(equation) -> list:
+    """Programs within an equation: bodies of loops, branches, calls."""
+    values = equation.params.values()
+    several = (x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,)))
+    return [getattr(x, "jaxpr", x) for x in several if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def _place(equation) -> str:
+    """The operation and the line of ours that it comes from."""
+    frames = str(equation.source_info.traceback).splitlines()
+    ours = [f for f in frames if "fp8rl_jax" in f or "/kernels/" in f or __file__ in f]
+    return f"{equation.primitive.name}: {(ours or frames)[0]}"
+
+
+def _unguarded(jaxpr, products: frozenset[int] = frozenset()) -> tuple[list[str], list[bool]]:
+    """(additions of bare products, which results are bare products); `products` are arguments'."""
+    bare = {jaxpr.invars[i] for i in products}
+    found: list[str] = []
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        given = frozenset(i for i, x in enumerate(operands) if not hasattr(x, "val") and x in bare)
+        floating = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        if name in _ADDS and floating and given:
+            found.append(_place(equation))
+        results = [name == "mul" or (name in _PASSES and bool(given))] * len(equation.outvars)
+        for inner in _inner(equation):
+            call = len(inner.invars) == len(operands)  # loops carry other things first
+            more, out = _unguarded(inner, given if call else frozenset())
+            found += more
+            if call and len(out) == len(results):
+                results = out
+        bare.update(x for x, product in zip(equation.outvars, results, strict=True) if product)
+    return found, [not hasattr(x, "val") and x in bare for x in jaxpr.outvars]
+
+
+def _simplifiable(jaxpr) -> list[str]:
+    """Conversions of float32 to bf16 that do not follow `reduce_precision`: XLA may undo them."""
+    found, rounded = [], set()
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        if name == "reduce_precision" or (
+            name in _PASSES and any(not hasattr(x, "val") and x in rounded for x in operands)
+        ):
+            rounded.update(equation.outvars)
+        types = [x.aval.dtype for x in (*operands[:1], *equation.outvars[:1])]
+        to_bf16 = name == "convert_element_type" and types == [jnp.float32, jnp.bfloat16]
+        if to_bf16 and not hasattr(operands[0], "val") and operands[0] not in rounded:
+            found.append(_place(equation))
+        for inner in _inner(equation):
+            found += _simplifiable(inner)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("model", [_DENSE, _LATENT], ids=["dense", "latents and experts"])
+def test_forward(model, recipe):
+    """With a cache, and logits over temperatures."""
+
+    def run(params, tokens, cache, positions, rope, temperature):
+        out = forward(params, tokens, model, recipe, positions=positions, cache=cache, rope=rope)
+        scaled = scaled_logits(out.logits[:, -1], temperature)
+        return scaled - scaled.max(-1, keepdims=True)
+
+    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    cache = jax.eval_shape(lambda: init_cache(model, get_recipe(recipe), 2, 150))
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    traced = jax.make_jaxpr(run)(
+        params, tokens, cache, tokens, rope_tables(model, 150), jnp.ones(2)
+    )
+    found = _unguarded(traced.jaxpr)[0] + _simplifiable(traced.jaxpr)
+    assert not found, "\n".join(found)
+
+
+def test_a_conversion_that_does_not_round_is_found():
+    x = jnp.ones(4)
+    for function, count in ((lambda x: x.astype(jnp.bfloat16), 1), (round_bf16, 0)):
+        assert len(_simplifiable(jax.make_jaxpr(function)(x).jaxpr)) == count
+
+
+def test_a_missing_guard_is_found():
+    """Through a reshape, a call, a choice and a loop; a guarded product is none."""
+    x = jnp.ones(4)
+
+    def bare(x):
+        return jnp.where(x > 0, (x * x).reshape(2, 2).reshape(4), 0.0) - x
+
+    def looped(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y + y * y, x)
+
+    def guarded(x):
+        return guard(x * x) + guard(x * x).sum()
+
+    counts = [len(_unguarded(jax.make_jaxpr(f)(x).jaxpr)[0]) for f in (bare, looped, guarded)]
+    assert counts == [1, 1, 0]
