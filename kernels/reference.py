@@ -365,7 +365,7 @@ def attention(
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`sums` and those of a step's chunks, one after the other."""
         score, mask = scores(step)
-        weight = jnp.exp(score - top[..., None]) * mask
+        weight = guard(jnp.exp(score - top[..., None]) * mask)
         weight_sums = sum_last(by_chunk(weight, 3))
         if v_scale is not None:
             weight = weight * scale_of(v_scale, step)
