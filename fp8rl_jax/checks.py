@@ -150,14 +150,14 @@ def use_tis(config: ml_collections.ConfigDict) -> bool:
     return not same_numerics(config) and config.algo.old_logprobs != "rollout"
 
 
-def takes_rollout_logprobs(config: ml_collections.ConfigDict) -> bool:
+def takes_rollout_logprobs(config: ml_collections.ConfigDict, drifted: bool) -> bool:
     """Whether the sampler's log-probabilities serve as the old ones, which saves a forward pass.
 
-    With 'auto' as long as no first update shows that the learner's are others.
+    With 'auto' as long as no first update has shown (`drifted`) that the learner's are others.
     """
     if config.algo.old_logprobs != "auto":
         return config.algo.old_logprobs == "rollout"
-    return zero_drift_required(config) and not use_tis(config)
+    return zero_drift_required(config) and not use_tis(config) and not drifted
 
 
 def _check_precision(config) -> None:

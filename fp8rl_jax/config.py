@@ -26,7 +26,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "dir": ("runs/default", "directory of the run: metrics, checkpoints, report"),
         "seed": (0, "seed of data, initialisation and sampling"),
         "steps": (100, "RL steps; 0 runs the warm-up only"),
-        "cache_dir": ("", "where finished warm-ups are kept; '' for ~/.cache/fp8rl_jax"),
+        "cache_dir": ("", "where finished warm-ups and passed self-checks are kept; '' for "
+                      "~/.cache/fp8rl_jax"),
         "compilation_cache": ("", "directory of compiled programs, which a second start takes from "
                               "there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
                               "~/.cache/fp8rl_jax/compilation"),

@@ -172,7 +172,6 @@ class _Run:
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
         self.zero_drift = zero_drift_required(self.config)
         self.use_tis = checks.use_tis(self.config)
-        self.takes_rollout_logprobs = checks.takes_rollout_logprobs(self.config)
         self.logs: RunLogs
         self.phase = "warmup"
 
@@ -333,12 +332,12 @@ class _Run:
             if self.zero_drift and not self.drifted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
+                    took = checks.takes_rollout_logprobs(config, self.drifted)
                     self.drifted = True
                     analyse_now = True
-                    if algo.old_logprobs == "auto" and self.takes_rollout_logprobs:
+                    recompute = ""
+                    if took and not checks.takes_rollout_logprobs(config, self.drifted):
                         recompute = "; from the next step on log-probabilities are recomputed"
-                    else:
-                        recompute = ""
                     self.display.note(
                         f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
                         f"equal{recompute}; looking for the operation"
@@ -436,8 +435,7 @@ class _Run:
         advantages = group_advantages(rewards, group, config.algo.normalize_std)
         batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         begin = time.perf_counter()
-        fallback = self.drifted and config.algo.old_logprobs == "auto"
-        if fallback or not self.takes_rollout_logprobs:
+        if not checks.takes_rollout_logprobs(config, self.drifted):
             old = rt.score_state(state, batch)
             batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
             if self.use_tis:

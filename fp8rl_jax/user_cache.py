@@ -20,6 +20,7 @@ import jax
 
 import fp8rl_jax
 from fp8rl_jax import kernels
+from fp8rl_jax.kernels.cpu_products import cpu_features
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
@@ -33,13 +34,7 @@ def user_cache() -> pathlib.Path:
 @functools.cache
 def machine() -> str:
     """A short name of this kind of CPU: of its architecture and the instructions that it knows."""
-    features = ""
-    try:
-        with open("/proc/cpuinfo") as file:
-            features = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass  # no Linux: the processor's name has to do
-    known = features or platform.processor()
+    known = cpu_features() or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
 

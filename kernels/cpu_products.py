@@ -165,14 +165,20 @@ def _holds(way: Way) -> bool:
     return True
 
 
-def _has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not."""
+@functools.cache
+def cpu_features() -> str:
+    """The instructions that the CPU knows, as the system lists them; '' where it does not."""
     try:
         with open("/proc/cpuinfo") as file:
-            lines = [line for line in file if line.startswith(("flags", "Features"))]
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")
     except OSError:
-        lines = []
-    return not lines or not _BF16_INSTRUCTIONS.isdisjoint(lines[0].split())
+        return ""
+
+
+def _has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not."""
+    features = cpu_features().split()
+    return not features or not _BF16_INSTRUCTIONS.isdisjoint(features)
 
 
 @functools.cache

@@ -7,25 +7,18 @@ and CPU, and comparisons of bits may miss it: here the traced program is read. N
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from random_model import DENSE, LATENT
 
 from fp8rl_jax.kernels.reference import guard, round_bf16
-from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, rope_tables
+from fp8rl_jax.models import forward, init_cache, init_params, rope_tables
 from fp8rl_jax.models.logprobs import scaled_logits
 from fp8rl_jax.quant import get_recipe
 
-_DENSE = ModelConfig(50, 48, 136, 2, 4, 2, 24)
-_LATENT = dataclasses.replace(
-    _DENSE, num_key_value_heads=4, kv_lora_rank=136, q_lora_rank=40, qk_nope_head_dim=32,
-    qk_rope_head_dim=16, v_head_dim=24, qk_norm=False, rope_interleave=True, num_experts=8,
-    num_experts_per_tok=2, moe_intermediate_size=64, scoring_func="sigmoid", n_group=4,
-    topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
-)  # fmt: skip
 _ADDS = {"add", "sub", "add_any", "reduce_sum", "cumsum"}
 # What hands a product on as it is.
 _PASSES = {
@@ -88,7 +81,7 @@ def _simplifiable(jaxpr) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
-@pytest.mark.parametrize("model", [_DENSE, _LATENT], ids=["dense", "latents and experts"])
+@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["dense", "latents and experts"])
 def test_forward(model, recipe):
     """With a cache, and logits over temperatures."""
 

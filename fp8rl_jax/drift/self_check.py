@@ -3,7 +3,8 @@
 XLA promises nothing of the kind: that decode and train step give the same bits was measured, for
 some versions and some processors. So a run that relies on it tries it first, on a cut of its own
 model: the same widths, heads, vocabulary, cache length and recipe; two layers (three if both ends
-stay in bf16); few sequences of few tokens.
+stay in bf16); few sequences of few tokens. A check that the promise passed is kept, and not made
+again for the same configuration by the same code on the same kind of machine.
 """
 
 from __future__ import annotations
