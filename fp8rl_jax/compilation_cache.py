@@ -64,10 +64,11 @@ def _listen() -> None:
 
 
 def found_programs() -> str | None:
-    """How many of this process's programs were found, as a line; None where none was wanted."""
-    if not _counts["wanted"]:
-        return None
+    """How many of this process's programs were found, as a line; None without a cache, and where no
+    program was wanted."""
     where = jax.config.jax_compilation_cache_dir
+    if not where or not _counts["wanted"]:
+        return None
     return f"compilation cache: {_counts['found']} of {_counts['wanted']} programs found in {where}"
 
 

@@ -63,8 +63,11 @@ def test_where_programs_are_kept(tmp_path, monkeypatch):
     assert _directory() == tmp_path / "environment"
     assert use_compilation_cache(str(tmp_path / "field")) is None
     assert _directory() == tmp_path / "field"
+    compilation_cache._counts["wanted"] = 2
+    assert str(tmp_path / "field") in found_programs()
     assert use_compilation_cache("off") is None
     assert _directory() is None
+    assert found_programs() is None
 
 
 def _gradient(model: ModelConfig, recipe: str):
