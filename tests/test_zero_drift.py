@@ -1,6 +1,8 @@
 """The promise: decode-time log-probabilities and logits == those of the train step, bit for bit.
 
-float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differences.
+float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differences. Recipes, shapes,
+lengths and settings are covered in pairs by tests/test_drift_space.py; here are the quick cases,
+and what that space does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from drift_harness import Case, run
 from fp8rl_jax.quant import Operand, QArray, get_recipe, static
 
 RECIPES = ("f32", "bf16", "fp8")
-_SLOW = pytest.mark.slow
 
 
 def _assert_exact(case: Case) -> None:
@@ -32,55 +33,14 @@ def _assert_exact(case: Case) -> None:
     assert result.differing() == (0, 0)
 
 
-@_SLOW  # tests/test_train.py has FP8's whole run, the canary below float32 past 128 keys
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_past_128_keys(recipe):
-    """Prompts 1..40, response past 128 keys, rows in another order and number."""
-    _assert_exact(
-        Case(recipe, prompts=(1, 13, 40), group_size=1, new_tokens=100, tap_logits=recipe == "fp8")
-    )
-
-
-@_SLOW
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("batch", [1, 17])
-def test_batch_sizes(recipe, batch):
-    prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
-    _assert_exact(Case(recipe, prompts=prompts, group_size=1, seed=batch))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case("f32", cache_slots=2 * 64, remat="full", extra_slots=65), marks=_SLOW),
-        pytest.param(Case("fp8", cache_slots=2 * 64, remat="full", extra_slots=65), marks=_SLOW),
-        pytest.param(
-            Case("fp8", tied=True, kv_heads=1, temperature=0.7, top_k=20, top_p=0.9), marks=_SLOW
-        ),
-        pytest.param(
-            Case("f32", kv_heads=4, temperature=1.3, micro_batches=3, updates=2), marks=_SLOW
-        ),
-        pytest.param(Case("fp8", outliers=True, micro_batches=3, updates=2), marks=_SLOW),
-    ],
-    ids=["f32-cache-remat", "fp8-cache-remat", "fp8-tied-top", "f32-micro", "fp8-outliers"],
-)
-def test_other_shapes(case):
-    """Longer caches and sequences, remat, tied heads, GQA groups, truncation, updates."""
-    _assert_exact(case)
-
-
 _FP8 = get_recipe("fp8")
 _VARIANTS = {
-    "delayed": get_recipe("fp8_delayed"),
-    "mxfp8": get_recipe("mxfp8"),
     "fake": get_recipe("fake"),
     "static activations": dataclasses.replace(
         _FP8, activation=Operand(block=(-1, -1), policy=static(amax=32.0))
     ),
-    "first and last layer in bf16": dataclasses.replace(_FP8, first_layers=1, last_layers=1),
     "down_proj in bf16": dataclasses.replace(_FP8, bf16_modules=("down_*",)),
     "FP8 attention": dataclasses.replace(_FP8, fp8_attention=True),
-    "calibrated KV": dataclasses.replace(_FP8, kv="calibrated"),
     "calibrated FP8 attention": dataclasses.replace(_FP8, kv="calibrated", fp8_attention=True),
 }
 
@@ -98,28 +58,7 @@ def test_every_row_local_recipe(recipe):
 
 
 _EXPERTS = {
-    "f32": Case("f32", experts=8, prompts=(1, 7, 20), micro_batches=3, extra_slots=65),
-    "fp8": Case("fp8", experts=8, prompts=(1, 7, 20), remat="full", cache_slots=128),
-    "bf16": Case("bf16", experts=8, prompts=(1, 13, 40), new_tokens=100),
-    "f32 past 128 keys": Case(
-        "f32", experts=8, prompts=(1, 13, 40), new_tokens=100, micro_batches=3, updates=2
-    ),
-    "fp8 after updates": Case("fp8", experts=8, micro_batches=3, updates=2, outliers=True),
-    "delayed": Case("fp8_delayed", experts=8, micro_batches=2, updates=2),
-    "mxfp8": Case("mxfp8", experts=8, micro_batches=2, updates=2, remat="full"),
     "f32, one prompt": Case("f32", experts=8, prompts=(5,), group_size=1, new_tokens=30),
-    "f32, 17 prompts": Case(
-        "f32", experts=8, prompts=tuple(range(1, 18)), group_size=1, remat="full", extra_slots=65
-    ),
-    "fp8, 17 prompts": Case(
-        "fp8", experts=8, prompts=tuple(range(1, 18)), group_size=1, extra_slots=65
-    ),
-    "f32, top 8 of 64": Case(
-        "f32", experts=64, experts_per_token=8, hidden=256, expert_width=192, new_tokens=40
-    ),
-    "fp8, top 8 of 64": Case(
-        "fp8", experts=64, experts_per_token=8, hidden=256, expert_width=192, new_tokens=40
-    ),
     "f32, top 1 of 5, odd widths": Case(
         "f32", experts=5, experts_per_token=1, norm_topk_prob=False, hidden=96, expert_width=40
     ),
@@ -188,28 +127,12 @@ def test_one_bit_of_a_router_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [*RECIPES, "fp8_blockwise_pow2", "fp8_delayed", "mxfp8", "fake_forward"]
-)
-@pytest.mark.parametrize("batch", [1, 3, 8, 17])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_grid(recipe, batch, remat):
-    """Every recipe, batch size and remat policy, past 128 keys, cache twice as long."""
-    prompts = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 41, batch))
-    _assert_exact(
-        Case(recipe, prompts=prompts, group_size=1, new_tokens=120, cache_slots=320, remat=remat)
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("hidden,heads,kv_heads,head_dim", [(512, 8, 2, 64), (1024, 8, 1, 128)])
-def test_wider(recipe, hidden, heads, kv_heads, head_dim):
-    """Widths whose K loop runs over many blocks, head dims 64 and 128."""
+def test_wider(recipe):
+    """A width whose K loop runs over many blocks."""
     _assert_exact(
-        Case(recipe, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-             prompts=(3, 9), new_tokens=130)
-    )  # fmt: skip
+        Case(recipe, hidden=1024, heads=8, kv_heads=1, head_dim=128, prompts=(3, 9), new_tokens=130)
+    )
 
 
 @pytest.mark.slow
@@ -268,7 +191,7 @@ def test_recipes_that_differ_drift():
     assert (drift == 0).mean() < 0.05
 
 
-@_SLOW
+@pytest.mark.slow
 def test_per_tensor_activations_drift():
     """Dynamic per-tensor activation scales depend on the batch: never exact."""
     result = run(Case("fp8_tensorwise"))
@@ -289,7 +212,7 @@ def test_one_planted_ulp_is_seen():
     assert 0 < np.abs(result.rollout_logp - result.learner_logp).max() < 1e-4
 
 
-@_SLOW
+@pytest.mark.slow
 def test_one_planted_fp8_code_is_seen():
     """One FP8 code of one weight, moved to its neighbour, shows."""
 
