@@ -163,8 +163,12 @@ def test_wide_and_long_trained(recipe):
     _assert_exact(Case(recipe, updates=20, new_tokens=30))
 
 
-# Prompts of 1 to 40 tokens, responses past 128 keys. Three tests share its programs.
-_CANARY = Case("f32", prompts=(1, 13, 40), group_size=1, new_tokens=100, tap_logits=True)
+# Prompts of 1 to 40 tokens, responses past 128 keys, temperature and top-p. Three tests share its
+# programs.
+_CANARY = Case(
+    "f32", prompts=(1, 13, 40), group_size=1, new_tokens=100, temperature=0.7, top_p=0.9,
+    tap_logits=True,
+)  # fmt: skip
 
 
 def test_the_canary():

@@ -1,0 +1,189 @@
+"""A GRPO step beside one of TRL, in one run: wall seconds and CPU seconds.
+
+TRL wants packages of its own, so it runs in an environment of its own, as a process that makes one
+step whenever it is told to; the two take turns.
+
+    python -m venv trl-env && trl-env/bin/pip install trl torch
+    JAX_PLATFORMS=cpu python docs/beside_trl.py --python=trl-env/bin/python
+
+Both have random weights of one Qwen3 shape of 4.5M parameters, 4 prompts of 64 tokens with 8
+samples each, and 128 new tokens at temperature 1 from the whole vocabulary. A step samples, rewards
+each sample with its share of even tokens, and makes one AdamW update without a reference.
+TRL generates with Hugging Face transformers, in float32 and in bf16 (autocast). In brackets: over
+the faster of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+PROMPTS, GROUP, PROMPT, NEW = 4, 8, 64, 128
+SHAPE = dict(
+    vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def _serve(dtype: str) -> None:
+    """The process with TRL: answers each line with the seconds of one step."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        TrainerCallback,
+    )
+    from trl import GRPOConfig, GRPOTrainer
+
+    out, sys.stdout = sys.stdout, sys.stderr  # TRL prints, too
+    torch.manual_seed(0)
+    words = Tokenizer(WordLevel({str(i): i for i in range(SHAPE["vocab_size"])}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="0", eos_token="1", pad_token="2"
+    )
+    draw = torch.randint(3, SHAPE["vocab_size"], (64, PROMPT)).tolist()
+    tokens = []
+
+    def reward(completion_ids, **_):
+        tokens.append(sum(map(len, completion_ids)))
+        return [sum(i % 2 == 0 for i in row) / len(row) for row in completion_ids]
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if not sys.stdin.readline():
+                raise SystemExit
+            self.start = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, args, state, control, **_):
+            wall, cpu = time.perf_counter(), time.process_time()
+            answer = [wall - self.start[0], cpu - self.start[1], tokens.pop()]
+            print(json.dumps(answer), file=out, flush=True)
+
+    settings = GRPOConfig(
+        per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+        max_completion_length=NEW, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
+        learning_rate=1e-4, max_steps=1000, use_cpu=True, bf16=dtype == "bfloat16",
+        gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, output_dir="/tmp/x",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, eos_token_id=1, pad_token_id=2))
+    data = Dataset.from_dict({"prompt": [" ".join(map(str, row)) for row in draw]})
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward, args=settings, train_dataset=data,
+        processing_class=tokenizer, callbacks=[Turns()],
+    )  # fmt: skip
+    trainer.train()
+
+
+class _Theirs:
+    """TRL's process."""
+
+    def __init__(self, python: str, dtype: str):
+        command = [python, __file__, f"--serve={dtype}"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self) -> tuple[float, float, int]:
+        print(file=self.process.stdin, flush=True)
+        return tuple(json.loads(self.process.stdout.readline()))
+
+
+def _ours(recipe: str):
+    """A function that makes one step: (wall seconds, CPU seconds, tokens)."""
+    import jax
+    import numpy as np
+
+    from fp8rl_jax.bench import rollout as bench
+    from fp8rl_jax.data import join
+    from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
+    from fp8rl_jax.models import ModelConfig, init_params
+    from fp8rl_jax.optimizer import make_optimizer
+    from fp8rl_jax.rl import group_advantages
+    from fp8rl_jax.rollout import HalvedSampler, make_refit
+
+    model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
+    cell = bench.Cell(rows, PROMPT, NEW, GROUP)
+    optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
+    key = jax.random.key(0)
+    state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
+    sample = HalvedSampler(model, recipe, bench.settings_of(cell))
+    refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
+    weights = refit(state.params)[0]
+    limits, numbers = np.full(rows, NEW, np.int32), np.zeros((rows, NEW), np.float32)
+    _, prompts, lengths, _, ids, temperature, _, rope = bench.arguments(
+        model, weights, cell, rows, limits
+    )
+    repeated, starts = np.repeat(prompts, GROUP, axis=0), np.repeat(lengths, GROUP)
+
+    def step() -> tuple[float, float, int]:
+        nonlocal state, weights, key
+        start = time.perf_counter(), time.process_time()
+        key = jax.random.fold_in(key, 0)
+        rollout = jax.device_get(
+            sample(weights, prompts, lengths, key, ids, temperature, limits, rope)
+        )
+        rewards = (rollout.tokens % 2 == 0).mean(1)
+        batch = Batch(
+            tokens=join(repeated, starts, rollout.tokens, 0), prompt_lengths=starts,
+            targets=rollout.tokens, mask=rollout.mask.astype(np.float32), temperature=temperature,
+            advantages=group_advantages(rewards, GROUP, True), old_logprobs=rollout.logprobs,
+            rollout_weights=numbers + 1, ref_logprobs=numbers,
+        )  # fmt: skip
+        state, _, _ = train_step(state, batch, rope)
+        weights = jax.block_until_ready(refit(state.params)[0])
+        wall, cpu = time.perf_counter(), time.process_time()
+        return wall - start[0], cpu - start[1], int(rollout.mask.sum())
+
+    return step
+
+
+def _compare(python: str, repeats: int) -> None:
+    import numpy as np
+
+    peers = {f"TRL, {dtype}": _Theirs(python, dtype) for dtype in ("float32", "bfloat16")}
+    steps = {f"ours, {recipe}": _ours(recipe) for recipe in ("fp8", "bf16")} | peers
+    found = {name: [] for name in steps}
+    for step in steps.values():
+        step()  # compiles, or allocates
+    for _ in range(repeats):
+        for name, step in steps.items():
+            found[name].append(step())
+    for peer in peers.values():
+        peer.process.stdin.close()
+    print(f"{PROMPTS} x {GROUP} sequences, {PROMPT} + {NEW} tokens, medians of {repeats}")
+    best = np.array(min((found[name] for name in peers), key=lambda rows: np.median(rows, 0)[0]))
+    for name, rows in found.items():
+        wall, cpu, tokens = np.median(rows, axis=0)
+        over = np.median(np.array(rows) / best, axis=0)
+        print(
+            f"{name:14} {wall:6.2f} s ({over[0]:.2f})  {cpu:6.2f} CPU s ({over[1]:.2f})  "
+            f"{tokens:.0f} tokens"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--python", help="of the environment with TRL")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.serve:
+        _serve(chosen.serve)
+    elif not chosen.python:
+        parser.error("--python: name the python of the environment with TRL")
+    else:
+        _compare(chosen.python, chosen.repeats)
+
+
+if __name__ == "__main__":
+    main()
