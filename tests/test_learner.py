@@ -72,6 +72,15 @@ def test_micro_batches_are_one_batch(batch):
         np.testing.assert_allclose(other - start, one - start, atol=1e-4 * largest)
 
 
+def test_an_update_that_is_not_finite_changes_nothing(batch):
+    """The state before the step comes back, and the metrics say so."""
+    advantages = batch.advantages.copy()
+    advantages[3] = np.nan
+    params, _, metrics = _run(1, dataclasses.replace(batch, advantages=advantages))
+    assert not metrics["good"]
+    jax.tree.map(np.testing.assert_array_equal, params, initial_params(_MODEL))
+
+
 def test_an_update_follows_the_advantages(batch):
     """The responses that were better than their group become likelier, the others less likely."""
     signs = np.where(np.arange(_ROWS) % 2, 1, -1).astype(np.float32)
