@@ -23,14 +23,15 @@ _DEEPSEEK = dataclasses.replace(_EXPERTS, family="deepseek", layers=3, extra_slo
 def test_replay_changes_nothing_at_zero_drift(case, replayed):
     """Log-probabilities and logits have the same bits; the update is the same but for rounding.
 
-    (Padding follows no recorded choice, so wgrad adds up an expert's tokens in other tiles.)
+    (Padding follows no recorded choice, so wgrad adds up an expert's tokens in other tiles, and
+    under FP8 quantises them in blocks that hold other padding.)
     """
     own, other = run(case), run(dataclasses.replace(case, replay=replayed))
     assert own.differing() == other.differing() == (0, 0)
     np.testing.assert_array_equal(own.learner_logits, other.learner_logits)
     pairs = zip(*(jax.tree.leaves(r.params) for r in (own, other)), strict=True)
     close = np.concatenate([np.isclose(a, b, rtol=1e-5, atol=1e-6).ravel() for a, b in pairs])
-    assert close.mean() > 0.999
+    assert close.mean() > (0.99 if case.recipe == "fp8" else 0.999)
 
 
 @pytest.mark.slow

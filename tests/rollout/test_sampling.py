@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.rollout.sampling import choose, draw, invert
+from fp8rl_jax.rollout.sampling import choose, draw, invert, sample_keys
 
 _invert, _draw = exact_jit(invert), exact_jit(draw)
 _LAST = 1 - 2.0**-24  # the largest uniform number
@@ -87,6 +87,12 @@ def test_the_distribution_in_large_vocabularies(width, deviation, top_k, top_p):
     counts = _counts(logits, 1_000_000, top_k=top_k, top_p=top_p)
     assert counts.sum() == 1_000_000
     assert _p_value(counts, _kept(logits, top_k, top_p)) > 1e-4
+
+
+def test_every_sample_and_position_has_a_key_of_its_own():
+    ids, positions = np.indices((40, 50)).reshape(2, -1).astype(np.int32)
+    keys = jax.random.key_data(sample_keys(jax.random.key(3), ids, positions))
+    assert len(np.unique(np.asarray(keys), axis=0)) == ids.size
 
 
 def test_a_share_of_exact_sums():
