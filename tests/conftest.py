@@ -49,7 +49,7 @@ def _files_of_part(text: str, items) -> set[pathlib.Path]:
     here = pathlib.Path(__file__).parent
     cost = collections.Counter({item.path: 1 for item in items})
     for item in items:
-        if "slow" in item.keywords:
+        if item.get_closest_marker("slow"):
             cost[item.path] += 20 if item.path.parent == here else 1
     parts: list[list[pathlib.Path]] = [[] for _ in range(int(count))]
     for path in sorted(cost, key=lambda path: (-cost[path], str(path))):
@@ -73,9 +73,9 @@ def pytest_collection_modifyitems(config, items):
 
     on_gpu = jax.default_backend() == "gpu"
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with --slow"))
-        if "gpu" in item.keywords and not on_gpu:
+        if item.get_closest_marker("gpu") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
