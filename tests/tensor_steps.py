@@ -67,7 +67,7 @@ def _gradient_error(one: dict, other: dict) -> float:
     return float(max(jax.tree.leaves(errors)))
 
 
-def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, rollout=None):
+def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None):
     """One step on a mesh: {name: host arrays}. Learns from its own rollout, or from `rollout`."""
     start = time.time()
     with jax.set_mesh(rt.mesh):
@@ -82,8 +82,8 @@ def _step(rt: Runtime, params, temperature, advantages, micro_batches: int, roll
         )
         batch = rt.rollout_batch(rollout or own, prompts, lengths, temperature, advantages)
         scored = rt.score_state(state, batch)
-        collectives = _collectives(rt, state, batch)
-        step = rt.train_step(optimizer, LossConfig(), micro_batches)
+        collectives = _collectives(rt, state, batch) if case.get("collectives") else []
+        step = rt.train_step(optimizer, LossConfig(), case.get("micro_batches", 1))
         scales = jax.device_get(state.kv_scales)
         state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
@@ -116,7 +116,7 @@ def main() -> None:
     results, one, rollout = [], None, None
     for sizes in case["meshes"]:
         rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))
-        now = _step(rt, params, temperature, advantages, case.get("micro_batches", 1), rollout)
+        now = _step(rt, params, temperature, advantages, case, rollout)
         one = one or now
         mask = now["rollout"].mask
         results.append(

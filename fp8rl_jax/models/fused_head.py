@@ -20,8 +20,8 @@ from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
 from fp8rl_jax.quant.varying import share
 
-# (hidden, head, targets, 1 / temperature) -> (logp, entropy), of M rows
-Plain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# (hidden, head, targets, 1 / temperature) -> (logp, entropy, logsumexp), of M rows
+Plain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]
 
 
 def applies(recipe: Recipe) -> bool:
@@ -35,14 +35,8 @@ def _logprobs(recipe: Recipe, plain: Plain, hidden, head, master, targets, inver
 
 
 def _forward(recipe: Recipe, plain: Plain, hidden, head, master, targets, inverse):
-    def kernel(*operands):
-        return head_logprobs.head_logprobs(*operands)
-
-    def elsewhere(*operands):
-        return *plain(*operands), jnp.zeros_like(inverse)  # its gradient needs no third
-
     operands = (compute_value(hidden, recipe), compute_value(head, recipe), targets, inverse)
-    logp, entropy, logsumexp = choose(recipe.kernels, kernel, elsewhere, *operands)
+    logp, entropy, logsumexp = choose(recipe.kernels, head_logprobs.head_logprobs, plain, *operands)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
     return (logp, entropy), (operands, logsumexp, like, master is None)
 

@@ -61,6 +61,12 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
     Returns:
       logp (M,) float32; entropy (M,) float32 in nats, without gradient.
     """
+    logp, entropy, _ = _logprobs_of_logits(scaled, targets)
+    return logp, entropy
+
+
+def _logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+    """(logp, entropy, logsumexp), each (M,), as `logprobs_of_logits`."""
     top = lax.stop_gradient(max_last(scaled)[:, None])
     weight = jnp.exp(scaled - top)
     total = sum_last(weight)
@@ -68,31 +74,29 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
     chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
     finite = guard(scaled - top)  # -inf times a weight of 0 would be NaN
     entropy = jnp.log(total) - sum_last(guard(weight * finite)) / total
-    return chosen - logsumexp, lax.stop_gradient(entropy)
+    return chosen - logsumexp, lax.stop_gradient(entropy), logsumexp
 
 
-def _row_logprobs(recipe: Recipe, hidden, head, targets, inverse) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy) of rows, from all their logits at once."""
-    return logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
+def _row_logprobs(recipe: Recipe, hidden, head, targets, inverse) -> tuple[jax.Array, ...]:
+    """(logp, entropy, logsumexp) of rows, from all their logits at once."""
+    return _logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunk_logprobs(
     recipe: Recipe, hidden: jax.Array, head: Weight, targets: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`_row_logprobs`. Kept for the backward pass: its arguments, and each row's logsumexp.
+    """(logp, entropy) of rows. Kept for the backward pass: its arguments, and their logsumexp.
 
     The backward pass makes the logits again, and nothing of what `logprobs_of_logits` made of them:
     the gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
     """
-    return _row_logprobs(recipe, hidden, head, targets, inverse)
+    return _row_logprobs(recipe, hidden, head, targets, inverse)[:2]
 
 
 def _chunk_forward(recipe, hidden, head, targets, inverse):
-    scaled = _scaled(head_logits(hidden, head, recipe), inverse)
-    logp, entropy = logprobs_of_logits(scaled, targets)
-    chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
-    return (logp, entropy), (hidden, head, targets, inverse, chosen - logp)
+    logp, entropy, logsumexp = _row_logprobs(recipe, hidden, head, targets, inverse)
+    return (logp, entropy), (hidden, head, targets, inverse, logsumexp)
 
 
 def _chunk_backward(recipe, residual, cotangents):

@@ -1,7 +1,7 @@
 """Run by test_k_loops.py in a process of its own: hashes of the matmul in several forms, as JSON.
 
-Forms: the kernel with its loop over K unrolled, and as a `fori_loop`; a scan and groups of four
-blocks, written here. The number of threads follows the environment variable NPROC.
+Forms: the kernel with its loop over K unrolled, and as a `fori_loop`. The number of threads follows
+the environment variable NPROC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import reference
@@ -34,38 +33,11 @@ def looped(x, w):
     return reference.block_matmul(x, w)
 
 
-def _blocks(x, w):
-    return x.reshape(len(x), -1, 128).swapaxes(0, 1), w.reshape(-1, 128, w.shape[1])
-
-
-def _dot(x, w):
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
-
-
-def scanned(x, w):
-    """A scan over blocks."""
-    add = lambda total, block: (total + _dot(*block), None)
-    return lax.scan(add, jnp.zeros((len(x), w.shape[1])), _blocks(x, w))[0]
-
-
-def grouped(x, w):
-    """A scan over groups of four blocks, each group one batched dot, added one by one."""
-
-    def add(total, group):
-        partial = jnp.einsum("gmk,gkn->gmn", *group, preferred_element_type=jnp.float32)
-        for part in partial:
-            total = total + part
-        return total, None
-
-    groups = (a.reshape(-1, 4, *a.shape[1:]) for a in _blocks(x, w))
-    return lax.scan(add, jnp.zeros((len(x), w.shape[1])), tuple(groups))[0]
-
-
 def main() -> None:
     """Prints {form: hash over all shapes}, whether rows agree at every count, and the threads."""
     jax.block_until_ready(jnp.ones(3))
     found: dict[str, object] = {"threads": len(os.listdir("/proc/self/task"))}
-    for form in (unrolled, looped, scanned, grouped):
+    for form in (unrolled, looped):
         digest, independent = hashlib.sha256(), True
         for depth, columns in SHAPES:
             rng = np.random.default_rng(depth + columns)

@@ -15,7 +15,7 @@ import pytest
 from fp8rl_jax import kernels
 from fp8rl_jax.kernels import reference
 
-_FORMS = ("unrolled", "looped", "scanned", "grouped")
+_FORMS = ("unrolled", "looped")
 
 
 def _hashes(threads: int) -> dict:
@@ -30,7 +30,7 @@ def _hashes(threads: int) -> dict:
 
 @pytest.mark.slow
 def test_forms_are_equal_at_every_number_of_threads():
-    """One hash for four forms and 1, 2, 16 and 64 threads; rows do not see each other."""
+    """One hash for both forms and 1, 2, 16 and 64 threads; rows do not see each other."""
     found = [_hashes(threads) for threads in (1, 2, 16, 64)]
     assert len({result[form][0] for result in found for form in _FORMS}) == 1
     assert all(result[form][1] for result in found for form in _FORMS)
