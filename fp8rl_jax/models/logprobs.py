@@ -65,7 +65,9 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
     return logp, entropy
 
 
-def _logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+def _logprobs_of_logits(
+    scaled: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(logp, entropy, logsumexp), each (M,), as `logprobs_of_logits`."""
     top = lax.stop_gradient(max_last(scaled)[:, None])
     weight = jnp.exp(scaled - top)
@@ -77,7 +79,9 @@ def _logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Arra
     return chosen - logsumexp, lax.stop_gradient(entropy), logsumexp
 
 
-def _row_logprobs(recipe: Recipe, hidden, head, targets, inverse) -> tuple[jax.Array, ...]:
+def _row_logprobs(
+    recipe: Recipe, hidden, head, targets, inverse
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(logp, entropy, logsumexp) of rows, from all their logits at once."""
     return _logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
 
