@@ -29,10 +29,10 @@ from fp8rl_jax.models import (
     weight_specs,
 )
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler
 from fp8rl_jax.rollout.sampler import Loop, Requests, SamplerConfig
+from fp8rl_jax.training.optimizer import make_optimizer
 
 GIB = 2**30
 SLOTS, PROMPT, SEQUENCES = 4096, 512, {"decode": 64, "train": 32}

@@ -107,9 +107,9 @@ def _ours(recipe: str):
     from fp8rl_jax.data import join
     from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
     from fp8rl_jax.models import ModelConfig, init_params
-    from fp8rl_jax.optimizer import make_optimizer
     from fp8rl_jax.rl import group_advantages
     from fp8rl_jax.rollout import HalvedSampler, make_refit
+    from fp8rl_jax.training.optimizer import make_optimizer
 
     model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
     cell = bench.Cell(rows, PROMPT, NEW, GROUP)

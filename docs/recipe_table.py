@@ -14,8 +14,8 @@ import sys
 
 import numpy as np
 
-from fp8rl_jax.metrics import read_jsonl
-from fp8rl_jax.summary import summarise
+from fp8rl_jax.report.summary import summarise
+from fp8rl_jax.training.logs import read_jsonl
 
 _CLASSES = ("weights", "activations", "gradients", "kv")
 _HEAD = ("run", "sampled", "greedy", "max drift", "equal", "saturated", "underflowed")

@@ -16,8 +16,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fp8rl_jax.metrics import read_jsonl
-from fp8rl_jax.summary import summarise
+from fp8rl_jax.report.summary import summarise
+from fp8rl_jax.training.logs import read_jsonl
 
 COLOURS = {"accuracy_greedy": "#0072b2", "accuracy_sampled": "#d55e00"}
 

@@ -18,30 +18,30 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax import checks
-from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.config import checks
+from fp8rl_jax.config.precision import zero_drift_required
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.evaluate import evaluate
-from fp8rl_jax.expert_load import load_metrics
-from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
-from fp8rl_jax.metrics import RunLogs
 from fp8rl_jax.models.size import parameter_counts
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.precision import zero_drift_required
-from fp8rl_jax.progress import Display
 from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
 from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
-from fp8rl_jax.run_directory import check_directory, open_run
-from fp8rl_jax.runtime import Runtime, make_runtime, state_bytes, to_device
-from fp8rl_jax.warmup import (
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.expert_load import load_metrics
+from fp8rl_jax.training.health import add_counts, age_metrics, loss_metrics
+from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.run_directory import check_directory, open_run
+from fp8rl_jax.training.runtime import Runtime, make_runtime, state_bytes, to_device
+from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
     non_finite_message,

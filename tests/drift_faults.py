@@ -24,11 +24,11 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.models import attention, decoder_layer, layers, router
-from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import Recipe, compute_value, dot_general
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import mask_top_p
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import make_runtime
 
 Patch = Callable[[], contextlib.AbstractContextManager]
 _CONFIG = pathlib.Path(__file__).resolve().parent / "tiny_config.py"

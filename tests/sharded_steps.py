@@ -12,9 +12,9 @@ import numpy as np
 from fp8rl_jax import deviceless
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.rollout import ContinuousSampler
-from fp8rl_jax.runtime import make_runtime, to_device
+from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.runtime import make_runtime, to_device
 
 
 def _note_collectives(sampler) -> list[str]:

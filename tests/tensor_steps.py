@@ -24,7 +24,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.quant.site import COUNTS
-from fp8rl_jax.runtime import Runtime, make_runtime, to_device
+from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
 
 ROWS = 16
 # Wide enough that blocks of 128 can be cut in two.

@@ -20,17 +20,20 @@ import jax
 import pytest
 from marks import slow
 
-from fp8rl_jax import checks, cli, inference, train, warmup
-from fp8rl_jax.checkpoint import Checkpoints
-from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, load_config
+from fp8rl_jax import cli, train
+from fp8rl_jax.cli import main
+from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, checks, load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels import cpu_products
-from fp8rl_jax.metrics import RunLogs
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.policy import inference
+from fp8rl_jax.training import sft as warmup
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import make_runtime
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-_ROOT = pathlib.Path(cli.__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CONFIG = """\
 import ml_collections
 
@@ -163,14 +166,14 @@ def test_compilations_are_counted():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["-h"], ["help"], *([c, "--help"] for c in cli._COMMANDS)]
+    "arguments", [[], ["--help"], ["-h"], ["help"], *([c, "--help"] for c in main._COMMANDS)]
 )
 def test_help(arguments, capsys):
     """Help is no error: status 0, on standard output; a command's help lists every field."""
     assert cli.run(arguments) == 0
     output, error = capsys.readouterr()
     assert error == ""
-    _assert_words(output, [f"  {command}  " for command in cli._COMMANDS])
+    _assert_words(output, [f"  {command}  " for command in main._COMMANDS])
     if len(arguments) == 2:
         names = [f"--config.{s}.{name}=" for s, fields in FIELDS.items() for name in fields]
         _assert_words(output, names)

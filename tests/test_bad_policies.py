@@ -17,7 +17,7 @@ import test_bad_input as bad
 from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
 from fp8rl_jax.config import load_config
-from fp8rl_jax.precision import side_recipe
+from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.quant import get_policy, recipe_names
 
 pytestmark = bad.pytestmark

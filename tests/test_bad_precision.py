@@ -15,10 +15,9 @@ import jax
 import pytest
 import test_bad_input as bad
 
-from fp8rl_jax import checks
-from fp8rl_jax.config import load_config
+from fp8rl_jax.config import checks, load_config
+from fp8rl_jax.config.precision import zero_drift_required
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.precision import zero_drift_required
 
 pytestmark = bad.pytestmark
 _count_compilations, _place = bad._count_compilations, bad._place

@@ -16,8 +16,7 @@ from test_bad_input import (
     refused_fields,  # noqa: F401
 )
 
-from fp8rl_jax import checks
-from fp8rl_jax.config import load_config
+from fp8rl_jax.config import checks, load_config
 from fp8rl_jax.errors import UserError
 
 # Four responses of at most 28 tokens a step: a page each, three pages at least in a pool.

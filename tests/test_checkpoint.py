@@ -16,10 +16,10 @@ import optax
 import pytest
 
 import fp8rl_jax
-from fp8rl_jax.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import TrainState, new_state
-from fp8rl_jax.optimizer import make_optimizer
+from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
+from fp8rl_jax.training.optimizer import make_optimizer
 
 # A read that fails leaves coroutines of orbax behind, which complain when they are collected:
 # that is made to happen here.

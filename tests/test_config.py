@@ -8,7 +8,6 @@ import ml_collections
 import pytest
 
 from fp8rl_jax import sharding
-from fp8rl_jax.checks import check_config
 from fp8rl_jax.config import (
     AT_LEAST,
     CHOICES,
@@ -18,6 +17,7 @@ from fp8rl_jax.config import (
     flatten,
     load_config,
 )
+from fp8rl_jax.config.checks import check_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset

@@ -14,8 +14,8 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
-from fp8rl_jax.metrics import read_jsonl
-from fp8rl_jax.progress import Display
+from fp8rl_jax.training.logs import read_jsonl
+from fp8rl_jax.training.progress import Display
 
 SLOTS, STEPS = 5, 3
 # (0, None) for a response that is scored, (turns, responses done) for a look at the rollout.

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl_jax.health import add_counts, age_metrics, loss_metrics
 from fp8rl_jax.quant import (
     SiteScaling,
     calibrated_scales,
@@ -26,6 +25,7 @@ from fp8rl_jax.quant import (
     missing_scales,
     update_site,
 )
+from fp8rl_jax.training.health import add_counts, age_metrics, loss_metrics
 
 KEYS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 

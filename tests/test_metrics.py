@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.metrics import TIME_PREFIXES, JsonlWriter, RunLogs, read_jsonl, without_times
+from fp8rl_jax.training.logs import TIME_PREFIXES, JsonlWriter, RunLogs, read_jsonl, without_times
 
 
 def test_a_line_is_readable_at_once(tmp_path):

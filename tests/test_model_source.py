@@ -17,16 +17,16 @@ from marks import slow
 from random_model import quantized
 
 from fp8rl_jax import cli, models, train
-from fp8rl_jax.checkpoint import Checkpoints
-from fp8rl_jax.checks import check_config, model_config
 from fp8rl_jax.config import FIELDS, saved_config
+from fp8rl_jax.config.checks import check_config, model_config
+from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.model_source import identity
 from fp8rl_jax.models.presets import PRESETS
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.run_directory import first_difference
-from fp8rl_jax.runtime import make_runtime
-from fp8rl_jax.warmup import cache_directory
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.run_directory import first_difference
+from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.training.sft import cache_directory
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,15 @@ import pytest
 from marks import slow
 from random_model import initial_params
 
-from fp8rl_jax import cli, models, runtime
+from fp8rl_jax import cli, models
+from fp8rl_jax.cli.plan import plan_config
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.plan import (
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.rollout import Batching, ContinuousSampler, Loop, Requests, SamplerConfig, make_refit
+from fp8rl_jax.rollout.memory_plan import (
     RolloutPlan,
     page_bytes,
     plan_rollout,
@@ -26,12 +29,10 @@ from fp8rl_jax.plan import (
     weight_bytes,
     workspace_bytes,
 )
-from fp8rl_jax.plan_command import plan_config
-from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, Loop, Requests, SamplerConfig, make_refit
 from fp8rl_jax.sharding import abstract_mesh
+from fp8rl_jax.training import runtime
 
-_ROOT = pathlib.Path(cli.__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TINY, _QWEN = (str(_ROOT / "configs" / f"{n}.py") for n in ("tiny_arithmetic", "qwen3_8b"))
 _DENSE = models.ModelConfig(97, 64, 64, 2, 4, 2, 16)
 _EXPERTS = dataclasses.replace(

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from fp8rl_jax import cli, recipe_show
+from fp8rl_jax import cli
+from fp8rl_jax.cli import recipe as recipe_show
 from fp8rl_jax.quant import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.recipes import DESCRIPTIONS
 

@@ -10,7 +10,8 @@ import re
 
 import pytest
 
-from fp8rl_jax import report, summary
+from fp8rl_jax import report
+from fp8rl_jax.report import summary
 
 _STEPS = 12
 _CONFIG = {

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 
-from fp8rl_jax import cli, generate, policy
+from fp8rl_jax import cli
+from fp8rl_jax.policy import generate
+from fp8rl_jax.policy import load as policy
 
 _OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-']"
 

@@ -21,9 +21,9 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import cli, train
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import NonFiniteError
-from fp8rl_jax.metrics import RunLogs, read_jsonl
-from fp8rl_jax.runtime import Runtime
-from fp8rl_jax.warmup import cache_directory
+from fp8rl_jax.training.logs import RunLogs, read_jsonl
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.sft import cache_directory
 
 # Relative differences that other CPUs and versions make. Sampled tokens differ after a while.
 _GOLDEN = {"loss": 2e-2, "entropy": 5e-2, "reward_mean": 0.25, "grad_norm": 0.3}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pathlib
 
-from fp8rl_jax.metrics import read_jsonl, without_times
+from fp8rl_jax.training.logs import read_jsonl, without_times
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
 FILES = ("metrics", "warmup", "eval", "samples")

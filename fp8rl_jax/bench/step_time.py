@@ -21,9 +21,9 @@ from fp8rl_jax.compilation_cache import without_compilation_cache
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import Batch, LossConfig
-from fp8rl_jax.optimizer import make_optimizer
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.runtime import make_runtime, to_device
+from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.runtime import make_runtime, to_device
 
 
 class Subject:

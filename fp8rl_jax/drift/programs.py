@@ -21,11 +21,11 @@ from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, forward, quantize_params, trainable_params
 from fp8rl_jax.models.taps import tap_names
-from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import make_refit
-from fp8rl_jax.runtime import Runtime, to_device
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import Runtime, to_device
 
 Host = Any  # a Rollout or a Batch whose arrays are numpy's
 Taps = dict[str, np.ndarray]

@@ -22,10 +22,10 @@ import numpy as np
 
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Programs
-from fp8rl_jax.optimizer import optimizer_of_phase
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.runtime import Runtime
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _NEW_TOKENS = 16

@@ -20,7 +20,7 @@ from fp8rl_jax.report.html import (
     table_html,
     text_html,
 )
-from fp8rl_jax.summary import number, share
+from fp8rl_jax.report.summary import number, share
 
 NAME = "drift.json"
 

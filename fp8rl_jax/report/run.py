@@ -33,7 +33,7 @@ from fp8rl_jax.report.html import (
     table_html,
     text_html,
 )
-from fp8rl_jax.summary import (
+from fp8rl_jax.report.summary import (
     DRIFT_MAX,
     DRIFT_MEAN,
     MISSING,

@@ -12,7 +12,7 @@ import pytest
 from fp8rl_jax import cli, learner
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import attribute, self_check
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.training.runtime import make_runtime
 
 _F32 = ("precision.rollout=f32", "precision.learner=f32")
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")

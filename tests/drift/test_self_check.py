@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import SelfCheck, kept_self_check, self_check
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.training.runtime import make_runtime
 
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
 _HOLDS, _FAILS = SelfCheck(20, 0, 0.0, 2), SelfCheck(20, 3, 1e-6, 2)

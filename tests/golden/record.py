@@ -8,8 +8,8 @@ import sys
 import tempfile
 
 from fp8rl_jax.config import load_config
-from fp8rl_jax.metrics import read_jsonl
 from fp8rl_jax.train import train
+from fp8rl_jax.training.logs import read_jsonl
 
 HERE = pathlib.Path(__file__).parent
 # File of the run -> what is recorded of it.

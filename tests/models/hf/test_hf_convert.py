@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
 
-from fp8rl_jax.cli import run
+from fp8rl_jax.cli.main import run
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.config_json import config_json
 

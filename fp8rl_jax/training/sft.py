@@ -15,17 +15,17 @@ import time
 import jax
 import numpy as np
 
-from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import flatten
+from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
-from fp8rl_jax.metrics import RunLogs, read_jsonl
-from fp8rl_jax.model_source import identity
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.progress import Display
-from fp8rl_jax.runtime import Runtime, empty_response_fields, to_device
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.logs import RunLogs, read_jsonl
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.runtime import Runtime, empty_response_fields, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "warmup", "eval")

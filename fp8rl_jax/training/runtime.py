@@ -14,7 +14,10 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
-from fp8rl_jax import checks, learner, sharding
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.config import checks
+from fp8rl_jax.config.model_source import load_params
+from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.data import (
     ChatFormat,
     Tokenizer,
@@ -28,7 +31,6 @@ from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.model_source import load_params
 from fp8rl_jax.models import (
     ModelConfig,
     init_params,
@@ -41,8 +43,6 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.models.taps import ROUTING, batch_axis
-from fp8rl_jax.plan import device_memory, plan_rollout
-from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import (
     Batching,
@@ -56,6 +56,7 @@ from fp8rl_jax.rollout import (
     make_refit,
     make_sampler,
 )
+from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 
 
 @dataclasses.dataclass

@@ -18,16 +18,16 @@ import numpy as np
 import optax
 
 from fp8rl_jax.config import default_config, override, saved_config
+from fp8rl_jax.config.model_source import check_positions, pretrained_config
 from fp8rl_jax.data import encode_prompt, encode_text, pad_rows
 from fp8rl_jax.data.pretrained import read_object
 from fp8rl_jax.envs import Question, make_questions
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.evaluate import evaluate
-from fp8rl_jax.inference import trained_params
-from fp8rl_jax.model_source import check_positions, pretrained_config
-from fp8rl_jax.run_directory import read_saved_config
-from fp8rl_jax.runtime import Runtime, make_runtime
+from fp8rl_jax.policy.inference import trained_params
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.run_directory import read_saved_config
+from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _NEW_TOKENS = 256
 _ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled

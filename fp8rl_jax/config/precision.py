@@ -8,8 +8,8 @@ import fnmatch
 
 import ml_collections
 
+from fp8rl_jax.config.model_source import model_shapes
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.model_source import model_shapes
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Recipe, get_policy, get_recipe, same_forward
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import jax
 
 from fp8rl_jax.config import default_config, saved_config
-from fp8rl_jax.inference import trained_params
-from fp8rl_jax.model_source import pretrained_config
+from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import check_target
-from fp8rl_jax.run_directory import read_saved_config
-from fp8rl_jax.runtime import make_runtime
+from fp8rl_jax.policy.inference import trained_params
+from fp8rl_jax.training.run_directory import read_saved_config
+from fp8rl_jax.training.runtime import make_runtime
 
 
 def is_run(directory: str | pathlib.Path) -> bool:

@@ -16,9 +16,9 @@ import numpy as np
 
 from fp8rl_jax import sharding
 from fp8rl_jax.models import rope_tables
-from fp8rl_jax.policy import pad
+from fp8rl_jax.policy.load import pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
-from fp8rl_jax.runtime import Runtime
+from fp8rl_jax.training.runtime import Runtime
 
 CHUNK = 16
 

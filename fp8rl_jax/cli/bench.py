@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8rl_jax.arguments import (
+from fp8rl_jax.cli.arguments import (
     CONFIG,
     no_positional,
     note,
@@ -169,7 +169,7 @@ def _rollout(arguments: Sequence[str]) -> int:
     if values.models:
         models = {name: rollout.model_of(name) for name in _words(values.models)}
     else:
-        from fp8rl_jax.runtime import make_runtime
+        from fp8rl_jax.training.runtime import make_runtime
 
         config = read_config(command, values, overrides)
         models = {values.config: make_runtime(config, with_questions=False).model}

@@ -13,13 +13,13 @@ import jax
 import ml_collections
 
 from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
+from fp8rl_jax.config.model_source import check_positions, model_shapes
+from fp8rl_jax.config.precision import SIDES, same_numerics, side_recipe, zero_drift_required
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels.triton_call import installed
-from fp8rl_jax.model_source import check_positions, model_shapes
 from fp8rl_jax.models import REMAT, ModelConfig, least_pages
-from fp8rl_jax.precision import SIDES, same_numerics, side_recipe, zero_drift_required
 from fp8rl_jax.quant import same_forward
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fp8rl_jax.arguments import CONFIG, keep_programs, no_positional, note, parse, read_config
+from fp8rl_jax.cli.arguments import CONFIG, keep_programs, no_positional, note, parse, read_config
 from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
@@ -47,7 +47,7 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
 
 def _policy_config(command: str, values: flags.FlagValues, overrides: list[str]):
     """The configuration of --checkpoint and the options beside it."""
-    from fp8rl_jax.policy import policy_config
+    from fp8rl_jax.policy.load import policy_config
 
     if values.config:
         raise UserError(
@@ -100,12 +100,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     no_positional("eval", positional)
     if values.checkpoint is None:
         _only_with_checkpoint("eval", values)
-        from fp8rl_jax.inference import evaluate_checkpoint
+        from fp8rl_jax.policy.inference import evaluate_checkpoint
 
         print(json.dumps(evaluate_checkpoint(read_config("eval", values, overrides))))
         return 0
     config = _policy_config("eval", values, overrides)
-    from fp8rl_jax.policy import evaluate_policy, is_released
+    from fp8rl_jax.policy.load import evaluate_policy, is_released
 
     task = values.task or any(a.lstrip("-").startswith("config.env.task=") for a in overrides)
     if is_released(config) and not task:
@@ -134,7 +134,7 @@ def sample(arguments: Sequence[str]) -> int:
     config = read_config("sample", values, overrides)
     if not questions:
         raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
-    from fp8rl_jax.inference import sample_checkpoint
+    from fp8rl_jax.policy.inference import sample_checkpoint
 
     for question, answer in sample_checkpoint(config, questions):
         print(f"{question!r} -> {answer!r}")
@@ -150,8 +150,8 @@ def _sample_directory(values: flags.FlagValues, overrides: list[str], prompts: l
             "token, or a number above 0"
         )
     config = _policy_config("sample", values, overrides)
-    from fp8rl_jax.generate import generate
-    from fp8rl_jax.policy import prepare
+    from fp8rl_jax.policy.generate import generate
+    from fp8rl_jax.policy.load import prepare
 
     temperature = values.temperature
     with prepare(config, prompts, note) as (runtime, weights, rows, usual):

@@ -14,15 +14,16 @@ from collections.abc import Sequence
 import ml_collections
 from jax.sharding import AbstractMesh
 
-from fp8rl_jax import checks, sharding
-from fp8rl_jax.arguments import CONFIG, no_positional, parse, read_config
+from fp8rl_jax import sharding
+from fp8rl_jax.cli.arguments import CONFIG, no_positional, parse, read_config
+from fp8rl_jax.config import checks
+from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.data import load_tokenizer
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import PAGE, pages_of
-from fp8rl_jax.plan import RolloutPlan, gib, plan_rollout
-from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import Batching, Loop, SamplerConfig
+from fp8rl_jax.rollout.memory_plan import RolloutPlan, gib, plan_rollout
 
 _BESIDE = ("fp8", "bf16")
 

@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.arguments import (
+from fp8rl_jax.cli.arguments import (
     CONFIG,
     found_programs,
     keep_programs,
@@ -23,9 +23,9 @@ from fp8rl_jax.arguments import (
     writable,
     writing,
 )
-from fp8rl_jax.bench_commands import bench
+from fp8rl_jax.cli.bench import bench
+from fp8rl_jax.cli.sample_eval import evaluate, sample
 from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.policy_commands import evaluate, sample
 
 _USAGE = """\
 fp8rl: reinforcement learning of language models in FP8, rollout and learner through one forward
@@ -82,7 +82,7 @@ def _train(arguments: Sequence[str]) -> int:
     values, overrides, positional = parse("train", arguments, options)
     no_positional("train", positional)
     config = read_config("train", values, overrides)
-    from fp8rl_jax.summary import summarise
+    from fp8rl_jax.report.summary import summarise
     from fp8rl_jax.train import train
 
     outcome = train(config, values.resume)
@@ -94,7 +94,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from fp8rl_jax.plan_command import plan
+    from fp8rl_jax.cli.plan import plan
 
     return plan(arguments)
 
@@ -121,7 +121,7 @@ def _recipe(arguments: Sequence[str]) -> int:
             f"fp8rl recipe {action}: {junk[0]!r} is not understood; write "
             f"`fp8rl recipe {action}{' NAME' if action == 'show' else ''}`"
         )
-    from fp8rl_jax.recipe_show import list_recipes, show_recipe
+    from fp8rl_jax.cli.recipe import list_recipes, show_recipe
 
     print(show_recipe(*names) if names else list_recipes())
     return 0
@@ -150,7 +150,7 @@ def _drift(arguments: Sequence[str]) -> int:
         )
     directory = writable("drift", values.out or values.checkpoint or config.run.dir)
     from fp8rl_jax.drift.render import print_analysis, write_analysis
-    from fp8rl_jax.inference import analyse_drift
+    from fp8rl_jax.policy.inference import analyse_drift
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
@@ -197,8 +197,8 @@ def _convert(arguments: Sequence[str]) -> int:
             "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
         )
     keep_programs()
-    from fp8rl_jax.export import export_run, is_run
     from fp8rl_jax.models import hf
+    from fp8rl_jax.policy.export import export_run, is_run
 
     if is_run(paths[0]):
         print(export_run(*paths, values.dtype, values.max_shard_gb, note))
@@ -249,7 +249,3 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the console script `fp8rl`."""
     sys.exit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,19 +10,19 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.checkpoint import Checkpoints
 from fp8rl_jax.config import saved_config
+from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.drift import Programs, affordable, analyse
 from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.evaluate import evaluate
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.optimizer import optimizer_of_phase
-from fp8rl_jax.precision import side_recipe
 from fp8rl_jax.rollout import is_fresh
-from fp8rl_jax.run_directory import first_difference, read_saved_config
-from fp8rl_jax.runtime import Runtime, make_runtime
-from fp8rl_jax.warmup import WITHOUT_EFFECT
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.run_directory import first_difference, read_saved_config
+from fp8rl_jax.training.runtime import Runtime, make_runtime
+from fp8rl_jax.training.sft import WITHOUT_EFFECT
 
 
 def load_weights(runtime: Runtime):

@@ -13,11 +13,10 @@ import pathlib
 
 import ml_collections
 
-from fp8rl_jax import checks
-from fp8rl_jax.config import default_config, flatten
+from fp8rl_jax.config import checks, default_config, flatten
+from fp8rl_jax.config.model_source import model_shapes
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.metrics import RunLogs
-from fp8rl_jax.model_source import model_shapes
+from fp8rl_jax.training.logs import RunLogs
 
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (

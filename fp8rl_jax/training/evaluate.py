@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.envs import score
-from fp8rl_jax.runtime import Runtime
+from fp8rl_jax.training.runtime import Runtime
 
 
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, list[dict]]:

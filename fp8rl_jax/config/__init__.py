@@ -1,0 +1,26 @@
+"""A run's configuration: its fields, how it is read, and the checks before anything compiles."""
+
+from fp8rl_jax.config.fields import AT_LEAST, AT_MOST, CHOICES, FIELDS
+from fp8rl_jax.config.load import (
+    default_config,
+    describe_fields,
+    flatten,
+    literal,
+    load_config,
+    override,
+    saved_config,
+)
+
+__all__ = [
+    "AT_LEAST",
+    "AT_MOST",
+    "CHOICES",
+    "FIELDS",
+    "default_config",
+    "describe_fields",
+    "flatten",
+    "literal",
+    "load_config",
+    "override",
+    "saved_config",
+]

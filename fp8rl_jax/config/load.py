@@ -1,0 +1,244 @@
+"""How a configuration is read: defaults, then a file, then the command line.
+
+A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
+fields it wants to change; everything else keeps the default of `config.fields`. The command line
+then overrides single fields (``--config.rollout.group_size=16``). The whole is checked before
+anything compiles (`config.checks`).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from fp8rl_jax.config.fields import FIELDS, FREE_FORM
+from fp8rl_jax.errors import UserError
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Every field at its default."""
+    sections = {
+        section: {name: default for name, (default, _) in fields.items()}
+        for section, fields in FIELDS.items()
+    }
+    config = ml_collections.ConfigDict(sections)
+    for section, name in (path.split(".") for path in FREE_FORM):
+        config[section][name] = ml_collections.ConfigDict()  # not the table's own
+    return config
+
+
+def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
+    """The configuration in a run's config.json; fields that it is too old to have are defaults.
+
+    Raises:
+      UserError: a field that is not known, or of the wrong type.
+    """
+    config = default_config()
+    _merge(config, ml_collections.ConfigDict(content), where)
+    return config
+
+
+def describe_fields() -> str:
+    """The table of fields that `--help` prints."""
+    lines = []
+    for section, fields in FIELDS.items():
+        for name, (default, meaning) in fields.items():
+            shown = "{}" if isinstance(default, ml_collections.ConfigDict) else repr(default)
+            lines.append(f"  --config.{section}.{name}={shown}\n        {meaning}")
+    return "\n".join(lines)
+
+
+def _known(path: str) -> bool:
+    section, _, rest = path.partition(".")
+    if section not in FIELDS:
+        return False
+    if any(path == free or path.startswith(free + ".") for free in FREE_FORM):
+        return True
+    return not rest or rest in FIELDS[section]
+
+
+def _unknown(path: str, where: str) -> UserError:
+    if "." not in path:
+        fields = [f"{s}.{name}" for s, names in FIELDS.items() for name in names if name == path]
+        near = fields or difflib.get_close_matches(path, FIELDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "the sections are " + ", ".join(FIELDS)
+        return UserError(f"{where}: there is no config section {path!r}; {hint}")
+    names = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
+    by_leaf = {name.split(".")[1]: name for name in names}
+    near = difflib.get_close_matches(path, names, 1, 0.5)
+    leaf = difflib.get_close_matches(path.rpartition(".")[2], by_leaf, 1, 0.7)
+    best = by_leaf[leaf[0]] if leaf else near[0] if near else None
+    hint = f"did you mean {best}?" if best else "`fp8rl train --help` lists every field"
+    return UserError(f"{where}: there is no config field {path!r}; {hint}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))
+
+
+def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
+    if not isinstance(changes, ml_collections.ConfigDict):
+        raise UserError(
+            f"{where}: get_config() returned {type(changes).__name__}; return an "
+            "ml_collections.ConfigDict"
+        )
+    for section, fields in changes.items():
+        if section not in FIELDS:
+            raise _unknown(section, where)
+        if not isinstance(fields, ml_collections.ConfigDict):
+            raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
+        for name, value in fields.items():
+            path = f"{section}.{name}"
+            if not _known(path):
+                raise _unknown(path, where)
+            default = FIELDS[section][name][0]
+            if path in FREE_FORM:
+                if not isinstance(value, ml_collections.ConfigDict):
+                    raise UserError(f"{where}: {path} is {value!r}; write a dict")
+                config[section][name] = ml_collections.ConfigDict(value)
+                continue
+            if not _fits(value, default):
+                raise UserError(
+                    f"{where}: {path} is {value!r}, a {type(value).__name__}; write "
+                    f"{_article(default)}"
+                )
+            config[section][name] = float(value) if isinstance(default, float) else value
+
+
+def _article(default: Any) -> str:
+    if isinstance(default, ml_collections.ConfigDict):
+        return "its options one by one, as --config.SECTION.FIELD.NAME=VALUE"
+    kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+    return f"{kind[type(default)]} such as {default!r}"
+
+
+def read_config_file(path: str) -> Any:
+    """What the file's get_config() returns; with a path `FILE:ARGUMENT`, get_config(ARGUMENT).
+
+    Raises:
+      UserError: no such file, or it cannot be run, or it has no get_config, or not that argument.
+    """
+    file, colon, argument = pathlib.Path(path), "", ""
+    if not file.exists():
+        name, colon, argument = path.rpartition(":")
+        file = pathlib.Path(name) if colon else file
+    if not file.is_file():
+        raise UserError(f"--config: {path} is no file; name a config such as {_example()}")
+    spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config: {path} is no Python file; name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"--config: {path} has no function get_config(); add one")
+        return module.get_config(argument) if colon else module.get_config()
+    except UserError:
+        raise
+    except KeyError as error:
+        if not colon or error.args != (argument,):
+            raise _failing(path, error) from None
+        raise UserError(
+            f"--config: {file} does not know the argument {argument!r}; the text at its top names "
+            "those that it takes"
+        ) from None
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
+        raise _failing(path, error) from None
+
+
+def _failing(path: str, error: BaseException) -> UserError:
+    return UserError(
+        f"--config: {path} fails with {type(error).__name__}: {error}; mend the file so that "
+        "get_config() takes no argument (or that after the colon) and returns a ConfigDict"
+    )
+
+
+def _example() -> str:
+    return "configs/tiny_arithmetic.py"
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
+    """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
+
+    Raises:
+      UserError: an unknown field or a value of the wrong type.
+    """
+    config = default_config()
+    _merge(config, read_config_file(path), path)
+    override(config, overrides)
+    return config
+
+
+def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
+    """Sets fields from ``--config.section.field=value`` arguments, in place.
+
+    Raises:
+      UserError: an unknown field or a value of the wrong type.
+    """
+    for argument in overrides:
+        _apply(config, argument)
+
+
+def _apply(config: ml_collections.ConfigDict, override: str) -> None:
+    """Sets one field from ``--config.section.field=value``."""
+    name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
+    if "." not in name or not _known(name):
+        raise _unknown(name, "command line")
+    if not equals:
+        raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
+    section, _, field = name.partition(".")
+    free = next((f for f in FREE_FORM if name.startswith(f + ".")), None)
+    if free:
+        options = config[section][free.partition(".")[2]]
+        option, value = name[len(free) + 1 :], literal(text)
+        if "." in option:
+            raise UserError(
+                f"command line: {name}: an option's name holds no dot; write "
+                f"--config.{free}.NAME=VALUE"
+            )
+        if option in options and type(options[option]) in (bool, int, float, str):
+            default = options[option]
+            if not _fits(value, default):
+                raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
+        with options.ignore_type():
+            options[option] = value
+        return
+    values = flags.FlagValues()
+    argv = ["fp8rl", f"--config.{name}={text}"]
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    try:
+        values(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(
+            f"command line: {name} is {text!r}; write {_article(FIELDS[section][field][0])}"
+        ) from None
+
+
+def literal(text: str) -> Any:
+    """A Python literal (number, list, True, ...), or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """{'section.field': value}; free-form fields as dicts."""
+    flat = {}
+    for section, fields in config.items():
+        for name, value in fields.items():
+            is_dict = isinstance(value, ml_collections.ConfigDict)
+            flat[f"{section}.{name}"] = value.to_dict() if is_dict else value
+    return flat

@@ -1,0 +1,1 @@
+"""A trained policy: loading, text from it, export."""

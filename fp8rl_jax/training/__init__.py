@@ -1,0 +1,1 @@
+"""What a run is made of: runtime, phases, evaluation, checkpoints, logs."""
