@@ -1,56 +1,124 @@
-"""Arguments of the commands: options, config overrides, positional words (a private parser)."""
+"""Commands, how their arguments are read, and what several of them do with these."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import errno
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from absl import flags
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from fp8rl_jax.errors import UserError
 
 
-def parse(
-    command: str, arguments: Sequence[str], options: Mapping[str, tuple[str, object, str]]
-) -> tuple[flags.FlagValues, list[str], list[str]]:
-    """Splits arguments into options, config overrides and positional ones.
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence."""
 
-    `options` maps a name to (kind, default, meaning); a kind is 'string', 'strings' (may be given
-    several times), 'bool', 'int', 'float'. Names have underscores here and hyphens on the command
-    line, where either will do.
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`")
+
+
+def argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """An argument of a command, as `ArgumentParser.add_argument` takes it."""
+    return names, settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of `fp8rl`.
+
+    Attributes:
+      name: its words, such as 'bench rollout'.
+      summary: what it does, in a line or two.
+      run: takes the values, with `overrides` among them, and returns the exit status.
+      arguments: of `argument`.
+      config: whether it takes --config FILE and --config.SECTION.FIELD=VALUE.
     """
-    values = flags.FlagValues()
-    define: dict[str, Callable[..., object]] = {
-        "string": flags.DEFINE_string, "strings": flags.DEFINE_multi_string,
-        "bool": flags.DEFINE_bool, "int": flags.DEFINE_integer, "float": flags.DEFINE_float,
-    }  # fmt: skip
-    for name, (kind, default, meaning) in options.items():
-        define[kind](name, default, meaning, flag_values=values)
-    overrides = [a for a in arguments if a.startswith(("--config.", "-config."))]
-    rest = [_underscored(a, options) for a in arguments if a not in overrides]
-    try:
-        positional = values([command, *rest])[1:]
-    except flags.Error as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"fp8rl {command}: {text}; see `fp8rl {command} --help`") from None
-    return values, overrides, positional
+
+    name: str
+    summary: str
+    run: Callable[[argparse.Namespace], int]
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    config: bool = False
+
+    def _parser(self, fields: bool) -> _Parser:
+        epilog = None
+        if self.config and fields:
+            from fp8rl_jax.config import describe_fields
+
+            epilog = "config fields and their defaults:\n" + describe_fields()
+        parser = _Parser(
+            f"fp8rl {self.name}", description=self.summary, epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        if self.config:
+            parser.add_argument("--config", default="", metavar="FILE", help="the config file")
+        for names, settings in self.arguments:
+            parser.add_argument(*names, **settings)
+        return parser
+
+    def help(self) -> str:
+        """The text of --help: options, and the config's fields if it takes a config."""
+        return self._parser(fields=True).format_help()
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """The values of a command line, config overrides as `overrides`.
+
+        Raises:
+          UserError: an argument is not known, is missing or has no such value.
+        """
+        overrides = [word for word in words if word.startswith(("--config.", "-config."))]
+        parser = self._parser(fields=False)
+        rest = [_hyphenated(word) for word in words if word not in overrides]
+        values, unknown = parser.parse_known_intermixed_args(rest)
+        if overrides and not self.config:
+            unknown = overrides + unknown
+        if unknown:
+            field = self.config and not unknown[0].startswith("-")
+            what = "config fields are written --config.SECTION.FIELD=VALUE; " if field else ""
+            parser.error(f"{unknown[0]!r} is not understood; {what}".removesuffix("; "))
+        values.overrides = overrides
+        return values
 
 
-def _underscored(argument: str, options: Mapping[str, object]) -> str:
-    """'--fail-above=1' -> '--fail_above=1', if there is such an option."""
-    name, equals, value = argument.partition("=")
-    known = name.lstrip("-").replace("-", "_")
-    return f"--{known}{equals}{value}" if name.startswith("--") and known in options else argument
+def _hyphenated(word: str) -> str:
+    """'--fail_above=1' -> '--fail-above=1'."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-CONFIG = {"config": ("string", "", "the config file")}
+def words(text: str) -> list[str]:
+    """The words of 'one,two'; none of ''."""
+    return [word.strip() for word in text.split(",")] if text else []
 
 
-def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
+def counts(most: int) -> Callable[[str], list[int]]:
+    """A type of an argument: whole numbers from 1 to `most`, separated by commas."""
+
+    def read(text: str) -> list[int]:
+        found = words(text)
+        for word in found or [text]:
+            if not word.isdecimal() or not 1 <= int(word) <= most:
+                raise argparse.ArgumentTypeError(
+                    f"it holds {word!r}; write whole numbers from 1 to {most}, such as 1,64"
+                )
+        return [int(word) for word in found]
+
+    return read
+
+
+def directory(text: str) -> str:
+    """A type of an argument: the name of a directory to write to."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a directory, or leave it out")
+    return text
+
+
+def read_config(command: str, values: argparse.Namespace):
     """The configuration that --config and its overrides give; its compiled programs are kept.
 
     Raises:
@@ -59,12 +127,12 @@ def read_config(command: str, values: flags.FlagValues, overrides: list[str]):
     from fp8rl_jax.config import load_config
 
     if not values.config:
-        directory = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
+        other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
         raise UserError(
             f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
-            + directory
+            + other
         )
-    config = load_config(values.config, overrides)
+    config = load_config(values.config, values.overrides)
     if not command.startswith("bench"):  # times of compilation are among its results
         keep_programs(config.run.compilation_cache)
     return config
@@ -85,14 +153,6 @@ def found_programs() -> str | None:
     from fp8rl_jax import compilation_cache
 
     return compilation_cache.found_programs()
-
-
-def no_positional(command: str, positional: list[str]) -> None:
-    if positional:
-        raise UserError(
-            f"fp8rl {command}: {positional[0]!r} is not understood; config fields are written "
-            "--config.SECTION.FIELD=VALUE"
-        )
 
 
 def note(text: str) -> None:

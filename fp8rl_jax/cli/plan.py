@@ -6,16 +6,16 @@ in the config's own recipe and beside it in FP8 and BF16.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
 
 import ml_collections
 from jax.sharding import AbstractMesh
 
 from fp8rl_jax import sharding
-from fp8rl_jax.cli.arguments import CONFIG, no_positional, parse, read_config
+from fp8rl_jax.cli.arguments import read_config
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.data import load_tokenizer
@@ -181,16 +181,8 @@ def describe_allocation(found: ConfigPlan) -> str:
     )
 
 
-def plan(arguments: Sequence[str]) -> int:
-    """`fp8rl plan`."""
-    options = {
-        **CONFIG,
-        "rollout": ("bool", False, "plan the rollout"),
-        "memory_gb": ("float", 141.0, "memory of a GPU, in GiB"),
-        "devices": ("int", None, "of the mesh; as many as its axes ask for if left out"),
-    }
-    values, overrides, positional = parse("plan", arguments, options)
-    no_positional("plan", positional)
+def plan(values: argparse.Namespace) -> int:
+    """`fp8rl plan`; returns the exit status."""
     if not values.rollout:
         raise UserError(
             "fp8rl plan: a rollout is what can be planned; write `fp8rl plan --rollout --config "
@@ -202,7 +194,7 @@ def plan(arguments: Sequence[str]) -> int:
         )
     if values.devices is not None and values.devices < 1:
         raise UserError(f"fp8rl plan: --devices is {values.devices}; write at least 1")
-    config = read_config("plan", values, overrides)
+    config = read_config("plan", values)
     found = plan_config(config, int(values.memory_gb * 2**30), values.devices)
     print(format_plans(found))
     print(describe_allocation(found))

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import re
 from collections.abc import Sequence
 
-from absl import flags
-
-from fp8rl_jax.cli.arguments import CONFIG, keep_programs, no_positional, note, parse, read_config
+from fp8rl_jax.cli.arguments import Command, argument, keep_programs, note, read_config
 from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
-_POLICY = {
-    **CONFIG,
-    "checkpoint": ("string", None, "directory of a run, or of a Hugging Face model"),
-    "chat": ("bool", None, "prompts are the user's messages in the model's chat template"),
-    "system": ("string", None, "a system message, with --chat"),
-    "chat_options": ("string", "", "variables of the chat template, as NAME=VALUE,..."),
-    "max_new_tokens": ("int", None, "most tokens of an answer"),
-    "seed": ("int", None, "seed of sampling, and of the questions"),
-    "precision": ("string", None, "recipe: fp8, bf16, f32, ..."),
-}
+_POLICY = (
+    argument(
+        "--checkpoint", metavar="DIR",
+        help="directory of a run, or of a Hugging Face model; in the place of --config",
+    ),
+    argument(
+        "--chat", action="store_true", default=None,
+        help="prompts are the user's messages in the model's chat template",
+    ),
+    argument("--system", metavar="TEXT", help="a system message, with --chat"),
+    argument(
+        "--chat-options", default="", metavar="NAME=VALUE,...",
+        help="variables of the chat template",
+    ),
+    argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer"),
+    argument("--seed", type=int, metavar="S", help="seed of sampling, and of the questions"),
+    argument("--precision", metavar="RECIPE", help="fp8, bf16, f32, ..."),
+)  # fmt: skip
 _FIELD_OF = {
     "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
     "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
@@ -45,7 +52,7 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
     return found
 
 
-def _policy_config(command: str, values: flags.FlagValues, overrides: list[str]):
+def _policy_config(command: str, values: argparse.Namespace):
     """The configuration of --checkpoint and the options beside it."""
     from fp8rl_jax.policy.load import policy_config
 
@@ -58,7 +65,7 @@ def _policy_config(command: str, values: flags.FlagValues, overrides: list[str])
             f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
             "run, or of a Hugging Face model"
         )
-    given = values.flag_values_dict()
+    given = vars(values)
     for option in ("system", "chat_options"):
         if given[option] and not values.chat:
             name = option.replace("_", "-")
@@ -70,15 +77,15 @@ def _policy_config(command: str, values: flags.FlagValues, overrides: list[str])
     }
     if values.precision is not None:
         fields |= {"precision.rollout": values.precision, "precision.learner": values.precision}
-    config = policy_config(values.checkpoint, fields, overrides)
+    config = policy_config(values.checkpoint, fields, values.overrides)
     config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
     keep_programs(config.run.compilation_cache)
     return config
 
 
-def _only_with_checkpoint(command: str, values: flags.FlagValues) -> None:
-    for name, value in values.flag_values_dict().items():
-        if name != "config" and value not in (None, "", []):
+def _only_with_checkpoint(command: str, values: argparse.Namespace) -> None:
+    for name, value in vars(values).items():
+        if name not in ("config", "overrides", "questions_asked") and value not in (None, "", []):
             name = name.replace("_", "-")
             raise UserError(
                 f"fp8rl {command}: --{name} goes with --checkpoint DIR; with --config, set the "
@@ -86,28 +93,19 @@ def _only_with_checkpoint(command: str, values: flags.FlagValues) -> None:
             )
 
 
-def evaluate(arguments: Sequence[str]) -> int:
-    """`fp8rl eval`; returns the exit status."""
-    options = {
-        **_POLICY,
-        "task": ("string", None, "a task of reasoning_gym"),
-        "task_options": ("string", "", "keywords of the task, as NAME=VALUE,..."),
-        "questions": ("int", None, "held-out questions"),
-        "reward": ("string", None, "exact_match, math_equal, or 'module:function'"),
-        "batch_size": ("int", None, "questions at a time"),
-    }
-    values, overrides, positional = parse("eval", arguments, options)
-    no_positional("eval", positional)
+def _evaluate(values: argparse.Namespace) -> int:
     if values.checkpoint is None:
         _only_with_checkpoint("eval", values)
         from fp8rl_jax.policy.inference import evaluate_checkpoint
 
-        print(json.dumps(evaluate_checkpoint(read_config("eval", values, overrides))))
+        print(json.dumps(evaluate_checkpoint(read_config("eval", values))))
         return 0
-    config = _policy_config("eval", values, overrides)
+    config = _policy_config("eval", values)
     from fp8rl_jax.policy.load import evaluate_policy, is_released
 
-    task = values.task or any(a.lstrip("-").startswith("config.env.task=") for a in overrides)
+    task = values.task or any(
+        a.lstrip("-").startswith("config.env.task=") for a in values.overrides
+    )
     if is_released(config) and not task:
         raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
     if task:  # of a run: the options were the other task's
@@ -118,30 +116,21 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def sample(arguments: Sequence[str]) -> int:
-    """`fp8rl sample`; returns the exit status."""
-    options = {
-        **_POLICY,
-        "prompt": ("strings", [], "a prompt; may be given several times"),
-        "temperature": ("float", None, "sampling temperature, 0 for the most likely token"),
-        "top_k": ("int", None, "sample from this many tokens; 0 for all"),
-        "top_p": ("float", None, "sample from this much probability; 1.0 for all"),
-    }
-    values, overrides, questions = parse("sample", arguments, options)
+def _sample(values: argparse.Namespace) -> int:
     if values.checkpoint is not None:
-        return _sample_directory(values, overrides, [*values.prompt, *questions])
+        return _sample_directory(values, [*values.prompt, *values.questions_asked])
     _only_with_checkpoint("sample", values)
-    config = read_config("sample", values, overrides)
-    if not questions:
+    config = read_config("sample", values)
+    if not values.questions_asked:
         raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
     from fp8rl_jax.policy.inference import sample_checkpoint
 
-    for question, answer in sample_checkpoint(config, questions):
+    for question, answer in sample_checkpoint(config, values.questions_asked):
         print(f"{question!r} -> {answer!r}")
     return 0
 
 
-def _sample_directory(values: flags.FlagValues, overrides: list[str], prompts: list[str]) -> int:
+def _sample_directory(values: argparse.Namespace, prompts: list[str]) -> int:
     if not prompts:
         raise UserError('fp8rl sample: give a prompt, for example --prompt "Once upon a time"')
     if values.temperature is not None and not 0 <= values.temperature < float("inf"):
@@ -149,7 +138,7 @@ def _sample_directory(values: flags.FlagValues, overrides: list[str], prompts: l
             f"fp8rl sample: --temperature is {values.temperature}; write 0 for the most likely "
             "token, or a number above 0"
         )
-    config = _policy_config("sample", values, overrides)
+    config = _policy_config("sample", values)
     from fp8rl_jax.policy.generate import generate
     from fp8rl_jax.policy.load import prepare
 
@@ -193,3 +182,49 @@ class _Writer:
             if not self._ended[self._row]:
                 note("(cut: --max-new-tokens=N allows more)")
             self._next()
+
+
+COMMANDS = (
+    Command(
+        "eval",
+        "held-out accuracy of the newest checkpoint in run.dir, or of a directory",
+        _evaluate,
+        (
+            *_POLICY,
+            argument("--task", help="a task of reasoning_gym"),
+            argument(
+                "--task-options", default="", metavar="NAME=VALUE,...", help="keywords of the task"
+            ),
+            argument("--questions", type=int, metavar="N", help="held-out questions"),
+            argument("--reward", help="exact_match, math_equal, or module:function"),
+            argument("--batch-size", type=int, metavar="N", help="questions at a time"),
+        ),
+        config=True,
+    ),
+    Command(
+        "sample",
+        "answers of the newest checkpoint to questions, or text of a directory's policy, shown\n"
+        "while it is made",
+        _sample,
+        (
+            argument("questions_asked", nargs="*", metavar="QUESTION", help="or a prompt"),
+            *_POLICY,
+            argument(
+                "--prompt", action="append", default=[], metavar="TEXT",
+                help="a prompt; may be given several times",
+            ),
+            argument(
+                "--temperature", type=float, metavar="T",
+                help="sampling temperature, 0 for the most likely token",
+            ),
+            argument(
+                "--top-k", type=int, metavar="K", help="sample from this many tokens; 0 for all"
+            ),
+            argument(
+                "--top-p", type=float, metavar="P",
+                help="sample from this much probability; 1.0 for all",
+            ),
+        ),
+        config=True,
+    ),
+)  # fmt: skip
