@@ -282,7 +282,7 @@ def test_experts_and_latents(told):
         (["--rollout"], ["name a config"]),
         (["--rollout", "--config", _TINY, "--memory-gb=0"], ["--memory-gb is 0.0", "such as 80"]),
         (["--rollout", "--config", _TINY, "--memory-gb=nan"], ["--memory-gb is nan"]),
-        (["--rollout", "--config", _TINY, "--memory-gb=much"], ["memory_gb", "much"]),
+        (["--rollout", "--config", _TINY, "--memory-gb=much"], ["--memory-gb", "much"]),
         (["--rollout", "--config", _TINY, "--devices=0"], ["--devices is 0", "at least 1"]),
         (["--rollout", "--config", _TINY, "--devices=3"], ["does not divide", "3 devices"]),
         (["--rollout", "--config", _QWEN, "--devices=3"], ["--config.model.name=qwen3_8b"]),

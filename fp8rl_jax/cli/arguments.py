@@ -19,6 +19,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
         raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`")
 
 
@@ -37,6 +38,7 @@ class Command:
       run: takes the values, with `overrides` among them, and returns the exit status.
       arguments: of `argument`.
       config: whether it takes --config FILE and --config.SECTION.FIELD=VALUE.
+      others: the commands below it, as the beginning of a sentence.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     config: bool = False
+    others: str = ""
 
     def _parser(self, fields: bool) -> _Parser:
         epilog = None
@@ -60,6 +63,17 @@ class Command:
         for names, settings in self.arguments:
             parser.add_argument(*names, **settings)
         return parser
+
+    def _takes(self, word: str) -> str:
+        """What may be written in the place of a word that is not understood."""
+        if self.config and not word.startswith("-"):
+            return self.others + "config fields are written --config.SECTION.FIELD=VALUE"
+        names = [
+            settings.get("metavar", names[0]) if names[0][0] != "-" else names[0]
+            for names, settings in self.arguments
+        ]
+        takes = ", ".join(["--config"] * self.config + names) or "no argument"
+        return f"{self.others}it takes {takes}{'' if self.config else ', and no config'}"
 
     def help(self) -> str:
         """The text of --help: options, and the config's fields if it takes a config."""
@@ -78,9 +92,7 @@ class Command:
         if overrides and not self.config:
             unknown = overrides + unknown
         if unknown:
-            field = self.config and not unknown[0].startswith("-")
-            what = "config fields are written --config.SECTION.FIELD=VALUE; " if field else ""
-            parser.error(f"{unknown[0]!r} is not understood; {what}".removesuffix("; "))
+            parser.error(f"{unknown[0]!r} is not understood; {self._takes(unknown[0])}")
         values.overrides = overrides
         return values
 

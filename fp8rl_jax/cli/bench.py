@@ -134,6 +134,8 @@ COMMANDS = (
             _repeats(5),
         ),
         config=True,
+        others="write `fp8rl bench --config FILE`, or `fp8rl bench drift-cost`, `fp8rl bench "
+        "gemm-error`, `fp8rl bench kernels` or `fp8rl bench rollout` and options after that; ",
     ),
     Command(
         "bench drift-cost",

@@ -192,13 +192,22 @@ COMMANDS = {
             ),
             config=True,
         ),
-        Command("recipe", "what a precision recipe does: recipe list, recipe show NAME", _recipe),
+        Command(
+            "recipe",
+            "what a precision recipe does: recipe list, recipe show NAME",
+            _recipe,
+            others="write `fp8rl recipe list` or `fp8rl recipe show NAME`; ",
+        ),
         Command("recipe list", "the names of all recipes", _list_recipes),
         Command(
             "recipe show",
             "formats, blocks and scaling policies of every GEMM",
             _show_recipe,
-            (argument("name", nargs="?", help="of a recipe, or package.module:function"),),
+            (
+                argument(
+                    "name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"
+                ),
+            ),
         ),
         Command(
             "convert",
