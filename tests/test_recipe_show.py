@@ -151,7 +151,7 @@ def test_width_is_fixed(capsys, monkeypatch):
         (["show"], ["fp8_blockwise", "package.module:function"]),
         (["show", "fp8_blokwise"], ["fp8_blokwise", "did you mean 'fp8_blockwise'"]),
         (["show", "nothing_like_it"], ["nothing_like_it", "write one of", "mxfp8"]),
-        (["show", "fp8", "bf16"], ["'bf16'", "recipe show NAME"]),
+        (["show", "fp8", "bf16"], ["'bf16'", "it takes NAME"]),
         (["show", "no_module:mine"], ["no_module:mine", "package.module:function"]),
         (["show", "my_recipes:absent"], ["my_recipes:absent", "package.module:function"]),
         (["show", "my_recipes:nothing"], ["my_recipes:nothing", "int", "Recipe"]),
