@@ -226,7 +226,7 @@ def test_existing_number_is_left_alone(copy, state, other):
 _DYING_SAVE = """
 import os, pathlib, sys
 import test_checkpoint
-from fp8rl_jax.checkpoint import Checkpoints
+from fp8rl_jax.training.checkpoint import Checkpoints
 
 directory = pathlib.Path(sys.argv[1])
 
