@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
-import signal
 import time
+from collections.abc import Callable
 
 import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.config import checks
-from fp8rl_jax.config.precision import zero_drift_required
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
@@ -33,6 +32,7 @@ from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
 from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.disk import WRITE_ERRORS, check_room, no_room
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.expert_load import load_metrics
 from fp8rl_jax.training.health import add_counts, age_metrics, loss_metrics
@@ -50,31 +50,6 @@ from fp8rl_jax.training.sft import (
 )
 
 
-class _Interrupt:
-    """Notes SIGTERM and SIGINT; the run ends at the next step's end, with a checkpoint."""
-
-    def __init__(self):
-        self.received: str | None = None
-
-    def __enter__(self) -> _Interrupt:
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        return self
-
-    def _note(self, number, frame) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step's end
-        self.received = signal.Signals(number).name
-
-    def __call__(self) -> bool:
-        return self.received is not None
-
-    def __exit__(self, *exc) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 @dataclasses.dataclass
 class Outcome:
     """How a run ended: `finished`, or the signal that stopped it; and its report, if written."""
@@ -85,34 +60,50 @@ class Outcome:
     compile_counts: dict[str, int]
 
 
-def train(config: ml_collections.ConfigDict, resume: bool = False) -> Outcome:
+def train(
+    config: ml_collections.ConfigDict,
+    resume: bool = False,
+    stop: Callable[[], str | None] = lambda: None,
+) -> Outcome:
     """Runs the whole job in `config.run.dir`.
 
     Args:
       config: of `load_config`.
       resume: continue from the newest checkpoint, bit for bit.
+      stop: asked after each step; the name of what stops the run, which then saves and ends.
 
     Raises:
       UserError: something that the user can mend.
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
-    needed = (config.run.keep_checkpoints + 1) * state_bytes(runtime)
-    checks.check_room(pathlib.Path(config.run.dir), needed)
+    check_room(pathlib.Path(config.run.dir), _bytes_to_write(runtime))
     if config.warmup.steps:
-        checks.check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
-    check_directory(config, resume)
+        check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
+    check_directory(runtime, resume)
     checked = _self_check(runtime)
-    directory = open_run(config, resume)
-    with _Interrupt() as interrupt, jax.set_mesh(runtime.mesh), Display() as display:
+    directory = open_run(runtime, resume)
+    with jax.set_mesh(runtime.mesh), Display() as display:
         try:
             if checked is not None:
                 display.note(str(checked))
-            return _Run(runtime, directory, display, interrupt, resume).execute()
+            return _Run(runtime, directory, display, stop, resume).execute()
         except OSError as error:
-            if error.errno not in checks.WRITE_ERRORS:
+            if error.errno not in WRITE_ERRORS:
                 raise
-            raise checks.no_room(directory, error) from error
+            raise no_room(directory, error) from error
+
+
+def _bytes_to_write(runtime: Runtime) -> int:
+    """Bytes that the run adds to `run.dir`: checkpoints take the room of those they replace, once
+    the new one is complete; a reference policy stays."""
+    run, size = runtime.config.run, state_bytes(runtime)
+    checkpoints = os.path.join(run.dir, "checkpoints")
+    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
+    there = sum(name.isdecimal() for name in names)
+    has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
+    reference = size // 3 if runtime.config.algo.kl_coef and not has_reference else 0
+    return max(1, run.keep_checkpoints + 1 - there) * size + reference
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -122,7 +113,7 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
       UserError: it is not kept here, and the configuration requires it.
     """
     config = runtime.config
-    if not (config.precision.self_check and zero_drift_required(config)):
+    if not (config.precision.self_check and runtime.zero_drift):
         return None
     checked = kept_self_check(runtime)
     if config.precision.zero_drift == "required" and not checked.holds:
@@ -162,35 +153,32 @@ class _Scores:
 class _Run:
     """One execution of the job: what the phases share."""
 
-    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, interrupt, resume):
+    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, stop, resume):
         self.resume = resume
         self.drifted = False  # a first update has shown drift where there must be none
         self.runtime, self.config = runtime, runtime.config
-        self.directory, self.display, self.interrupt = directory, display, interrupt
+        self.directory, self.display, self.stop = directory, display, stop
         keep = self.config.run.keep_checkpoints
         self.checkpoints = Checkpoints(directory / "checkpoints", keep)
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
-        self.zero_drift = zero_drift_required(self.config)
-        self.use_tis = checks.use_tis(self.config)
         self.logs: RunLogs
         self.phase = "warmup"
 
     def execute(self) -> Outcome:
         with contextlib.ExitStack() as stack:
             stack.callback(self.checkpoints.close)
+            self.stop()  # from here on a signal waits for the end of a step
             state = self._restore()
             stack.callback(self.logs.close)
             self._describe()
             if self.phase == "warmup":
                 state = self._warmup(state)
-            if not self.interrupt():
+            if not self.stop():
                 state = self._rl(state)
-        if self.interrupt():
+        if stopped_by := self.stop():
             at = f"{self.phase} step {int(state.step)}"
-            self.display.note(
-                f"stopped by {self.interrupt.received} after {at}, saved; --resume goes on"
-            )
-            return Outcome(False, self.interrupt.received, None, self.compile_counts())
+            self.display.note(f"stopped by {stopped_by} after {at}, saved; --resume goes on")
+            return Outcome(False, stopped_by, None, self.compile_counts())
         report = write_report(self.directory)
         return Outcome(True, None, report, self.compile_counts())
 
@@ -233,7 +221,7 @@ class _Run:
             self.checkpoints.save(number, state, meta)
         except Exception as error:  # tensorstore reports a full disk as ValueError
             if "No space left" in str(error) or "ENOSPC" in str(error):
-                raise checks.no_room(self.directory, OSError(28, "No space left")) from error
+                raise no_room(self.directory, OSError(28, "No space left")) from error
             raise
 
     def _restore(self) -> TrainState:
@@ -296,7 +284,7 @@ class _Run:
         if cached is not None:
             self.display.note("warm-up found in the cache")
             return self._begin_rl(*cached)
-        state = run_warmup(rt, state, self.logs, self.display, self._save, self.interrupt)
+        state = run_warmup(rt, state, self.logs, self.display, self._save, self.stop)
         if int(state.step) < self.config.warmup.steps:
             return state
         self.logs.offsets()
@@ -329,14 +317,14 @@ class _Run:
                 logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
             )
             analyse_now = False
-            if self.zero_drift and not self.drifted:
+            if rt.zero_drift and not self.drifted:
                 drift = record["train_rollout_logprob_abs_diff_max"]
                 if drift != 0.0:
-                    took = checks.takes_rollout_logprobs(config, self.drifted)
+                    took = rt.takes_rollout_logprobs(self.drifted)
                     self.drifted = True
                     analyse_now = True
                     recompute = ""
-                    if took and not checks.takes_rollout_logprobs(config, self.drifted):
+                    if took and not rt.takes_rollout_logprobs(self.drifted):
                         recompute = "; from the next step on log-probabilities are recomputed"
                     self.display.note(
                         f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
@@ -369,9 +357,10 @@ class _Run:
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
                 self._evaluate(weights, step + 1)
-            if last or self.interrupt() or (step + 1) % config.run.checkpoint_every == 0:
+            stopping = self.stop() is not None
+            if last or stopping or (step + 1) % config.run.checkpoint_every == 0:
                 self._save(state)
-            if self.interrupt():
+            if stopping:
                 break
         return state
 
@@ -435,10 +424,10 @@ class _Run:
         advantages = group_advantages(rewards, group, config.algo.normalize_std)
         batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
         begin = time.perf_counter()
-        if not checks.takes_rollout_logprobs(config, self.drifted):
+        if not rt.takes_rollout_logprobs(self.drifted):
             old = rt.score_state(state, batch)
             batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if self.use_tis:
+            if rt.use_tis:
                 w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
                 batch = dataclasses.replace(batch, rollout_weights=w)
         if reference is not None:

@@ -25,12 +25,12 @@ from fp8rl_jax.cli import main
 from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, checks, load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels import cpu_products
-from fp8rl_jax.policy import inference
+from fp8rl_jax.policy import evaluate
 from fp8rl_jax.training import sft as warmup
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.training.runtime import make_runtime, state_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -210,7 +210,7 @@ _ARGUMENTS = {
     ),
     "unknown option": (["train", "--config", "tiny.py", "--junk=3"], ["junk", "--help"]),
     "option of another command": (["eval", "--config", "tiny.py", "--resume"], ["resume"]),
-    "no question": (["sample", "--config", "tiny.py"], ["questions"]),
+    "no question": (["sample", "--config", "tiny.py"], ["prompt"]),
     "no repeats": (["bench", "--config", "tiny.py", "--repeats=0"], ["--repeats", "at least 1"]),
     "repeats in words": (["bench", "--config", "tiny.py", "--repeats=x"], ["repeats"]),
     "unknown recipe to time": (["bench", "--config", "tiny.py", "--recipes=fp9"], ["fp9", "'fp8'"]),
@@ -334,7 +334,6 @@ _FIELDS = {
     "precision.learner=qqqqq": ["precision.learner", "'qqqqq'", "fp8_blockwise", "bf16"],
     "precision.rollout=": ["precision.rollout", "fp8_blockwise", "bf16"],
     # rollout
-    "rollout.cache_slots=10": ["rollout.cache_slots", "28", "10", "max_prompt_tokens"],
     "rollout.temperature=0": ["rollout.temperature", "above 0"],
     "rollout.temperature=-1": ["rollout.temperature", "above 0"],
     "rollout.temperature=nan": ["rollout.temperature"],
@@ -470,7 +469,6 @@ def test_fields_that_contradict(case, refused_fields):
         ["precision.learner=bf16"],
         [*_TENSORWISE, "precision.zero_drift=report"],
         ["precision.rollout=fp8", "precision.learner=fp8_blockwise"],
-        ["rollout.cache_slots=28"],
         ["rollout.max_prompt_tokens=20"],
         ["warmup.steps=0", "warmup.batch_size=9"],
     ],
@@ -482,7 +480,7 @@ def test_the_other_side_of_a_bound(fields):
 
 @pytest.mark.parametrize(
     "field",
-    ["rollout.max_prompt_tokens=5", "rollout.max_new_tokens=1", "rollout.cache_slots=10"],
+    ["rollout.max_prompt_tokens=5", "rollout.max_new_tokens=1"],
 )
 def test_the_number_advised_is_enough(field, refused_fields):
     """Whoever writes the number of the sentence is not sent back with a larger one."""
@@ -642,7 +640,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
-    directory = train.open_run(config, resume=False)
+    directory = train.open_run(runtime, resume=False)
     optimizer, _ = optimizer_of_phase(config, "warmup")
     state = runtime.new_state(runtime.init_params(), optimizer)
     logs = RunLogs(directory, None)
@@ -667,6 +665,17 @@ def _biggest_array(run_dir: pathlib.Path) -> pathlib.Path:
 def test_run_that_exists_needs_resume(refused_fields, run_dir):
     """A finished or broken run is never overwritten; --resume is offered, and works."""
     _assert_words(refused_fields(), ["run.dir", "run already holds", "--resume"])
+    assert _begins(*_train(), "--resume")
+
+
+def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
+    """Two checkpoints of the three that may exist at a time are there: one must fit."""
+    shutil.copytree(run_dir / "checkpoints" / "1", run_dir / "checkpoints" / "2")
+    size = state_bytes(make_runtime(load_config("tiny.py")))
+    usage = lambda free: lambda _: namedtuple("usage", "total used free")(10**9, 0, free)
+    monkeypatch.setattr(shutil, "disk_usage", usage(size - 1))
+    assert "room" in refused(*_train(), "--resume")
+    monkeypatch.setattr(shutil, "disk_usage", usage(size))
     assert _begins(*_train(), "--resume")
 
 
@@ -719,7 +728,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     monkeypatch.chdir(run_dir.parent)
     _without_self_check(monkeypatch)
     monkeypatch.setattr(train._Run, "_describe", _NoRun)  # the first thing after restoring
-    monkeypatch.setattr(inference, "evaluate", _NoRun)
+    monkeypatch.setattr(evaluate, "evaluate", _NoRun)
     _DAMAGE[damage](run_dir)
     arguments = [command, "--config", "tiny.py", *(["--resume"] if command == "train" else [])]
     assert cli.run(arguments) == 2

@@ -17,7 +17,7 @@ import test_bad_input as bad
 from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
 from fp8rl_jax.config import load_config
-from fp8rl_jax.config.precision import side_recipe
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.quant import get_policy, recipe_names
 
 pytestmark = bad.pytestmark
@@ -282,8 +282,9 @@ def test_policy_that_is_valid(text, name):
     fields = [*_both("fp8_delayed"), f"{name}_policy={text}"]
     assert _begins(*fields)
     config = load_config("tiny.py", [f"--config.{field}" for field in _full(*fields)])
-    for side in ("rollout", "learner"):
-        assert side_recipe(config, side).operands[name].policy is get_policy(text)
+    resolved = resolve_config(config)
+    for recipe in (resolved.rollout_recipe, resolved.learner_recipe):
+        assert recipe.operands[name].policy is get_policy(text)
 
 
 def test_policy_of_the_user_that_is_good(module):

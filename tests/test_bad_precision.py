@@ -16,7 +16,7 @@ import pytest
 import test_bad_input as bad
 
 from fp8rl_jax.config import checks, load_config
-from fp8rl_jax.config.precision import zero_drift_required
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.errors import UserError
 
 pytestmark = bad.pytestmark
@@ -65,11 +65,6 @@ _VALUES = {
     "kv_margin=nan": ["nan", "finite"],
     "kv_margin=inf": ["inf", "finite"],
     "kv_margin=x": ["'x'", "a number"],
-    "kv_percentile=0": ["0.0", "at least 1"],
-    "kv_percentile=101": ["101.0", "at most 100"],
-    "kv_percentile=100.01": ["100.01", "at most 100"],
-    "kv_percentile=nan": ["nan", "finite"],
-    "kv_percentile=": ["''", "a number"],
     "health=maybe": ["'maybe'", "True or False"],
     "health=2": ["'2'", "True or False"],
     "health=": ["''", "True or False"],
@@ -104,7 +99,6 @@ def test_field(field, refused_fields):
         ("bf16_modules=['q_proj']", "text"),
         ("weight_policy=None", "text"),
         ("weight_policy=lambda: 3", "text"),
-        ("kv_percentile=True", "a number"),
         ("kv_cache=8", "text"),
     ],
 )
@@ -222,7 +216,7 @@ def test_what_was_refused_is_not_offered(refused_fields):
 @pytest.mark.parametrize("kernel", ["strict", "fast"])
 def test_auto_promises_nothing_of_fast_attention(kernel):
     config = load_config("tiny.py", [f"--config.precision.attention_kernel={kernel}"])
-    assert zero_drift_required(config) == (kernel == "strict")
+    assert resolve_config(config).zero_drift == (kernel == "strict")
 
 
 _ON_A_GPU = {
@@ -240,10 +234,10 @@ def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(checks, "installed", lambda: installed)
     if words is None:
-        checks.check_platform(config)
+        checks.check_platform(resolve_config(config))
         return
     with pytest.raises(UserError) as refusal:
-        checks.check_platform(config)
+        checks.check_platform(resolve_config(config))
     bad._assert_words(str(refusal.value), words)
 
 
@@ -273,9 +267,9 @@ _GOOD = [
     ["attention_kernel=fast"],
     ["attention_kernel=fast", "attention=fp8", "zero_drift=report"],
     ["attention_kernel=strict", _REQUIRED],
-    ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1", "kv_percentile=1"],
+    ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1"],
     ["kv_cache=bf16", "health=False", "kernels=reference"],
-    ["kv_cache=fp8_calibrated", "kv_percentile=100", "learner=bf16"],
+    ["kv_cache=fp8_calibrated", "learner=bf16"],
 ]
 
 

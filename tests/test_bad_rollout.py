@@ -32,10 +32,6 @@ _REFUSED = {
     "pages without slots": (
         ["rollout.pages=9"], ["rollout.pages is 9", "set rollout.slots", "pages to 0"],
     ),
-    "cache_slots with slots": (
-        ["rollout.slots=2", "rollout.cache_slots=28"],
-        ["rollout.cache_slots is 28", "rollout.slots", "write 0", "rollout.pages"],
-    ),
     "columns in parts": (
         ["rollout.slots=2", "mesh.tensor=2"],
         ["rollout.slots is 2", "mesh.tensor 2", "mesh.tensor to 1", "rollout.slots to 0"],

@@ -17,7 +17,7 @@ from fp8rl_jax.config import (
     flatten,
     load_config,
 )
-from fp8rl_jax.config.checks import check_config
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
@@ -294,10 +294,10 @@ def test_shipped_configs_are_valid():
     names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
     assert names > {*_PUBLISHED, "smollm2_135m"}
     for name in names - {*_PUBLISHED, "smollm2_135m"}:
-        check_config(load_config(f"{_ROOT}/configs/{name}.py"))
+        resolve_config(load_config(f"{_ROOT}/configs/{name}.py"))
     overrides = (*_SHAPES_ALONE, "--config.model.name=smollm2_135m")
-    check_config(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
-    check_config(default_config())
+    resolve_config(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
+    resolve_config(default_config())
 
 
 @pytest.mark.parametrize("case", ["", ":case1", ":case2", ":case3", ":case4"])
@@ -312,7 +312,7 @@ def test_published_runs_are_valid(name, case):
     learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
     assert config.precision.rollout == "fp8"
     assert config.precision.learner == learner.get(case, "fp8")
-    check_config(config)
+    resolve_config(config)
     sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size

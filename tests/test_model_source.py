@@ -18,8 +18,8 @@ from random_model import quantized
 
 from fp8rl_jax import cli, models, train
 from fp8rl_jax.config import FIELDS, saved_config
-from fp8rl_jax.config.checks import check_config, model_config
 from fp8rl_jax.config.model_source import identity
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -77,7 +77,7 @@ def test_every_shape_is_a_field():
 def test_published_shapes_by_name(name):
     """A name gives the preset, whose vocabulary holds the tokenizer's."""
     config = _config(model={"name": name}, precision={"rollout": "bf16", "learner": "bf16"})
-    assert model_config(config, 259) == models.ModelConfig(**PRESETS[name])
+    assert resolve_config(config).with_vocabulary(259).model == models.ModelConfig(**PRESETS[name])
 
 
 def test_a_preset_has_shapes_without_memory():
@@ -106,16 +106,16 @@ _REFUSED = {
 def test_sources_that_contradict(case):
     fields, words = _REFUSED[case]
     with pytest.raises(UserError) as error:
-        check_config(_config(model=fields))
+        resolve_config(_config(model=fields))
     for word in words:
         assert word in str(error.value)
 
 
 def test_fields_beside_a_checkpoint(checkpoint, tmp_path):
     """Another shape than the checkpoint's is refused; a field at its default says nothing."""
-    check_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 128}))
+    resolve_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 128}))
     with pytest.raises(UserError, match=r"model\.hidden_size is 64.*its own shapes"):
-        check_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 64}))
+        resolve_config(_pretrained(checkpoint, tmp_path, model={"hidden_size": 64}))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,6 @@ def test_fields_beside_a_checkpoint(checkpoint, tmp_path):
     [
         ({"data": {"tokenizer": "byte"}}, r"data\.tokenizer='checkpoint'"),
         ({"rollout": {"max_new_tokens": 100}}, r"= 140 is more than the 128 positions"),
-        ({"rollout": {"cache_slots": 129}}, r"= 129 is more than the 128 positions"),
         ({"data": {"system_prompt": "be brief"}}, r"data\.system_prompt.*data\.chat=True"),
         ({"data": {"chat_options": {"a": 1}}}, r"data\.chat_options is \{'a': 1\}"),
     ],
@@ -147,11 +146,11 @@ _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v
 def test_what_latent_attention_lacks(sections, words):
     """One sentence each; the same setting with grouped-query attention is accepted."""
     with pytest.raises(UserError) as error:
-        check_config(_config(model=_LATENT, **sections))
+        resolve_config(_config(model=_LATENT, **sections))
     for word in (*words, "latent"):
         assert word in str(error.value)
-    check_config(_config(**sections))
-    check_config(_config(model=_LATENT))
+    resolve_config(_config(**sections))
+    resolve_config(_config(model=_LATENT))
 
 
 def test_a_field_that_an_older_version_lacks_had_its_default():
@@ -265,7 +264,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
     config = _pretrained(checkpoint, tmp_path)
     runtime = make_runtime(config)
-    train.open_run(config, resume=False)
+    train.open_run(runtime, resume=False)
     params = jax.tree.map(lambda x: x * 1.5, runtime.initial_params())
     state = runtime.new_state(params, optimizer_of_phase(config, "rl")[0])
     if dtype == "fp8":

@@ -19,6 +19,7 @@ import pytest
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli, train
+from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import NonFiniteError
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
@@ -178,7 +179,8 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
                 event()
 
         monkeypatch.setattr(RunLogs, "write", interrupted)
-        return train.train(load_config(str(CONFIG), overrides(tmp_path)), resume)
+        with Interrupt() as stop:
+            return train.train(load_config(str(CONFIG), overrides(tmp_path)), resume, stop)
 
     def die():
         raise _Died

@@ -130,6 +130,21 @@ def directory(text: str) -> str:
     return text
 
 
+def config_file(command: str, values: argparse.Namespace) -> str:
+    """The file of --config.
+
+    Raises:
+      UserError: none is named.
+    """
+    if not values.config:
+        other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
+        raise UserError(
+            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
+            + other
+        )
+    return values.config
+
+
 def read_config(command: str, values: argparse.Namespace):
     """The configuration that --config and its overrides give; its compiled programs are kept.
 
@@ -138,13 +153,7 @@ def read_config(command: str, values: argparse.Namespace):
     """
     from fp8rl_jax.config import load_config
 
-    if not values.config:
-        other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
-        raise UserError(
-            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
-            + other
-        )
-    config = load_config(values.config, values.overrides)
+    config = load_config(config_file(command, values), values.overrides)
     if not command.startswith("bench"):  # times of compilation are among its results
         keep_programs(config.run.compilation_cache)
     return config

@@ -23,6 +23,7 @@ from fp8rl_jax.cli.arguments import (
     writable,
     writing,
 )
+from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.errors import NonFiniteError, UserError
 
 
@@ -31,7 +32,8 @@ def _train(values: argparse.Namespace) -> int:
     from fp8rl_jax.report.summary import summarise
     from fp8rl_jax.train import train
 
-    outcome = train(config, values.resume)
+    with Interrupt() as interrupt:
+        outcome = train(config, values.resume, interrupt)
     if outcome.report is not None:
         summary = summarise(config.run.dir)
         for line in (summary["sentence"], *summary["notes"], f"report: {outcome.report}"):
@@ -82,8 +84,8 @@ def _drift(values: argparse.Namespace) -> int:
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
     directory = writable("drift", values.out or values.checkpoint or config.run.dir)
+    from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.drift.render import print_analysis, write_analysis
-    from fp8rl_jax.policy.inference import analyse_drift
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from fp8rl_jax import sharding
 from fp8rl_jax.cli.arguments import read_config
 from fp8rl_jax.config import checks
-from fp8rl_jax.config.precision import side_recipe
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.data import load_tokenizer
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import PAGE, pages_of
@@ -74,7 +74,7 @@ def plan_config(
       UserError: something in the configuration cannot work.
     """
     config = _with_shapes(config)
-    checks.check_config(config)
+    resolved = resolve_config(config)
     mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     rollout = config.rollout
@@ -85,10 +85,8 @@ def plan_config(
                 f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
                 f"batching, which is planned here, needs {other!r}"
             )
-    vocabulary = 1
     if not (config.model.checkpoint or config.model.name):
-        vocabulary = load_tokenizer(config.data).vocab_size
-    model = checks.model_config(config, vocabulary)
+        resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
     sampler = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     slots = rollout.slots or rollout.prompts_per_step * rollout.group_size
     sizes = Batching(slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
@@ -96,14 +94,13 @@ def plan_config(
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="triton")
         return plan_rollout(
-            Loop(model, on_gpu, sampler), learner, mesh,
+            Loop(resolved.model, on_gpu, sampler), learner, mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
             reference=config.algo.kl_coef > 0,
         )  # fmt: skip
 
-    own = side_recipe(config, "rollout")
-    learner = side_recipe(config, "learner")
-    plans = {f"{own.name} *": plan(own, learner)}
+    own = resolved.rollout_recipe
+    plans = {f"{own.name} *": plan(own, resolved.learner_recipe)}
     for recipe in map(get_recipe, _BESIDE):
         if recipe != dataclasses.replace(own, kernels=recipe.kernels):
             plans[recipe.name] = plan(recipe, recipe)
@@ -163,7 +160,7 @@ def describe_allocation(found: ConfigPlan) -> str:
     rollout, own, devices = found.config.rollout, found.own, found.mesh.size
     planned = own.pages
     if not rollout.slots:
-        cache = found.samples * pages_of(rollout.cache_slots or own.tokens) * own.page
+        cache = found.samples * pages_of(own.tokens) * own.page
         return (
             f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
             f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "

@@ -1,4 +1,4 @@
-"""`fp8rl sample` and `fp8rl eval`: of a run by its config, or of a directory by its name."""
+"""`fp8rl sample` and `fp8rl eval`: a policy by its config, or by its directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from fp8rl_jax.cli.arguments import Command, argument, keep_programs, note, read_config
+from fp8rl_jax.cli.arguments import Command, argument, config_file, keep_programs, note
 from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
@@ -53,18 +53,23 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
 
 
 def _policy_config(command: str, values: argparse.Namespace):
-    """The configuration of --checkpoint and the options beside it."""
-    from fp8rl_jax.policy.load import policy_config
+    """The configuration of --checkpoint or --config, and the options beside it."""
+    from fp8rl_jax.config import load_config, override
+    from fp8rl_jax.policy.source import directory_config, is_released
 
-    if values.config:
+    if values.config and values.checkpoint is not None:
         raise UserError(
             f"fp8rl {command}: --config and --checkpoint both name a policy; leave one out"
         )
-    if not values.checkpoint or not pathlib.Path(values.checkpoint).is_dir():
-        raise UserError(
-            f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
-            "run, or of a Hugging Face model"
-        )
+    if values.checkpoint is not None:
+        if not values.checkpoint or not pathlib.Path(values.checkpoint).is_dir():
+            raise UserError(
+                f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
+                "a run, or of a Hugging Face model"
+            )
+        config = directory_config(values.checkpoint)
+    else:
+        config = load_config(config_file(command, values))
     given = vars(values)
     for option in ("system", "chat_options"):
         if given[option] and not values.chat:
@@ -72,67 +77,38 @@ def _policy_config(command: str, values: argparse.Namespace):
             raise UserError(
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
-    fields = {
-        field: given[name] for name, field in _FIELD_OF.items() if given.get(name) is not None
-    }
+    for name, path in _FIELD_OF.items():
+        if given.get(name) is not None:
+            section, _, field = path.partition(".")
+            config[section][field] = given[name]
     if values.precision is not None:
-        fields |= {"precision.rollout": values.precision, "precision.learner": values.precision}
-    config = policy_config(values.checkpoint, fields, values.overrides)
+        config.precision.rollout = config.precision.learner = values.precision
+    if command == "eval":
+        task = values.task or any("config.env.task=" in word for word in values.overrides)
+        if is_released(config) and not task:
+            raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
+        if task:  # the options were the other task's
+            config.env.task_options = type(config.env.task_options)()
+        with config.env.task_options.ignore_type():
+            config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
+    override(config, values.overrides)
     config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
     keep_programs(config.run.compilation_cache)
     return config
 
 
-def _only_with_checkpoint(command: str, values: argparse.Namespace) -> None:
-    for name, value in vars(values).items():
-        if name not in ("config", "overrides", "questions_asked") and value not in (None, "", []):
-            name = name.replace("_", "-")
-            raise UserError(
-                f"fp8rl {command}: --{name} goes with --checkpoint DIR; with --config, set the "
-                f"field (`fp8rl {command} --help`)"
-            )
-
-
 def _evaluate(values: argparse.Namespace) -> int:
-    if values.checkpoint is None:
-        _only_with_checkpoint("eval", values)
-        from fp8rl_jax.policy.inference import evaluate_checkpoint
-
-        print(json.dumps(evaluate_checkpoint(read_config("eval", values))))
-        return 0
     config = _policy_config("eval", values)
-    from fp8rl_jax.policy.load import evaluate_policy, is_released
+    from fp8rl_jax.policy.evaluate import evaluate_policy
 
-    task = values.task or any(
-        a.lstrip("-").startswith("config.env.task=") for a in values.overrides
-    )
-    if is_released(config) and not task:
-        raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
-    if task:  # of a run: the options were the other task's
-        config.env.task_options = type(config.env.task_options)()
-    with config.env.task_options.ignore_type():
-        config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
     print(json.dumps(evaluate_policy(config, note)))
     return 0
 
 
 def _sample(values: argparse.Namespace) -> int:
-    if values.checkpoint is not None:
-        return _sample_directory(values, [*values.prompt, *values.questions_asked])
-    _only_with_checkpoint("sample", values)
-    config = read_config("sample", values)
-    if not values.questions_asked:
-        raise UserError('fp8rl sample: give questions, for example "Calculate 12 + 7."')
-    from fp8rl_jax.policy.inference import sample_checkpoint
-
-    for question, answer in sample_checkpoint(config, values.questions_asked):
-        print(f"{question!r} -> {answer!r}")
-    return 0
-
-
-def _sample_directory(values: argparse.Namespace, prompts: list[str]) -> int:
+    prompts = [*values.prompt, *values.questions_asked]
     if not prompts:
-        raise UserError('fp8rl sample: give a prompt, for example --prompt "Once upon a time"')
+        raise UserError('fp8rl sample: give a prompt, for example --prompt "Calculate 12 + 7."')
     if values.temperature is not None and not 0 <= values.temperature < float("inf"):
         raise UserError(
             f"fp8rl sample: --temperature is {values.temperature}; write 0 for the most likely "
@@ -140,15 +116,13 @@ def _sample_directory(values: argparse.Namespace, prompts: list[str]) -> int:
         )
     config = _policy_config("sample", values)
     from fp8rl_jax.policy.generate import generate
-    from fp8rl_jax.policy.load import prepare
+    from fp8rl_jax.policy.load import load_policy
+    from fp8rl_jax.policy.source import usual_temperature
 
-    temperature = values.temperature
-    with prepare(config, prompts, note) as (runtime, weights, rows, usual):
+    temperature = usual_temperature(config) if values.temperature is None else values.temperature
+    with load_policy(config, prompts, note) as policy:
         writer = _Writer(prompts)
-        timing = generate(
-            runtime, weights, rows, usual if temperature is None else temperature,
-            writer.show, writer.finished,
-        )  # fmt: skip
+        timing = generate(policy, temperature, writer.show, writer.finished)
     note(str(timing))
     return 0
 
@@ -187,7 +161,7 @@ class _Writer:
 COMMANDS = (
     Command(
         "eval",
-        "held-out accuracy of the newest checkpoint in run.dir, or of a directory",
+        "held-out accuracy of the newest checkpoint in run.dir, or of a Hugging Face model",
         _evaluate,
         (
             *_POLICY,
@@ -203,8 +177,8 @@ COMMANDS = (
     ),
     Command(
         "sample",
-        "answers of the newest checkpoint to questions, or text of a directory's policy, shown\n"
-        "while it is made",
+        "answers of the newest checkpoint in run.dir, or of a Hugging Face model, shown while\n"
+        "they are made",
         _sample,
         (
             argument("questions_asked", nargs="*", metavar="QUESTION", help="or a prompt"),

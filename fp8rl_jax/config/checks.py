@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import pathlib
-import shutil
-import tempfile
+from typing import TYPE_CHECKING
 
 import jax
 import ml_collections
 
-from fp8rl_jax.config import AT_LEAST, AT_MOST, CHOICES, flatten
-from fp8rl_jax.config.model_source import check_positions, model_shapes
-from fp8rl_jax.config.precision import SIDES, same_numerics, side_recipe, zero_drift_required
-from fp8rl_jax.envs import check_task, load_reward
+from fp8rl_jax.config.fields import AT_LEAST, AT_MOST, CHOICES
+from fp8rl_jax.config.load import flatten
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels.triton_call import installed
-from fp8rl_jax.models import REMAT, ModelConfig, least_pages
+from fp8rl_jax.models import REMAT, least_pages
 from fp8rl_jax.quant import same_forward
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-# What a write may meet that the user can mend; any other OSError is ours.
-WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
+if TYPE_CHECKING:
+    from fp8rl_jax.config.resolve import Resolved
 
 
-def check_config(config: ml_collections.ConfigDict, with_task: bool = True) -> None:
-    """Raises UserError for the first thing in `config` that cannot work.
-
-    Without `with_task` the task's name and options are not looked at.
-    """
+def check_fields(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for the first field whose value is out of bounds."""
     flat = flatten(config)
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -49,17 +39,18 @@ def check_config(config: ml_collections.ConfigDict, with_task: bool = True) -> N
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
-    model = model_config(config, vocab_size=1)
-    _check_experts(config, model.num_experts)
-    _check_precision(config)
-    _check_latent(config, model)
+
+
+def check(resolved: Resolved) -> None:
+    """Raises UserError for the first fields that do not go together."""
+    config = resolved.config
+    _check_experts(config, resolved.model.num_experts)
+    _check_precision(resolved)
+    _check_latent(resolved)
     _check_chat(config)
-    _check_rollout(config)
-    _check_continuous(config)
+    _check_rollout(resolved)
+    _check_continuous(resolved)
     _check_batches(config)
-    if with_task:
-        check_task(config.env.task, config.env.task_options.to_dict())
-    load_reward(config.env.reward)
 
 
 def _check_experts(config, experts: int) -> None:
@@ -89,25 +80,11 @@ def _check_experts(config, experts: int) -> None:
         )
 
 
-def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
-    """The model's shapes from `config.model`; its vocabulary holds the tokenizer's `vocab_size`.
-
-    Raises:
-      UserError: they contradict each other, or the tokenizer.
-    """
-    model = model_shapes(config, vocab_size)
-    if model.vocab_size < vocab_size:
-        raise UserError(
-            f"data.tokenizer: {config.data.tokenizer!r} has ids up to {vocab_size - 1}, and the "
-            f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
-        )
-    return model
-
-
-def _check_latent(config, model: ModelConfig) -> None:
+def _check_latent(resolved: Resolved) -> None:
     """What multi-head latent attention does not have."""
-    if not model.latent:
+    if not resolved.model.latent:
         return
+    config = resolved.config
     where = "and the model has multi-head latent attention (kv_lora_rank above 0), which"
     if config.mesh.tensor != 1:
         raise UserError(
@@ -117,8 +94,11 @@ def _check_latent(config, model: ModelConfig) -> None:
         raise UserError(
             f"precision.attention is 'fp8', {where} keeps its queries in bf16: write 'bf16'"
         )
-    for side in SIDES:
-        if side_recipe(config, side).kv == "calibrated":
+    for side, recipe in (
+        ("rollout", resolved.rollout_recipe),
+        ("learner", resolved.learner_recipe),
+    ):
+        if recipe.kv == "calibrated":
             chosen = config.precision.kv_cache != "recipe"
             field = "kv_cache" if chosen else side
             raise UserError(
@@ -135,34 +115,11 @@ def _check_chat(config) -> None:
                 f"data.{name} is {flatten(config)[f'data.{name}']!r} and data.chat False: set "
                 f"data.chat=True, or leave {name} out"
             )
-    own = pathlib.Path(config.model.checkpoint, "tokenizer.json")
-    if config.model.checkpoint and data.tokenizer == "byte" and own.is_file():
-        raise UserError(
-            f"data.tokenizer is 'byte', and model.checkpoint = {config.model.checkpoint!r} has a "
-            "tokenizer of its own: set data.tokenizer='checkpoint'"
-        )
 
 
-def use_tis(config: ml_collections.ConfigDict) -> bool:
-    """Whether importance weights are applied."""
-    if config.algo.correction != "auto":
-        return config.algo.correction == "tis"
-    return not same_numerics(config) and config.algo.old_logprobs != "rollout"
-
-
-def takes_rollout_logprobs(config: ml_collections.ConfigDict, drifted: bool) -> bool:
-    """Whether the sampler's log-probabilities serve as the old ones, which saves a forward pass.
-
-    With 'auto' as long as no first update has shown (`drifted`) that the learner's are others.
-    """
-    if config.algo.old_logprobs != "auto":
-        return config.algo.old_logprobs == "rollout"
-    return zero_drift_required(config) and not use_tis(config) and not drifted
-
-
-def _check_precision(config) -> None:
-    rollout, learner = (side_recipe(config, side) for side in SIDES)
-    precision = config.precision
+def _check_precision(resolved: Resolved) -> None:
+    rollout, learner = resolved.rollout_recipe, resolved.learner_recipe
+    precision = resolved.config.precision
     changes = ("weight_policy", "activation_policy", "gradient_policy", "bf16_modules")
     for name in (*changes, "first_layers_bf16", "last_layers_bf16"):
         if precision[name] and not rollout.quantized and not learner.quantized:
@@ -189,7 +146,7 @@ def _check_precision(config) -> None:
             f"learner's steps observed, and the learner ({learner.name!r}) has another forward "
             "pass: use the same recipe on both sides"
         )
-    if not zero_drift_required(config):
+    if not resolved.zero_drift:
         return
     if "fast" in (rollout.attention_kernel, learner.attention_kernel):
         raise UserError(
@@ -220,8 +177,8 @@ def _check_precision(config) -> None:
     check_xla_flags()
 
 
-def _check_kernels(config) -> None:
-    kernels, backend = config.precision.kernels, jax.default_backend()
+def _check_kernels(resolved: Resolved) -> None:
+    kernels, backend = resolved.config.precision.kernels, jax.default_backend()
     if kernels in ("triton", "mosaic") and backend != "gpu":
         raise UserError(
             f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "
@@ -233,7 +190,7 @@ def _check_kernels(config) -> None:
             "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "
             "and drifts"
         )
-    if kernels == "mosaic" and zero_drift_required(config):
+    if kernels == "mosaic" and resolved.zero_drift:
         raise UserError(
             "precision.kernels is 'mosaic', which decodes by one kernel and learns by another, and "
             "their bits have not been compared: write 'triton', or set "
@@ -241,31 +198,25 @@ def _check_kernels(config) -> None:
         )
 
 
-def check_platform(config: ml_collections.ConfigDict) -> None:
+def check_platform(resolved: Resolved) -> None:
     """Raises UserError where this machine cannot do what is asked: kernels without a GPU, zero
     drift where it is not kept. Compiles a trivial probe, so it comes after every other check."""
-    _check_kernels(config)
-    if config.precision.zero_drift == "required" and not compiler_options():
+    _check_kernels(resolved)
+    if resolved.config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(
             f"precision.zero_drift is 'required', and on {jax.default_backend()} with this jaxlib "
             "the promise is not kept yet: set precision.zero_drift='report'"
         )
 
 
-def _check_rollout(config) -> None:
-    rollout, algo = config.rollout, config.algo
+def _check_rollout(resolved: Resolved) -> None:
+    rollout, algo = resolved.config.rollout, resolved.config.algo
     if rollout.group_size == 1:
         raise UserError(
             "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
             "standard deviation too: write a group of at least 2"
         )
-    need = rollout.max_prompt_tokens + rollout.max_new_tokens
-    if rollout.cache_slots and rollout.cache_slots < need:
-        raise UserError(
-            f"rollout.max_prompt_tokens + max_new_tokens = {need} is longer than the cache of "
-            f"rollout.cache_slots = {rollout.cache_slots}: raise it to {need}, or write 0"
-        )
-    check_positions(config, rollout.cache_slots or need)
+    check_positions(resolved, rollout.max_prompt_tokens + rollout.max_new_tokens)
     if rollout.temperature <= 0:
         raise UserError(
             f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
@@ -280,8 +231,9 @@ def _check_rollout(config) -> None:
         )
 
 
-def _check_continuous(config) -> None:
+def _check_continuous(resolved: Resolved) -> None:
     """What continuous batching asks for, but for what the number of devices decides."""
+    config, recipe = resolved.config, resolved.rollout_recipe
     rollout = config.rollout
     if not rollout.slots:
         if rollout.pages:
@@ -296,17 +248,11 @@ def _check_continuous(config) -> None:
             f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
             f"(prompts_per_step x group_size): write at most {rows}"
         )
-    if rollout.cache_slots:
-        raise UserError(
-            f"rollout.cache_slots is {rollout.cache_slots}, and with rollout.slots the cache is in "
-            "pages: write 0, and set rollout.pages to size it"
-        )
     if config.mesh.tensor != 1:
         raise UserError(
             f"rollout.slots is {rollout.slots} and mesh.tensor {config.mesh.tensor}: continuous "
             "batching does not cut layers by columns; set mesh.tensor to 1, or rollout.slots to 0"
         )
-    recipe = side_recipe(config, "rollout")
     if not recipe.row_local:
         raise UserError(
             f"rollout.slots is {rollout.slots}, and recipe {recipe.name!r} (precision.rollout) "
@@ -383,28 +329,11 @@ def _check_pages(config: ml_collections.ConfigDict, devices: int) -> None:
         )
 
 
-def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
-    """Raises UserError if `directory` cannot be made, written, or has too little room."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise no_room(directory, error, field) from None
-    free = shutil.disk_usage(directory).free
-    if free < bytes_needed:
+def check_positions(resolved: Resolved, tokens: int) -> None:
+    """Raises UserError if sequences of `tokens` tokens are longer than `model.checkpoint` knows."""
+    if resolved.positions is not None and tokens > resolved.positions:
         raise UserError(
-            f"{field}: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
-            f"{bytes_needed / 1e6:.0f} MB; free some, or set {field} elsewhere"
+            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
+            f"{resolved.positions} positions of model.checkpoint = "
+            f"{resolved.config.model.checkpoint!r}: lower them"
         )
-
-
-def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
-    """The sentence for a write that failed."""
-    full = error.errno in _FULL
-    reason = "no room is left" if full else error.strerror or str(error)
-    return UserError(
-        f"{field}: cannot write in {directory}: {reason}; free some room, or set {field} elsewhere"
-    )

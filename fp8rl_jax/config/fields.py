@@ -81,7 +81,6 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
                      "fp8_calibrated: a scale per layer, measured after each update"),
         "attention": ("bf16", "bf16, or fp8: q too is quantised, as the KV cache is"),
         "kv_margin": (1.05, "headroom of calibrated scales"),
-        "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
         "kernels": ("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; triton; "
                     "mosaic: triton, and Mosaic for FP8 products of many rows"),
         "attention_kernel": ("strict", "strict: the same bits in decode, prefill and learner; "
@@ -119,7 +118,6 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "group_size": (8, "samples per question"),
         "max_prompt_tokens": (24, "prompt slots"),
         "max_new_tokens": (8, "response slots"),
-        "cache_slots": (0, "KV slots per sequence; 0 for prompt + response"),
         "slots": (0, "sequences that decode at a time, each replaced when it ends (continuous "
                   "batching); 0 decodes all samples at once"),
         "pages": (0, "with slots: pages of 64 tokens in the KV cache; 0 for as many as the slots "
@@ -190,13 +188,12 @@ CHOICES = {
 # Fields with the least value allowed.
 AT_LEAST = {
     "precision.first_layers_bf16": 0, "precision.last_layers_bf16": 0, "precision.kv_margin": 1,
-    "precision.kv_percentile": 1,
     "run.seed": 0, "algo.clip_low": 0, "algo.clip_high": 0, "algo.tis_cap": 0,
     "optimizer.weight_decay": 0, "warmup.weight_decay": 0, "warmup.end_fraction": 0,
     "optimizer.b1": 0, "optimizer.b2": 0, "warmup.b2": 0,
     "run.steps": 0, "run.samples": 0, "run.checkpoint_every": 1, "run.keep_checkpoints": 1,
     "env.train_questions": 1, "rollout.prompts_per_step": 1, "rollout.group_size": 1,
-    "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1, "rollout.cache_slots": 0,
+    "rollout.max_prompt_tokens": 2, "rollout.max_new_tokens": 1,
     "rollout.slots": 0, "rollout.pages": 0, "rollout.prefill_chunk": 1,
     "rollout.top_k": 0, "algo.kl_coef": 0, "algo.router_aux_loss_coef": 0,
     "algo.updates_per_rollout": 1,
@@ -207,7 +204,7 @@ AT_LEAST = {
 }  # fmt: skip
 # Fields with the greatest value allowed.
 AT_MOST = {
-    "precision.kv_margin": 100, "precision.kv_percentile": 100,
+    "precision.kv_margin": 100,
     "run.seed": 2**31 - 1, "warmup.end_fraction": 1,
     "optimizer.b1": 0.9999999, "optimizer.b2": 0.9999999, "warmup.b2": 0.9999999,
 }  # fmt: skip

@@ -35,6 +35,28 @@ def default_config() -> ml_collections.ConfigDict:
     return config
 
 
+# Fields that are gone, with the value at which a run is still the same without them.
+_REMOVED = {"rollout.cache_slots": 0, "precision.kv_percentile": 100.0}
+
+
+def without_removed(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The sections of an older config.json without the fields that are gone.
+
+    Raises:
+      UserError: one of them had an effect.
+    """
+    kept = {section: dict(fields) for section, fields in content.items()}
+    for path, neutral in _REMOVED.items():
+        section, _, name = path.partition(".")
+        value = kept.get(section, {}).pop(name, neutral)
+        if value != neutral:
+            raise UserError(
+                f"{where}: {path} is {value!r}, and this version no longer has that field: use the "
+                "version that the run was made with"
+            )
+    return kept
+
+
 def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
     """The configuration in a run's config.json; fields that it is too old to have are defaults.
 

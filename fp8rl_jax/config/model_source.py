@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
-from fp8rl_jax.config import FIELDS
+from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
@@ -35,12 +35,10 @@ def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "model_type" in content else None
 
 
-def model_shapes(config: ml_collections.ConfigDict, vocab_size: int = 1) -> ModelConfig:
-    """The model's shapes.
+def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | None]:
+    """The model's shapes, and the longest sequence that its checkpoint knows (None without one).
 
-    Args:
-      config: the whole configuration.
-      vocab_size: of a model whose shapes are fields of the config; the others have their own.
+    Where the shapes are fields of the configuration, the vocabulary is 1: it is the tokenizer's.
 
     Raises:
       UserError: the section contradicts itself, or what it names cannot be read.
@@ -48,7 +46,7 @@ def model_shapes(config: ml_collections.ConfigDict, vocab_size: int = 1) -> Mode
     fields = config.model.to_dict()
     checkpoint, name = (fields.pop(source) for source in _SOURCES)
     if not (checkpoint or name):
-        return ModelConfig(vocab_size=vocab_size, **fields)
+        return ModelConfig(vocab_size=1, **fields), None
     if checkpoint and name:
         raise UserError(
             f"model.checkpoint is {checkpoint!r} and model.name {name!r}: the checkpoint has its "
@@ -64,25 +62,34 @@ def model_shapes(config: ml_collections.ConfigDict, vocab_size: int = 1) -> Mode
     if name:
         if name not in PRESETS:
             raise UserError(f"model.name is {name!r}; write one of {', '.join(PRESETS)}")
-        return preset(name)
-    _check_directory(checkpoint)
+        return preset(name), None
+    described = _read_directory(checkpoint)
+    if config.data.tokenizer == "byte" and pathlib.Path(checkpoint, "tokenizer.json").is_file():
+        raise UserError(
+            f"data.tokenizer is 'byte', and model.checkpoint = {checkpoint!r} has a tokenizer of "
+            "its own: set data.tokenizer='checkpoint'"
+        )
+    most = described.get("max_position_embeddings")
     from fp8rl_jax.models import hf  # reads files of other libraries: only when asked for
 
-    return hf.read_config(checkpoint)
+    return hf.read_config(checkpoint), most if isinstance(most, int) else None
 
 
-def _check_directory(checkpoint: str) -> None:
+def _read_directory(checkpoint: str) -> dict[str, Any]:
+    """The config.json of `model.checkpoint`."""
     path = pathlib.Path(checkpoint)
     if not path.is_dir():
         raise UserError(
             f"model.checkpoint: {path} is no directory; name one with the config.json and the "
             "safetensors of a Hugging Face model"
         )
-    if pretrained_config(path) is None:
+    described = pretrained_config(path)
+    if described is None:
         raise UserError(
             f"model.checkpoint: {path} has no config.json with a model_type; name the directory of "
             "a Hugging Face model"
         )
+    return described
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):
@@ -96,18 +103,6 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
     no_mesh = Mesh(np.empty((), object), ())  # a reader fills each device's part by itself
     with jax.set_mesh(no_mesh):
         return hf.load(config.model.checkpoint, dtype=jnp.float32, shardings=shardings)[1]
-
-
-def check_positions(config: ml_collections.ConfigDict, slots: int) -> None:
-    """Raises UserError if sequences of `slots` tokens are longer than `model.checkpoint` knows."""
-    if not config.model.checkpoint:
-        return
-    most = (pretrained_config(config.model.checkpoint) or {}).get("max_position_embeddings")
-    if isinstance(most, int) and slots > most:
-        raise UserError(
-            f"rollout.max_prompt_tokens + max_new_tokens (or cache_slots) = {slots} is more than "
-            f"the {most} positions of model.checkpoint = {config.model.checkpoint!r}: lower them"
-        )
 
 
 def identity(checkpoint: str) -> str:

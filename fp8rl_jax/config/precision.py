@@ -8,10 +8,9 @@ import fnmatch
 
 import ml_collections
 
-from fp8rl_jax.config.model_source import model_shapes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
-from fp8rl_jax.quant import Recipe, get_policy, get_recipe, same_forward
+from fp8rl_jax.quant import Recipe, get_policy, get_recipe
 
 SIDES = ("rollout", "learner")
 _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
@@ -26,16 +25,20 @@ def _field(name: str):
         raise UserError(f"precision.{name}: {error}") from None
 
 
-def side_recipe(config: ml_collections.ConfigDict, side: str) -> Recipe:
+def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) -> Recipe:
     """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
 
     Policies, layers and modules in bf16 change recipes that quantise; the others have nothing to
     change. The KV cache, FP8 attention, kernels and attention's kernel change any recipe.
 
+    Args:
+      precision: the section of the configuration.
+      side: 'rollout' or 'learner'.
+      layers: of the model.
+
     Raises:
       UserError: no such recipe or policy, or they do not go together.
     """
-    precision, layers = config.precision, model_shapes(config).num_hidden_layers
     with _field(side):
         recipe = get_recipe(precision[side])
         _check_patterns(recipe.bf16_modules)
@@ -87,15 +90,3 @@ def _check_patterns(patterns: tuple[str, ...]) -> None:
                 f"{pattern!r} in bf16_modules matches no linear layer; they are "
                 + ", ".join(LINEAR_LAYERS)
             )
-
-
-def same_numerics(config: ml_collections.ConfigDict) -> bool:
-    """Whether both sides compute the same forward pass, and decode as prefill and learner do."""
-    rollout, learner = (side_recipe(config, side) for side in SIDES)
-    return same_forward(rollout, learner) and rollout.attention_kernel == "strict"
-
-
-def zero_drift_required(config: ml_collections.ConfigDict) -> bool:
-    """Whether the run must refuse what cannot be exact."""
-    setting = config.precision.zero_drift
-    return same_numerics(config) if setting == "auto" else setting == "required"

@@ -108,11 +108,10 @@ def _cut(runtime: Runtime) -> Runtime:
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
     config = ml_collections.ConfigDict(runtime.config.to_dict())
-    slots = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    cache_slots = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
         config.rollout.slots, config.rollout.pages = batch_divisor(runtime.mesh), 0
-    else:
-        config.rollout.cache_slots = config.rollout.cache_slots or slots
+        cache_slots = 0
     config.rollout.max_new_tokens = min(config.rollout.max_new_tokens, _NEW_TOKENS)
     config.rollout.prompts_per_step = min(
         max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step
@@ -129,6 +128,7 @@ def _cut(runtime: Runtime) -> Runtime:
     return dataclasses.replace(
         runtime,
         config=config,
+        cache_slots=cache_slots,
         model=dataclasses.replace(
             runtime.model,
             num_hidden_layers=layers,

@@ -13,7 +13,7 @@ from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import check_target
-from fp8rl_jax.policy.inference import trained_params
+from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.training.run_directory import read_saved_config
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -52,7 +52,7 @@ def export_run(
     config.run.dir, config.mesh = str(path), default_config().mesh
     runtime = make_runtime(config, with_questions=False)
     with jax.set_mesh(runtime.mesh):
-        params, _ = trained_params(config, path, note)
+        params = load_trained(runtime, path, note).params
     begun = pathlib.Path(config.model.checkpoint)
     also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
     if fields is not None:

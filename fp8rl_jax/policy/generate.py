@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8rl_jax import sharding
 from fp8rl_jax.models import rope_tables
-from fp8rl_jax.policy.load import pad
+from fp8rl_jax.policy.load import Policy, pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
 from fp8rl_jax.training.runtime import Runtime
 
@@ -50,19 +50,15 @@ class Timing:
 
 
 def generate(
-    runtime: Runtime,
-    weights,
-    rows: list[list[int]],
+    policy: Policy,
     temperature: float,
     show: Callable[[int, str], None],
     finished: Callable[[int, bool], None] = lambda row, by_itself: None,
 ) -> Timing:
-    """Answers prompts.
+    """Answers the prompts of a policy, with `rollout.max_new_tokens`, top-k and top-p.
 
     Args:
-      runtime: model, recipe, tokenizer, `rollout.max_new_tokens`, top-k and top-p.
-      weights: rollout weights, from refit.
-      rows: token ids of each prompt.
+      policy: of `load_policy`.
       temperature: 0 for greedy.
       show: show(row, text) for every piece of text, in order within a row.
       finished: finished(row, by_itself) after a row's last piece; False if it was cut.
@@ -70,12 +66,13 @@ def generate(
     Returns:
       How long it took.
     """
+    runtime, rows = policy.runtime, policy.rows
     config, tokenizer = runtime.config.rollout, runtime.tokenizer
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
     stream = make_stream(runtime.model, runtime.rollout_recipe, settings, CHUNK)
-    prepared = stream.prepare(weights)
+    prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 
     start = time.perf_counter()

@@ -1,15 +1,15 @@
-"""A policy by its directory: a run's newest checkpoint, or a Hugging Face model as it was released.
+"""A policy by its configuration: the newest checkpoint in `run.dir`, or a released model.
 
-Both need no config file. A run has saved its own; for a Hugging Face directory the defaults hold,
-with the shapes and the tokenizer that it has. Everything else is the same: a Runtime, refit, and
-the sampler of training.
+Both go through a Runtime and refit, so they are sampled by the program that training samples with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,197 +17,156 @@ import ml_collections
 import numpy as np
 import optax
 
-from fp8rl_jax.config import default_config, override, saved_config
-from fp8rl_jax.config.model_source import check_positions, pretrained_config
+from fp8rl_jax.config import checks, saved_config
 from fp8rl_jax.data import encode_prompt, encode_text, pad_rows
-from fp8rl_jax.data.pretrained import read_object
-from fp8rl_jax.envs import Question, make_questions
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.policy.inference import trained_params
+from fp8rl_jax.policy.source import is_released
+from fp8rl_jax.quant import KVScales
+from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
-from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.run_directory import read_saved_config
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.run_directory import first_difference, read_saved_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-_NEW_TOKENS = 256
 _ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled
+Note = Callable[[str], None]
 
 
-def policy_config(
-    directory: str, fields: Mapping[str, Any], overrides: Sequence[str] = ()
-) -> ml_collections.ConfigDict:
-    """The configuration that a directory is used under.
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run's newest checkpoint holds of its policy.
 
-    Args:
-      directory: of a run, or of a Hugging Face model.
-      fields: {'section.field': value} to change.
-      overrides: ``--config.section.field=value`` arguments, which win.
-
-    Raises:
-      UserError: the directory is neither, or a field is wrong.
+    Attributes:
+      params: float32 parameters.
+      scaling_state: of the learner's scaling policies; None under another recipe than the run's.
+      kv_scales: calibrated on these parameters; None if there are none, or other recipes.
+      phase, step: of training.
     """
-    path = pathlib.Path(directory)
-    released = pretrained_config(path)
-    if released is not None:
-        config = default_config()
-        config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
-        config.warmup.steps = 0
-        most = released.get("max_position_embeddings")
-        known = most if isinstance(most, int) else 2 * _NEW_TOKENS
-        config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)
-        config.rollout.max_prompt_tokens = 2  # as many as the prompts turn out to need
-        _as_released(config, path)
-    elif (path / "config.json").is_file():
-        saved = path / "config.json"
-        config = saved_config(read_saved_config(saved), str(saved))
-    else:
-        raise UserError(
-            f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "
-            "Hugging Face model"
-        )
-    config.run.dir = directory
-    for name, value in fields.items():
-        section, _, field = name.partition(".")
-        config[section][field] = value
-    override(config, overrides)
-    return config
+
+    params: Any
+    scaling_state: dict | None
+    kv_scales: KVScales | None
+    phase: str
+    step: int
 
 
-def _as_released(config: ml_collections.ConfigDict, path: pathlib.Path) -> None:
-    """top-k and top-p of generation_config.json."""
-    settings = read_object(path / "generation_config.json")
-    if settings.get("do_sample"):
-        for name in ("top_k", "top_p"):
-            value = settings.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                config.rollout[name] = type(config.rollout[name])(value)
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What `generate` and `evaluate` take.
 
+    Attributes:
+      runtime: with prompt slots for the prompts.
+      weights: rollout weights, from refit.
+      rows: token ids of each prompt.
+      phase, step: of training; 'rl' and 0 of a released model.
+    """
 
-def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """What a policy is sampled at when nobody says: a run at `rollout.temperature`, a Hugging Face
-    model as its generation_config.json says, which is greedily (0) without do_sample."""
-    if not is_released(config):
-        return config.rollout.temperature
-    settings = read_object(pathlib.Path(config.model.checkpoint) / "generation_config.json")
-    if not settings.get("do_sample"):
-        return 0.0
-    value = settings.get("temperature", 1.0)
-    return float(value) if isinstance(value, int | float) else 1.0
-
-
-def is_released(config: ml_collections.ConfigDict) -> bool:
-    """Whether `policy_config` was given a Hugging Face directory, and not that of a run (which may
-    have begun from one)."""
-    return pretrained_config(config.run.dir) is not None
+    runtime: Runtime
+    weights: Any
+    rows: list[list[int]]
+    phase: str
+    step: int
 
 
 @contextlib.contextmanager
-def prepare(
+def load_policy(
     config: ml_collections.ConfigDict,
     prompts: Sequence[str],
-    note: Callable[[str], None] = lambda text: None,
-) -> Iterator[tuple[Runtime, Any, list[list[int]], float]]:
-    """Everything that `generate` takes, under the mesh of the configuration.
+    note: Note = lambda text: None,
+    as_questions: bool = False,
+) -> Iterator[Policy]:
+    """The policy in `config.run.dir`, ready for some prompts, under its mesh.
 
-    Yields:
-      runtime; rollout weights; token ids of each prompt; the temperature when nobody says one.
+    Args:
+      config: of `load_config` or `directory_config`.
+      prompts: texts.
+      note: told where the weights come from.
+      as_questions: prompts are a task's questions; else those of a released model are text to go
+        on with.
 
     Raises:
-      UserError: something in the configuration or a prompt cannot work.
+      UserError: something in the configuration, the checkpoint or a prompt cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
-    rows = encode_prompts(runtime, prompts)
-    padded = pad(runtime, rows)
-    with jax.set_mesh(runtime.mesh):
-        weights = load_weights(runtime, *padded, note)
-        yield runtime, weights, rows, usual_temperature(config)
-
-
-def encode_prompts(runtime: Runtime, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts: a run's as its questions, a released model's as text to go on with, or
-    either as the user's message under data.chat.
-
-    Raises:
-      UserError: a prompt has no token, or prompt and response are longer than the model knows.
-    """
-    plain = is_released(runtime.config) and runtime.chat is None
+    plain = is_released(config) and runtime.chat is None and not as_questions
     rows = [
         encode_text(text, runtime.tokenizer)
         if plain
         else encode_prompt(text, runtime.tokenizer, runtime.chat)
-        for text in texts
+        for text in prompts
     ]
-    for text, row in zip(texts, rows, strict=True):
+    for text, row in zip(prompts, rows, strict=True):
         if not row:
             raise UserError(f"the prompt {text!r} has no token: write something")
     longest = max(map(len, rows))
-    check_positions(runtime.config, longest + runtime.config.rollout.max_new_tokens)
-    return rows
+    checks.check_positions(runtime, longest + config.rollout.max_new_tokens)
+    runtime = runtime.with_prompt_slots(_round_slots(longest))
+    with jax.set_mesh(runtime.mesh):
+        if is_released(config):
+            trained = Trained(runtime.initial_params(), None, None, "rl", 0)
+            note(f"weights of {config.model.checkpoint}")
+        else:
+            trained = load_trained(runtime, pathlib.Path(config.run.dir), note)
+        state = runtime.new_state(trained.params, optax.identity(), trained.scaling_state)
+        if trained.kv_scales is not None:
+            state = dataclasses.replace(state, kv_scales=trained.kv_scales)
+        else:
+            few = rows[: config.eval.batch_size]
+            state = runtime.calibrate_state(state, *pad(runtime, few))
+        weights = runtime.refit_state(state)[0]
+        yield Policy(runtime, weights, rows, trained.phase, trained.step)
 
 
-def round_slots(length: int) -> int:
-    """Prompt slots for prompts of up to `length` tokens."""
-    return -(-length // _ROUND) * _ROUND
-
-
-def load_weights(runtime: Runtime, prompts, lengths, note: Callable[[str], None]):
-    """Rollout weights of the directory that `policy_config` was made of.
-
-    Args:
-      runtime: of that configuration.
-      prompts, lengths: (P, Tp) and (P,), which calibrate KV scales where a recipe needs them.
-      note: told where the weights come from.
-    """
-    config = runtime.config
-    if is_released(config):
-        params, scaling = runtime.initial_params(), None
-        note(f"weights of {config.model.checkpoint}")
-    else:
-        params, scaling = trained_params(config, pathlib.Path(config.run.dir), note)
-    state = runtime.new_state(params, optax.identity(), scaling)
-    state = runtime.calibrate_state(state, prompts, lengths)
-    return runtime.refit_state(state)[0]
-
-
-def evaluate_policy(
-    config: ml_collections.ConfigDict, note: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Accuracy of a policy on held-out questions of `env.task`.
-
-    Prompt slots are as many as the questions need.
-
-    Args:
-      config: of `policy_config`.
-      note: told what is being done.
-
-    Returns:
-      accuracy_greedy, accuracy_sampled (at temperature 1), questions, response_len_mean (sampled),
-      tokens_per_s_eval, with the names of checkpoint, task and recipe.
+def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Trained:
+    """The newest checkpoint of a run; recipes and mesh of `runtime` may be others than the run's.
 
     Raises:
-      UserError: something in the configuration cannot work.
+      UserError: there is none, or it is damaged or of another model.
     """
-    runtime = make_runtime(config, with_questions=False)
-    asked = make_questions(
-        config.env.task, config.env.task_options.to_dict(), {"eval": config.eval.questions},
-        config.run.seed,
-    )["eval"]  # fmt: skip
-    rows = [encode_prompt(q.text, runtime.tokenizer, runtime.chat) for q in asked]
-    config.rollout.max_prompt_tokens = round_slots(max(map(len, rows)))
-    config.rollout.cache_slots = 0
-    check_positions(config, max(map(len, rows)) + config.rollout.max_new_tokens)
-    runtime.questions["eval"] = asked
-    first: list[Question] = asked[: config.eval.batch_size]
-    padded = first + first[-1:] * (config.eval.batch_size - len(first))
-    with jax.set_mesh(runtime.mesh):
-        weights = load_weights(runtime, *runtime.pad_prompts(padded), note)
-        record, _ = evaluate(runtime, weights, "rl", 0)
-    return {
-        "checkpoint": config.run.dir,
-        "task": config.env.task,
-        "precision": runtime.rollout_recipe.name,
-        **{name: value for name, value in record.items() if name not in ("phase", "step")},
-    }
+    if not (directory / "checkpoints").is_dir():
+        raise UserError(
+            f"{directory} holds no checkpoints: train first, or name the directory of a run with "
+            "--checkpoint or --config.run.dir"
+        )
+    config = runtime.config
+    theirs = read_saved_config(directory / "config.json")
+    ours = json.loads(json.dumps(config.to_dict()))
+    difference = first_difference(
+        *({section: c.get(section, {}) for section in ("model", "data")} for c in (theirs, ours))
+    )
+    if difference:
+        name, before, now = difference
+        raise UserError(
+            f"the run in {directory} was trained with {name} = {before!r}, and the config says "
+            f"{now!r}: set it back"
+        )
+    saved_as = saved_config(theirs, f"{directory}/config.json")
+    saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
+    saved = make_runtime(saved_as, with_questions=False)
+    checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)
+    number = checkpoints.latest()
+    if number is None:
+        raise UserError(f"{directory / 'checkpoints'} holds no complete checkpoint: train first")
+    meta = checkpoints.read_meta(number)
+    like = saved.new_state(saved.init_params(), optimizer_of_phase(saved_as, meta["phase"])[0])
+    state = checkpoints.restore(number, like)
+    checkpoints.close()
+    note(f"weights of {directory} after {meta['phase']} step {meta['step']}")
+    same = runtime.learner_recipe == saved.learner_recipe
+    # Between two evaluations of the supervised stage scales are of older weights.
+    fresh = runtime.rollout_recipe == saved.rollout_recipe and is_fresh(
+        state.kv_scales, int(state.step)
+    )
+    return Trained(
+        state.params, state.scaling_state if same else None, state.kv_scales if fresh else None,
+        meta["phase"], meta["step"],
+    )  # fmt: skip
+
+
+def _round_slots(length: int) -> int:
+    """Prompt slots for prompts of up to `length` tokens."""
+    return -(-length // _ROUND) * _ROUND
 
 
 def pad(runtime: Runtime, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -215,4 +174,4 @@ def pad(runtime: Runtime, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray
     until B divides over the mesh."""
     count = len(rows) + -len(rows) % batch_divisor(runtime.mesh)
     rows = rows + rows[-1:] * (count - len(rows))
-    return pad_rows(rows, round_slots(max(map(len, rows))), runtime.tokenizer.pad_id)
+    return pad_rows(rows, _round_slots(max(map(len, rows))), runtime.tokenizer.pad_id)

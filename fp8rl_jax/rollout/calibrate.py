@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, quantize_params
 from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
@@ -27,7 +25,6 @@ def make_calibrate(
     recipe: Recipe | str,
     *,
     margin: float = 1.05,
-    percentile: float = 100.0,
     shardings: dict | None = None,
 ) -> Callable:
     """Returns ``calibrate(params, scaling_state, tokens, lengths, step, rope)``, jitted.
@@ -35,7 +32,6 @@ def make_calibrate(
     Args:
       model, recipe: shapes and the rollout's numerics.
       margin: headroom, at least 1.
-      percentile: of the sequences' amaxes; 100 takes the largest.
       shardings: keywords for jit on a mesh.
 
     The function takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
@@ -50,12 +46,7 @@ def make_calibrate(
             weights, tokens, model, recipe,
             lengths=lengths, rope=rope, output="hidden", collect_amax=True,
         )  # fmt: skip
-        amax = {
-            name: largest(found, 1)
-            if percentile == 100
-            else jnp.percentile(found, percentile, axis=1)
-            for name, found in out.aux["kv_amax"].items()
-        }
+        amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate, **(shardings or {}))

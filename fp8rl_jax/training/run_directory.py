@@ -13,9 +13,11 @@ import pathlib
 
 import ml_collections
 
-from fp8rl_jax.config import checks, default_config, flatten
-from fp8rl_jax.config.model_source import model_shapes
+from fp8rl_jax.config import default_config, flatten
+from fp8rl_jax.config.load import without_removed
+from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.disk import no_room
 from fp8rl_jax.training.logs import RunLogs
 
 # Fields that may differ between a run and its resumption.
@@ -25,9 +27,10 @@ _MAY_CHANGE = (
 )  # fmt: skip
 
 
-def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
+def check_directory(resolved: Resolved, resume: bool) -> None:
     """Raises UserError if `run.dir` holds another configuration, or a run that `resume` was not
     asked for."""
+    config = resolved.config
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
     if saved.exists():
@@ -40,7 +43,7 @@ def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
                 f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
                 f"{now!r}): set it back, or choose another --config.run.dir"
             )
-        _check_shapes(config, directory)
+        _check_shapes(resolved, directory)
         if not resume:
             raise UserError(
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
@@ -56,13 +59,14 @@ def check_directory(config: ml_collections.ConfigDict, resume: bool) -> None:
             )
 
 
-def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
+def open_run(resolved: Resolved, resume: bool) -> pathlib.Path:
     """Prepares the run directory: writes its config.json.
 
     Raises:
       UserError: of `check_directory`, or the directory cannot be written.
     """
-    check_directory(config, resume)
+    check_directory(resolved, resume)
+    config = resolved.config
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
     ours = json.loads(json.dumps(config.to_dict()))
@@ -70,28 +74,26 @@ def open_run(config: ml_collections.ConfigDict, resume: bool) -> pathlib.Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if config.model.checkpoint:
-            (directory / "model.json").write_text(json.dumps(_shapes(config), indent=2) + "\n")
+            (directory / "model.json").write_text(
+                json.dumps(dataclasses.asdict(resolved.model), indent=2) + "\n"
+            )
         temporary.write_text(json.dumps(ours, indent=2) + "\n")
         os.replace(temporary, saved)
     except OSError as error:
-        raise checks.no_room(directory, error) from None
+        raise no_room(directory, error) from None
     return directory
 
 
-def _shapes(config: ml_collections.ConfigDict) -> dict:
-    return dataclasses.asdict(model_shapes(config))
-
-
-def _check_shapes(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
+def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
     """Raises UserError if `model.checkpoint` has other shapes than when the run began."""
-    saved = directory / "model.json"
-    if not (config.model.checkpoint and saved.exists()):
+    saved, checkpoint = directory / "model.json", resolved.config.model.checkpoint
+    if not (checkpoint and saved.exists()):
         return
-    before, now = read_saved_config(saved, sections=False), _shapes(config)
+    before, now = read_saved_config(saved, sections=False), dataclasses.asdict(resolved.model)
     for name, value in now.items():
         if before.get(name, value) != value:
             raise UserError(
-                f"model.checkpoint: {config.model.checkpoint} has {name} = {value!r}, and the run "
+                f"model.checkpoint: {checkpoint} has {name} = {value!r}, and the run "
                 f"in {directory} began with {before[name]!r}: put the directory back, or choose "
                 "another --config.run.dir"
             )
@@ -103,7 +105,7 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         content = json.loads(path.read_text())
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
-        return content
+        return without_removed(content, str(path)) if sections else content
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"run.dir: {path} is damaged ({error}): put the file back, or choose another "

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import load_params
-from fp8rl_jax.config.precision import side_recipe
+from fp8rl_jax.config.resolve import Resolved, resolve_config
 from fp8rl_jax.data import (
     ChatFormat,
     Tokenizer,
@@ -26,13 +26,11 @@ from fp8rl_jax.data import (
     pad_prompts,
     pad_responses,
 )
-from fp8rl_jax.envs import Question, load_reward, make_questions
-from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.envs import Question, make_questions
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
-    ModelConfig,
     init_params,
     init_scaling,
     kernel_formats,
@@ -59,19 +57,23 @@ from fp8rl_jax.rollout import (
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 
 
-@dataclasses.dataclass
-class Runtime:
-    """A checked configuration with what was made from it. See `make_runtime`."""
+@dataclasses.dataclass(frozen=True)
+class Runtime(Resolved):
+    """A checked configuration with what was made from it. See `make_runtime`.
 
-    config: ml_collections.ConfigDict
+    Attributes:
+      mesh: the devices.
+      tokenizer: from text to tokens and back.
+      chat: how a question becomes a conversation; None without `data.chat`.
+      questions: {split: questions of the task}.
+      cache_slots: of each sequence in the KV cache; 0 for prompt + response.
+    """
+
     mesh: Mesh
     tokenizer: Tokenizer
-    model: ModelConfig
-    rollout_recipe: Recipe
-    learner_recipe: Recipe
+    chat: ChatFormat | None
     questions: dict[str, list[Question]]
-    reward: RewardFunction
-    chat: ChatFormat | None = None
+    cache_slots: int = 0
 
     @functools.cached_property
     def keys(self) -> dict[str, jax.Array]:
@@ -83,9 +85,23 @@ class Runtime:
     @functools.cached_property
     def rope(self) -> tuple[jax.Array, jax.Array]:
         rollout = self.config.rollout
-        slots = rollout.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
+        slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
         tables = rope_tables(self.model, slots)
         return jax.device_put(tables, sharding.replicated(self.mesh))
+
+    def with_prompt_slots(self, slots: int) -> Runtime:
+        """The same with other `rollout.max_prompt_tokens`, checked again.
+
+        Raises:
+          UserError: the configuration cannot work with them.
+        """
+        config = ml_collections.ConfigDict(self.config.to_dict())
+        config.rollout.max_prompt_tokens = slots
+        resolved = resolve_config(config, with_task=False).with_vocabulary(
+            self.tokenizer.vocab_size
+        )
+        checks.check_mesh(config, sharding.batch_divisor(self.mesh))
+        return dataclasses.replace(self, **vars(resolved))
 
     # Shardings of arguments and results.
 
@@ -168,7 +184,7 @@ class Runtime:
         whole, precision = self._whole(), self.config.precision
         return make_calibrate(
             self.model, self.rollout_recipe,
-            margin=precision.kv_margin, percentile=precision.kv_percentile,
+            margin=precision.kv_margin,
             shardings={
                 "in_shardings": (
                     self.param_shardings, whole, self._rows(), self._rows(), whole, whole
@@ -204,7 +220,7 @@ class Runtime:
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens, group_size=group_size,
             eos_ids=self.tokenizer.eos_ids, pad_id=self.tokenizer.pad_id,
-            top_k=top_k, top_p=top_p, cache_slots=rollout.cache_slots, taps=taps,
+            top_k=top_k, top_p=top_p, cache_slots=self.cache_slots, taps=taps,
         )  # fmt: skip
         if rollout.slots and not taps:
             return ContinuousSampler(
@@ -391,32 +407,15 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     Raises:
       UserError: something in the configuration cannot work.
     """
-    checks.check_config(config, with_questions)
+    resolved = resolve_config(config, with_questions)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
-    model = checks.model_config(config, tokenizer.vocab_size)
-    if config.rollout.top_k > model.vocab_size:
-        raise UserError(
-            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
-            f"{model.vocab_size} tokens: lower it, or write 0 for all"
-        )
-    questions = {}
-    if with_questions:
-        questions = _questions(config, tokenizer, chat)
-    checks.check_platform(config)
-    return Runtime(
-        config=config,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        model=model,
-        rollout_recipe=side_recipe(config, "rollout"),
-        learner_recipe=side_recipe(config, "learner"),
-        questions=questions,
-        reward=load_reward(config.env.reward),
-        chat=chat,
-    )
+    resolved = resolved.with_vocabulary(tokenizer.vocab_size)
+    questions = _questions(config, tokenizer, chat) if with_questions else {}
+    checks.check_platform(resolved)
+    return Runtime(**vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=questions)
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:

@@ -37,7 +37,6 @@ _FIELDS = (
     "learner.remat",
     "rollout.max_prompt_tokens",
     "rollout.max_new_tokens",
-    "rollout.cache_slots",
 )
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
@@ -111,7 +110,7 @@ def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> N
 
 
 def run_warmup(
-    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, checkpoint, stopping
+    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, checkpoint, stop
 ) -> TrainState:
     """Supervised updates from `state.step` to the end.
 
@@ -119,7 +118,7 @@ def run_warmup(
       runtime, state: what to train.
       logs, display: where records go.
       checkpoint: called as checkpoint(state) at each evaluation and when stopping.
-      stopping: returns True when the run must end now.
+      stop: asked after each update; the name of what stops the run, or None.
 
     Returns:
       The state after the last update, or after the update at which it had to stop.
@@ -160,9 +159,10 @@ def run_warmup(
             for sample in samples:
                 logs.write("samples", sample)
             display.evaluation(result)
-        if step + 1 < config.warmup.steps and (step + 1 in evaluate_at or stopping()):
+        stopping = stop() is not None
+        if step + 1 < config.warmup.steps and (step + 1 in evaluate_at or stopping):
             checkpoint(state)
-        if stopping():
+        if stopping:
             break
     return state
 

@@ -1,8 +1,8 @@
 """Calibrated KV scales: right against numpy, frozen for all rows, never a plausible default.
 
 Proven: the scales of a two-layer model are ``amax * margin / 448`` with the amaxes of q, k and v of
-a float64 decoder (which reads K and V through a numpy cache of E4M3), over real tokens alone, at
-any percentile of the sequences; stored codes then stay below the maximum; a scale that is missing
+a float64 decoder (which reads K and V through a numpy cache of E4M3), over real tokens alone;
+stored codes then stay below the maximum; a scale that is missing
 makes NaN of everything, one that is too small is counted; `quantize_kv` and `kv_health` give the
 bytes and counts of numpy, for what saturates and for what is not finite.
 
@@ -101,16 +101,6 @@ def test_scales_are_those_of_the_largest_value(margin):
         scale = found.layer_scales()[name]
         assert scale.shape == (2,) and scale.dtype == np.float32
         np.testing.assert_allclose(scale, amax.max(1) * margin / 448, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("percentile", [slow(50.0), 90.0])
-def test_percentile_of_the_sequences(percentile):
-    """Between the amaxes of sequences, linearly, as numpy does it, whatever their lengths."""
-    found = _scales(margin=1.0, percentile=percentile).layer_scales()
-    for name, amax in _expected_amax().items():
-        expected = np.percentile(amax, percentile, axis=1) / 448
-        np.testing.assert_allclose(found[name], expected, rtol=1e-5, err_msg=name)
-        assert (found[name] < amax.max(1) / 448).all(), "the largest is left out"
 
 
 @pytest.mark.parametrize(
@@ -290,13 +280,12 @@ def test_scale_of_an_amax_that_is_nan_is_missing():
     np.testing.assert_array_equal(np.isnan(_of_amax([np.nan, 1.0])), [True, False])
 
 
-@pytest.mark.parametrize("percentile", [100.0, slow(50.0)])
-def test_a_token_that_is_nan_leaves_no_scale(percentile):
+def test_a_token_that_is_nan_leaves_no_scale():
     """The same through a model: an embedding that is NaN, in one sequence of four."""
     params = jax.tree.map(np.array, _params())
     alone = np.setdiff1d(_tokens()[1, :5], _tokens()[[0, 2, 3]])[0]
     params["embed_tokens"][alone] = np.nan
-    found = _scales(params=params, percentile=percentile).layer_scales()
+    found = _scales(params=params).layer_scales()
     assert all(np.isnan(scale).all() for scale in found.values())
 
 

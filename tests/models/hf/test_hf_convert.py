@@ -60,7 +60,7 @@ def test_there_and_back(tmp_path, capsys):
     [
         ([], ["fp8rl convert SRC DST --dtype"]),
         (["a", "b"], ["--dtype"]),
-        (["a", "b", "--dtype=int8"], ["--dtype bf16"]),
+        (["a", "b", "--dtype=int8"], ["--dtype", "int8", "bf16"]),
         (["a", "b", "c", "--dtype=fp8"], ["SRC DST"]),
         (["a", "b", "--dtype=fp8", "--config.run.seed=1"], ["--config.run.seed"]),
         (["nowhere", "b", "--dtype=fp8"], ["nowhere", "no directory"]),

@@ -1,0 +1,116 @@
+"""From the text of a configuration to one checked value that everything downstream takes.
+
+`resolve_config` reads what the configuration names (a model's shapes, scaling policies, the
+reward), checks the whole, and gives a `Resolved`. Nobody derives shapes or recipes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from fp8rl_jax.config import checks
+from fp8rl_jax.config.model_source import read_model
+from fp8rl_jax.config.precision import SIDES, side_recipe
+from fp8rl_jax.envs import check_task, load_reward
+from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.quant import Recipe, same_forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, with what it stands for.
+
+    Attributes:
+      config: every field; it cannot be changed.
+      model: shapes. Where they are fields of the configuration, the vocabulary is 1 until
+        `with_vocabulary`.
+      rollout_recipe, learner_recipe: numerics of the two sides.
+      reward: the function that `env.reward` names.
+      positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
+    """
+
+    config: ml_collections.FrozenConfigDict
+    model: ModelConfig
+    rollout_recipe: Recipe
+    learner_recipe: Recipe
+    reward: RewardFunction
+    positions: int | None
+
+    @property
+    def same_forward(self) -> bool:
+        """Whether both sides compute one forward pass, and decode as prefill and learner do."""
+        same = same_forward(self.rollout_recipe, self.learner_recipe)
+        return same and self.rollout_recipe.attention_kernel == "strict"
+
+    @property
+    def zero_drift(self) -> bool:
+        """Whether the run must refuse what cannot be exact (`precision.zero_drift`)."""
+        setting = self.config.precision.zero_drift
+        return self.same_forward if setting == "auto" else setting == "required"
+
+    @property
+    def use_tis(self) -> bool:
+        """Whether importance weights are applied (`algo.correction`)."""
+        algo = self.config.algo
+        if algo.correction != "auto":
+            return algo.correction == "tis"
+        return not self.same_forward and algo.old_logprobs != "rollout"
+
+    def takes_rollout_logprobs(self, drifted: bool) -> bool:
+        """Whether the sampler's log-probabilities serve as the old ones: saves a forward pass.
+
+        With `algo.old_logprobs` 'auto' as long as no first update has shown (`drifted`) that the
+        learner's are others.
+        """
+        setting = self.config.algo.old_logprobs
+        if setting != "auto":
+            return setting == "rollout"
+        return self.zero_drift and not self.use_tis and not drifted
+
+    def with_vocabulary(self, size: int) -> Resolved:
+        """The same with the tokenizer's `size` tokens.
+
+        Raises:
+          UserError: the model's own vocabulary is smaller, or `rollout.top_k` larger.
+        """
+        config, model = self.config, self.model
+        if not (config.model.checkpoint or config.model.name):
+            model = dataclasses.replace(model, vocab_size=size)
+        if model.vocab_size < size:
+            raise UserError(
+                f"data.tokenizer: {config.data.tokenizer!r} has ids up to {size - 1}, and the "
+                f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
+            )
+        if config.rollout.top_k > model.vocab_size:
+            raise UserError(
+                f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
+                f"{model.vocab_size} tokens: lower it, or write 0 for all"
+            )
+        return dataclasses.replace(self, model=model)
+
+
+def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) -> Resolved:
+    """Checks `config` and looks up what it names; compiles nothing.
+
+    Args:
+      config: of `load_config`.
+      with_task: look at the task's name and options, too.
+
+    Raises:
+      UserError: the first thing that cannot work, in one sentence.
+    """
+    checks.check_fields(config)
+    model, positions = read_model(config)
+    recipes = (side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES)
+    resolved = Resolved(
+        ml_collections.FrozenConfigDict(config), model, *recipes,
+        load_reward(config.env.reward), positions,
+    )  # fmt: skip
+    checks.check(resolved)
+    if with_task:
+        check_task(config.env.task, config.env.task_options.to_dict())
+    return resolved

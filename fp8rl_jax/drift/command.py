@@ -1,0 +1,57 @@
+"""`fp8rl drift`: the analysis of a configuration's sampler and learner."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import jax
+import ml_collections
+
+from fp8rl_jax.drift.attribute import analyse
+from fp8rl_jax.drift.programs import Programs, affordable
+from fp8rl_jax.policy.load import load_trained
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import make_runtime
+
+
+def analyse_drift(
+    config: ml_collections.ConfigDict,
+    checkpoint: str | None = None,
+    prompts: int | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """`drift.analyse` of a config's sampler and learner, on its training questions.
+
+    Args:
+      config: recipes, model and batch; a run's own recipes may be changed.
+      checkpoint: a run directory whose newest weights to take; random weights without one.
+      prompts: how many questions; those of one RL step by default.
+      note: told what is being done, a line at a time.
+
+    Raises:
+      UserError: the checkpoint is missing, damaged, or of another model.
+    """
+    if prompts is not None:
+        config = config.copy_and_resolve_references()
+        config.rollout.prompts_per_step = prompts
+    runtime = make_runtime(config)
+    with jax.set_mesh(runtime.mesh):
+        optimizer, _ = optimizer_of_phase(config, "rl")
+        if checkpoint is None:
+            if config.model.checkpoint:
+                note(f"weights of {config.model.checkpoint}")
+            else:
+                note("random weights: name a run with --checkpoint to take its newest ones")
+            state = runtime.new_state(runtime.initial_params(), optimizer)
+        else:
+            trained = load_trained(runtime, pathlib.Path(checkpoint), note)
+            state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
+        asked = runtime.questions["train"][: config.rollout.prompts_per_step]
+        questions = affordable(runtime, asked)
+        if len(questions) < len(asked):
+            note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
+        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
+        weights = runtime.refit_state(state)[0]
+        key = runtime.keys["rollout"]
+        return analyse(Programs(runtime, state, weights, questions, key), note)

@@ -1,0 +1,45 @@
+"""Accuracy of a policy on held-out questions: `fp8rl eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_collections
+
+from fp8rl_jax.envs import make_questions
+from fp8rl_jax.policy.load import Note, load_policy
+from fp8rl_jax.training.evaluate import evaluate
+
+
+def evaluate_policy(
+    config: ml_collections.ConfigDict, note: Note = lambda text: None
+) -> dict[str, Any]:
+    """Accuracy of the policy in `config.run.dir` on held-out questions of `env.task`.
+
+    Prompt slots are as many as the questions need. Of a run, the random bits are those of the
+    evaluation at its newest checkpoint.
+
+    Args:
+      config: of `load_config` or `directory_config`.
+      note: told what is being done.
+
+    Returns:
+      The record of `evaluate`, with the names of checkpoint, task and recipe.
+
+    Raises:
+      UserError: something in the configuration cannot work.
+    """
+    asked = make_questions(
+        config.env.task, config.env.task_options.to_dict(), {"eval": config.eval.questions},
+        config.run.seed,
+    )["eval"]  # fmt: skip
+    with load_policy(config, [q.text for q in asked], note, as_questions=True) as policy:
+        runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
+        record, _ = evaluate(runtime, policy.weights, policy.phase, policy.step)
+    return {
+        "checkpoint": config.run.dir,
+        "task": config.env.task,
+        "precision": runtime.rollout_recipe.name,
+        **record,
+    }

@@ -1,0 +1,76 @@
+"""The configuration that a directory is used under: a run's own, or a released model's.
+
+A run has saved its configuration; for a Hugging Face directory the defaults hold, with the shapes,
+the tokenizer and the sampling settings that it has. `config.run.dir` names the directory.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import ml_collections
+
+from fp8rl_jax.config import default_config, saved_config
+from fp8rl_jax.config.model_source import pretrained_config
+from fp8rl_jax.data.pretrained import read_object
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.run_directory import read_saved_config
+
+_NEW_TOKENS = 256
+
+
+def directory_config(directory: str) -> ml_collections.ConfigDict:
+    """The configuration of a run, or of a Hugging Face model.
+
+    Raises:
+      UserError: the directory is neither.
+    """
+    path = pathlib.Path(directory)
+    released = pretrained_config(path)
+    if released is not None:
+        config = _released_config(directory, released)
+    elif (path / "config.json").is_file():
+        saved = path / "config.json"
+        config = saved_config(read_saved_config(saved), str(saved))
+    else:
+        raise UserError(
+            f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "
+            "Hugging Face model"
+        )
+    config.run.dir = directory
+    return config
+
+
+def _released_config(directory: str, released: dict) -> ml_collections.ConfigDict:
+    config = default_config()
+    config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
+    config.warmup.steps = 0
+    most = released.get("max_position_embeddings")
+    known = most if isinstance(most, int) else 2 * _NEW_TOKENS
+    config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)
+    config.rollout.max_prompt_tokens = 2  # the least; `load_policy` makes room for the prompts
+    settings = read_object(pathlib.Path(directory) / "generation_config.json")
+    if settings.get("do_sample"):
+        for name in ("top_k", "top_p"):
+            value = settings.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                config.rollout[name] = type(config.rollout[name])(value)
+    return config
+
+
+def is_released(config: ml_collections.ConfigDict) -> bool:
+    """Whether `run.dir` is a Hugging Face directory, and not that of a run (which may have begun
+    from one)."""
+    return pretrained_config(config.run.dir) is not None
+
+
+def usual_temperature(config: ml_collections.ConfigDict) -> float:
+    """What a policy is sampled at when nobody says: a run at `rollout.temperature`, a Hugging Face
+    model as its generation_config.json says, which is greedily (0) without do_sample."""
+    if not is_released(config):
+        return config.rollout.temperature
+    settings = read_object(pathlib.Path(config.model.checkpoint) / "generation_config.json")
+    if not settings.get("do_sample"):
+        return 0.0
+    value = settings.get("temperature", 1.0)
+    return float(value) if isinstance(value, int | float) else 1.0
