@@ -35,7 +35,7 @@ def get_config(case="case4"):
             "algo": {"clip_high": 0.28, "updates_per_rollout": 1},
             "learner": {"micro_batches": 2, "remat": "full"},
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "warmup": {"steps": 0},
+            "sft": {"steps": 0},
             "eval": {"questions": 1024, "every": 50},
         }
     )

@@ -48,7 +48,7 @@ def get_config():
             },
             "algo": {"clip_high": 0.28, "normalize_std": False},
             "optimizer": {"learning_rate": 3e-5, "warmup_steps": 2, "b2": 0.95},
-            "warmup": {"steps": 0},
+            "sft": {"steps": 0},
             "eval": {"questions": 48, "batch_size": 48, "every": 12},
         }
     )

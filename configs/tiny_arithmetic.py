@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "algo": {"normalize_std": False},
             "optimizer": {"learning_rate": 3e-4, "warmup_steps": 10, "b2": 0.99},
-            "warmup": {
+            "sft": {
                 "steps": 400,
                 "questions": 4096,
                 "batch_size": 32,

@@ -32,10 +32,10 @@ def _shares(metrics: list[dict], name: str) -> str:
 
 
 def row(run: pathlib.Path) -> tuple[str, ...]:
-    """One run's cells: accuracies at warm-up end and RL end, drift, what quantisation lost."""
+    """One run's cells: accuracies at SFT end and RL end, drift, what quantisation lost."""
     s, metrics = summarise(run), read_jsonl(run / "metrics.jsonl")
     accuracies = (
-        f"{s[kind]['warmup_end']:.3f} → {s[kind]['last']:.3f}" for kind in ("sampled", "greedy")
+        f"{s[kind]['sft_end']:.3f} → {s[kind]['last']:.3f}" for kind in ("sampled", "greedy")
     )
     drift = "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.2g}"
     return (

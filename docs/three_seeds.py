@@ -28,8 +28,8 @@ def draw(runs: list[pathlib.Path], target: pathlib.Path) -> None:
     accuracy, reward, drift = figure.subplots(1, 3)
     for run in runs:
         evaluations, metrics = read_jsonl(run / "eval.jsonl"), read_jsonl(run / "metrics.jsonl")
-        warmup = max(r["step"] for r in evaluations if r["phase"] == "warmup")
-        steps = [r["step"] - warmup * (r["phase"] == "warmup") for r in evaluations]
+        sft = max(r["step"] for r in evaluations if r["phase"] == "sft")
+        steps = [r["step"] - sft * (r["phase"] == "sft") for r in evaluations]
         for name, colour in COLOURS.items():
             accuracy.plot(steps, [r[name] for r in evaluations], color=colour, lw=1, marker=".")
         values = np.array([r["reward_mean"] for r in metrics])
@@ -39,7 +39,7 @@ def draw(runs: list[pathlib.Path], target: pathlib.Path) -> None:
         drift.plot([r["step"] for r in metrics], largest, lw=1.2)
     accuracy.axvline(0, color="black", lw=0.8)
     accuracy.set_title("Held-out accuracy: greedy (blue), sampled (red)", fontsize=10)
-    accuracy.set_xlabel("warm-up update - end   |   RL step")
+    accuracy.set_xlabel("SFT update - end   |   RL step")
     reward.set_title("Reward, mean of 20 steps", fontsize=10)
     reward.set_xlabel("RL step")
     drift.set_title("Largest |logp learner - logp rollout| of a step", fontsize=10)
@@ -55,14 +55,14 @@ def draw(runs: list[pathlib.Path], target: pathlib.Path) -> None:
 def table(runs: list[pathlib.Path]) -> str:
     """One Markdown row a run, and the mean."""
     head = (
-        "| seed | sampled: warm-up end → RL end | greedy: warm-up end → RL end | best of the "
-        "warm-up (sampled, greedy) | tokens compared | max drift |"
+        "| seed | sampled: SFT end → RL end | greedy: SFT end → RL end | best of the "
+        "SFT (sampled, greedy) | tokens compared | max drift |"
     )
     rows, numbers = [head, "|---|---|---|---|---|---|"], []
     for run in runs:
         s = summarise(run)
         both = (s["sampled"], s["greedy"])
-        ends = [(x["warmup_end"], x["last"], x["warmup_best"]) for x in both]
+        ends = [(x["sft_end"], x["last"], x["sft_best"]) for x in both]
         numbers.append([value for triple in ends for value in triple])
         drift = "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.2g}"
         seed = json.loads((run / "config.json").read_text())["run"]["seed"]

@@ -90,10 +90,10 @@ class TrainState:
 
     Attributes:
       params: float32 master parameters.
-      opt_state: optax state of the current phase (warm-up or RL).
+      opt_state: optax state of the current phase (SFT or RL).
       scaling_state: states of stateful scaling policies, by site; {} while every scale is dynamic.
       kv_scales: calibrated scales of q, k and v; None unless a recipe asks for them.
-      step: () int32, finished updates of the warm-up, or finished RL steps.
+      step: () int32, finished updates of SFT, or finished RL steps.
       rng: key data (uint32) of the rollout key; each step folds its number into it.
       data_state: () int32, batches taken from the phase's stream.
     """

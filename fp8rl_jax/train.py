@@ -1,4 +1,4 @@
-"""The main job: warm-up, then GRPO whose rollout and learner run the same forward function.
+"""The main job: supervised fine-tuning, then GRPO with one forward function in rollout and learner.
 
 One RL step: sample a group of responses for each question; score them; recompute their
 log-probabilities under the learner, unless zero drift makes them the sampler's own; update; refit
@@ -45,7 +45,7 @@ from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
     non_finite_message,
-    run_warmup,
+    run_sft,
     save_cached,
 )
 
@@ -78,7 +78,7 @@ def train(
     """
     runtime = make_runtime(config)
     check_room(pathlib.Path(config.run.dir), _bytes_to_write(runtime))
-    if config.warmup.steps:
+    if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
     checked = _self_check(runtime)
@@ -162,7 +162,7 @@ class _Run:
         self.checkpoints = Checkpoints(directory / "checkpoints", keep)
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
         self.logs: RunLogs
-        self.phase = "warmup"
+        self.phase = "sft"
 
     def execute(self) -> Outcome:
         with contextlib.ExitStack() as stack:
@@ -171,8 +171,8 @@ class _Run:
             state = self._restore()
             stack.callback(self.logs.close)
             self._describe()
-            if self.phase == "warmup":
-                state = self._warmup(state)
+            if self.phase == "sft":
+                state = self._sft(state)
             if not self.stop():
                 state = self._rl(state)
         if stopped_by := self.stop():
@@ -184,7 +184,7 @@ class _Run:
 
     def compile_counts(self) -> dict[str, int]:
         """How often each program of the RL phase was compiled; 1 each in a healthy run (the
-        calibration once more if the warm-up ran, whose batches have another shape)."""
+        calibration once more if SFT ran, whose batches have another shape)."""
         counts = {}
         for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
             if name in self.runtime.__dict__:
@@ -209,8 +209,8 @@ class _Run:
     # Checkpoints.
 
     def _save(self, state: TrainState) -> None:
-        warmup = self.config.warmup.steps
-        number = int(state.step) + (warmup if self.phase == "rl" else 0)
+        sft = self.config.sft.steps
+        number = int(state.step) + (sft if self.phase == "rl" else 0)
         meta = {
             "phase": self.phase,
             "step": int(state.step),
@@ -233,9 +233,9 @@ class _Run:
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
-            if not self.config.warmup.steps:
+            if not self.config.sft.steps:
                 return self._begin_rl(params, None)
-            return rt.new_state(params, optimizer_of_phase(self.config, "warmup")[0])
+            return rt.new_state(params, optimizer_of_phase(self.config, "sft")[0])
         meta = self.checkpoints.read_meta(number)
         self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
@@ -278,14 +278,14 @@ class _Run:
 
     # Phases.
 
-    def _warmup(self, state: TrainState) -> TrainState:
+    def _sft(self, state: TrainState) -> TrainState:
         rt = self.runtime
         cached = load_cached(rt, state, self.logs) if int(state.step) == 0 else None
         if cached is not None:
-            self.display.note("warm-up found in the cache")
+            self.display.note("supervised fine-tuning found in the cache")
             return self._begin_rl(*cached)
-        state = run_warmup(rt, state, self.logs, self.display, self._save, self.stop)
-        if int(state.step) < self.config.warmup.steps:
+        state = run_sft(rt, state, self.logs, self.display, self._save, self.stop)
+        if int(state.step) < self.config.sft.steps:
             return state
         self.logs.offsets()
         save_cached(rt, state, self.directory)
@@ -301,7 +301,7 @@ class _Run:
         reference = self._reference(state) if config.algo.kl_coef else None
         stream = self._stream(state)
         weights, checksum, lost = rt.refit_state(state)
-        if not config.warmup.steps and int(state.step) == 0:
+        if not config.sft.steps and int(state.step) == 0:
             self._evaluate(weights, 0)
         self.display.phase("RL", config.run.steps, int(state.step))
         for step in range(int(state.step), config.run.steps):

@@ -1,7 +1,8 @@
 """What is kept for a user between runs: where, and what it depends on.
 
-Finished warm-ups, compiled programs and passed self-checks are kept. Each is found again only by
-the same code, the same versions and the same kind of machine: others may give other bits.
+Results of supervised fine-tuning, compiled programs and passed self-checks are kept. Each is found
+again only by the same code, the same versions and the same kind of machine: others may give other
+bits.
 """
 
 from __future__ import annotations

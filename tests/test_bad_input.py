@@ -22,11 +22,11 @@ from marks import slow
 
 from fp8rl_jax import cli, train
 from fp8rl_jax.cli import main
-from fp8rl_jax.config import AT_LEAST, CHOICES, FIELDS, checks, load_config
+from fp8rl_jax.config import all_fields, checks, load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels import cpu_products
 from fp8rl_jax.policy import evaluate
-from fp8rl_jax.training import sft as warmup
+from fp8rl_jax.training import sft
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -53,7 +53,7 @@ def get_config():
             },
         },
         "rollout": {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4},
-        "warmup": {"steps": 2, "questions": 8, "batch_size": 4, "evaluations": 1},
+        "sft": {"steps": 2, "questions": 8, "batch_size": 4, "evaluations": 1},
         "eval": {"questions": 2, "batch_size": 2},
     })
 """
@@ -183,7 +183,7 @@ def test_help_of_a_command(name, capsys):
     assert error == ""
     options = [names[0] for names, _ in command.arguments if names[0].startswith("-")]
     _assert_words(output, [f"usage: fp8rl {name} ", *options])
-    fields = [f"--config.{s}.{name}=" for s, names in FIELDS.items() for name in names]
+    fields = [f"--config.{path}=" for path in all_fields()]
     assert all((field in output) == command.config for field in fields)
 
 
@@ -347,7 +347,7 @@ _FIELDS = {
     # batches
     "learner.micro_batches=3": ["learner.micro_batches", "4", "3", "equal parts"],
     "algo.updates_per_rollout=3": ["algo.updates_per_rollout", "4", "3", "equal parts"],
-    "warmup.batch_size=9": ["warmup.batch_size", "9", "warmup.questions", "8"],
+    "sft.batch_size=9": ["sft.batch_size", "9", "sft.questions", "8"],
     "rollout.prompts_per_step=9": ["rollout.prompts_per_step", "9", "env.train_questions", "8"],
     # numbers out of their range
     "optimizer.learning_rate=nan": ["optimizer.learning_rate"],
@@ -359,9 +359,9 @@ _FIELDS = {
     "optimizer.b1=1.5": ["optimizer.b1"],
     "optimizer.b2=-0.5": ["optimizer.b2"],
     "optimizer.weight_decay=-1": ["optimizer.weight_decay"],
-    "warmup.b2=1.5": ["warmup.b2"],
-    "warmup.weight_decay=-1": ["warmup.weight_decay"],
-    "warmup.end_fraction=-1": ["warmup.end_fraction"],
+    "sft.b2=1.5": ["sft.b2"],
+    "sft.weight_decay=-1": ["sft.weight_decay"],
+    "sft.end_fraction=-1": ["sft.end_fraction"],
     "run.seed=-1": ["run.seed"],
     # model
     "model.hidden_size=0": ["model.hidden_size", "above 0"],
@@ -413,17 +413,17 @@ def test_field(field, refused_fields):
     _assert_words(refused_fields(field), _FIELDS[field])
 
 
-@pytest.mark.parametrize("path", AT_LEAST)
+@pytest.mark.parametrize("path", [p for p, f in all_fields().items() if f.least is not None])
 def test_field_below_its_least_value(path, refused_fields):
     """Every bound of the table is enforced, and stands in the sentence."""
-    least = AT_LEAST[path]
+    least = all_fields()[path].least
     _assert_words(refused_fields(f"{path}={least - 1}"), [path, f"at least {least}"])
 
 
-@pytest.mark.parametrize("path", [*CHOICES, "learner.remat"])
+@pytest.mark.parametrize("path", [p for p, f in all_fields().items() if f.choices])
 def test_field_outside_its_choices(path, refused_fields):
     """A word that is none of the choices: all of them are named."""
-    choices = CHOICES.get(path, ("none", "full"))
+    choices = all_fields()[path].choices
     _assert_words(refused_fields(f"{path}=perhaps"), [path, "'perhaps'", *choices])
 
 
@@ -450,8 +450,8 @@ _SEVERAL = {
         ["algo.correction", "algo.old_logprobs='auto'"],
     ),
     "cosine shorter than its warm-up": (
-        ["warmup.end_fraction=0.5", "warmup.steps=10", "warmup.warmup_steps=30"],
-        ["warmup.warmup_steps", "warmup.steps"],
+        ["sft.end_fraction=0.5", "sft.steps=10", "sft.warmup_steps=30"],
+        ["sft.warmup_steps", "sft.steps"],
     ),
 }
 
@@ -470,7 +470,7 @@ def test_fields_that_contradict(case, refused_fields):
         [*_TENSORWISE, "precision.zero_drift=report"],
         ["precision.rollout=fp8", "precision.learner=fp8_blockwise"],
         ["rollout.max_prompt_tokens=20"],
-        ["warmup.steps=0", "warmup.batch_size=9"],
+        ["sft.steps=0", "sft.batch_size=9"],
     ],
 )
 def test_the_other_side_of_a_bound(fields):
@@ -554,13 +554,13 @@ def test_reward_module_that_fails(source, words, refused_fields, tmp_path, monke
     [
         ("rollout.prompts_per_step=2", ["rollout.prompts_per_step = 2", "4 devices", "multiple"]),
         ("learner.micro_batches=4", ["micro-batch", "= 2", "4 devices"]),
-        ("warmup.batch_size=6", ["warmup.batch_size = 6", "4 devices"]),
+        ("sft.batch_size=6", ["sft.batch_size = 6", "4 devices"]),
         ("eval.batch_size=2", ["eval.batch_size = 2", "4 devices"]),
     ],
 )
 def test_batches_that_do_not_divide_over_devices(field, words):
     """Each batch must give every device the same number of rows."""
-    sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "warmup.batch_size=4"]
+    sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "sft.batch_size=4"]
     good = load_config("tiny.py", [f"--config.{s}" for s in sizes])
     checks.check_mesh(good, 4)
     bad = load_config("tiny.py", [f"--config.{s}" for s in (*sizes, field)])
@@ -634,21 +634,21 @@ def test_full_file_system(refused, tmp_path):
 @pytest.fixture(scope="module")
 def made_run(tmp_path_factory) -> pathlib.Path:
     """A run directory with the checkpoint of an untrained state, and `../cache` with the same
-    state as a finished warm-up. Copied, never changed."""
+    state as finished fine-tuning. Copied, never changed."""
     root = tmp_path_factory.mktemp("made")
     (root / "tiny.py").write_text(_CONFIG)
     places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
     directory = train.open_run(runtime, resume=False)
-    optimizer, _ = optimizer_of_phase(config, "warmup")
+    optimizer, _ = optimizer_of_phase(config, "sft")
     state = runtime.new_state(runtime.init_params(), optimizer)
     logs = RunLogs(directory, None)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
-    checkpoints.save(1, state, {"phase": "warmup", "step": 1, "offsets": logs.offsets()})
+    checkpoints.save(1, state, {"phase": "sft", "step": 1, "offsets": logs.offsets()})
     checkpoints.close()
     logs.close()
-    warmup.save_cached(runtime, state, directory)
+    sft.save_cached(runtime, state, directory)
     return directory
 
 
@@ -749,12 +749,12 @@ def test_checkpoint_of_another_model(run_dir):
     assert "checkpoints" in process.stderr
 
 
-def test_damaged_warmup_cache(made_run, tmp_path, monkeypatch, capsys):
+def test_damaged_sft_cache(made_run, tmp_path, monkeypatch, capsys):
     """Another run.dir would meet the same cache again: the cache is named, to be deleted."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     _without_self_check(monkeypatch)
-    monkeypatch.setattr(train, "run_warmup", _NoRun)
+    monkeypatch.setattr(train, "run_sft", _NoRun)
     monkeypatch.setattr(train._Run, "_rl", _NoRun)
     cache = shutil.copytree(made_run.parent / "cache", tmp_path / "cache")
     assert _begins(*_train("run.dir=first"))

@@ -92,7 +92,7 @@ def test_the_other_side_of_a_bound(fields):
 )
 def test_refused_on_four_devices(fields, words):
     """Each device has the same number of slots and pages, and room for one sequence."""
-    sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "warmup.batch_size=4"]
+    sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "sft.batch_size=4"]
 
     def check(*more: str) -> None:
         checks.check_mesh(load_config("tiny.py", [f"--config.{s}" for s in (*sizes, *more)]), 4)

@@ -214,7 +214,7 @@ def test_keep_limit_holds_after_reopening(copy, other):
 def test_existing_number_is_left_alone(copy, state, other):
     """Saving under a number that exists changes nothing."""
     checkpoints = Checkpoints(copy, keep=2)
-    checkpoints.save(1, other, {"phase": "warmup"})
+    checkpoints.save(1, other, {"phase": "sft"})
     checkpoints.close()
     meta, found = read(copy, other)
     assert meta["phase"] == "rl"
@@ -352,7 +352,7 @@ def test_metadata_that_is_none_of_ours(copy, other, content):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", 2), ("phase", "warmup"), ("offsets", {"metrics": 31, "eval": 40})],
+    [("step", 2), ("phase", "sft"), ("offsets", {"metrics": 31, "eval": 40})],
 )
 def test_changed_metadata_is_refused(copy, other, field, value):
     """Step, phase and log sizes are covered by the checksum as the arrays are."""

@@ -9,21 +9,21 @@ import pytest
 
 from fp8rl_jax import sharding
 from fp8rl_jax.config import (
-    AT_LEAST,
-    CHOICES,
     FIELDS,
+    all_fields,
     default_config,
     describe_fields,
     flatten,
     load_config,
 )
+from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_NAMES = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
+_NAMES = list(all_fields())
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_defaults_where_nothing_is_said(load):
 
 def test_file_beats_defaults_and_command_line_beats_file(load):
     """The three layers, seen at one field each and in the order of their strength."""
-    default = FIELDS["rollout"]["group_size"][0]
+    default = FIELDS["rollout"]["group_size"].default
     fields = {"rollout": {"group_size": default + 1, "max_new_tokens": 31}}
     assert load({}).rollout.group_size == default
     assert load(fields).rollout.group_size == default + 1
@@ -240,17 +240,13 @@ def test_flatten_lists_every_field_once():
     flat = flatten(default_config())
     assert set(flat) == set(_NAMES)
     assert len(_NAMES) == len(set(_NAMES))
-    for section, fields in FIELDS.items():
-        for name, (default, _) in fields.items():
-            if isinstance(default, ml_collections.ConfigDict):
-                assert flat[f"{section}.{name}"] == {}
-            else:
-                assert flat[f"{section}.{name}"] == default
+    for path, field in all_fields().items():
+        assert flat[path] == ({} if field.is_free else field.default)
 
 
 def test_every_field_has_a_meaning():
     """The table that `--help` prints explains every field in its own words."""
-    meanings = [meaning for fields in FIELDS.values() for _, meaning in fields.values()]
+    meanings = [field.meaning for field in all_fields().values()]
     assert all(meaning.strip() == meaning and len(meaning) >= 4 for meaning in meanings)
     assert not any("\n" in meaning for meaning in meanings)
 
@@ -259,20 +255,35 @@ def test_describe_fields_shows_name_default_and_meaning():
     """Each field stands there as it would be written on the command line."""
     lines = describe_fields().splitlines()
     assert len(lines) == 2 * len(_NAMES)
-    for section, fields in FIELDS.items():
-        for name, (default, meaning) in fields.items():
-            shown = "{}" if isinstance(default, ml_collections.ConfigDict) else repr(default)
-            index = lines.index(f"  --config.{section}.{name}={shown}")
-            assert lines[index + 1].strip() == meaning
+    for path, field in all_fields().items():
+        shown = "{}" if field.is_free else repr(field.default)
+        index = lines.index(f"  --config.{path}={shown}")
+        assert lines[index + 1].strip() == field.meaning
 
 
-def test_rules_name_fields_that_exist():
-    """No rule refers to a field that was renamed."""
-    assert set(AT_LEAST) <= set(_NAMES)
-    assert set(CHOICES) <= set(_NAMES)
-    flat = flatten(default_config())
-    assert all(flat[path] >= least for path, least in AT_LEAST.items())
-    assert all(flat[path] in choices for path, choices in CHOICES.items())
+def test_defaults_are_allowed():
+    for path, field in all_fields().items():
+        assert field.least is None or field.default >= field.least, path
+        assert field.most is None or field.default <= field.most, path
+        assert not field.choices or field.default in field.choices, path
+
+
+def test_former_names_are_read(tmp_path, capsys):
+    """A section under its former name, in a file, on the command line and of a run; one note."""
+    file = tmp_path / "old.py"
+    file.write_text(
+        "import ml_collections\n"
+        "def get_config(): return ml_collections.ConfigDict({'warmup': {'steps': 7}})\n"
+    )
+    config = load_config(str(file), ["--config.warmup.batch_size=3", "--config.warmup.b2=0.5"])
+    assert (config.sft.steps, config.sft.batch_size, config.sft.b2) == (7, 3, 0.5)
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2 and all("'warmup' is called 'sft' now" in line for line in notes)
+    content = {"warmup": {"steps": 7}, "rollout": {"cache_slots": 0}}
+    assert upgraded(content, "config.json") == {"sft": {"steps": 7}, "rollout": {}}
+    content["rollout"]["cache_slots"] = 9
+    with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
+        upgraded(content, "config.json")
 
 
 # Configs that start from a checkpoint, which is not here: the published shapes in its place.

@@ -107,7 +107,7 @@ def test_without_times_drops_times_and_rates_only():
 def _fill(logs: RunLogs, steps: range) -> None:
     for step in steps:
         logs.write("metrics", {"step": step, "loss": 1.0 / (step + 1), "time_step": 0.1})
-        logs.write("warmup", {"step": step, "loss": 2.0})
+        logs.write("sft", {"step": step, "loss": 2.0})
         logs.write("eval", {"step": step, "phase": "rl", "accuracy_greedy": 0.5})
         logs.write("samples", {"step": step, "phase": "rl", "prompt": "1 + 1", "reward": 1.0})
 
@@ -156,7 +156,7 @@ def test_run_logs_write_tensorboard_events(tmp_path):
     logs.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
-    for tag in (b"rl/loss", b"warmup/loss", b"eval_rl/accuracy_greedy"):
+    for tag in (b"rl/loss", b"sft/loss", b"eval_rl/accuracy_greedy"):
         assert tag in content
     assert b"prompt" not in content
 

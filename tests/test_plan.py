@@ -164,7 +164,7 @@ def test_train_state_lies_in_parts():
 @pytest.fixture
 def tiny():
     """A runtime with four slots, and the settings of its sampler."""
-    fields = ("rollout.slots=4", "eval.questions=16", "env.train_questions=16", "warmup.steps=0")
+    fields = ("rollout.slots=4", "eval.questions=16", "env.train_questions=16", "sft.steps=0")
     config = load_config(_TINY, [f"--config.{field}" for field in fields])
     return runtime.make_runtime(config, with_questions=False)
 

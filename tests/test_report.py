@@ -43,7 +43,7 @@ def _metrics(step, drift=0.0, time_rollout=2.0):
 
 def _evaluations():
     rows = [(10, 0.20, 0.10), (20, 0.30, 0.15), (30, 0.25, 0.20)]
-    rows = [("warmup", *row) for row in rows] + [("rl", 6, 0.4, 0.35), ("rl", 12, 0.5, 0.45)]
+    rows = [("sft", *row) for row in rows] + [("rl", 6, 0.4, 0.35), ("rl", 12, 0.5, 0.45)]
     keys = ("phase", "step", "accuracy_greedy", "accuracy_sampled")
     return [dict(zip(keys, row, strict=True)) | {"questions": 200} for row in rows]
 
@@ -55,12 +55,12 @@ def _write(path, rows):
 def _make(root, *, config=None, metrics=None, samples=None):
     root.mkdir()
     (root / "config.json").write_text(json.dumps(_CONFIG if config is None else config))
-    warmup = [{"step": i, "loss": 3 / i, "grad_norm": 1.0, "lr": 1e-3} for i in range(1, 31)]
+    sft = [{"step": i, "loss": 3 / i, "grad_norm": 1.0, "lr": 1e-3} for i in range(1, 31)]
     samples = samples or [
         {"phase": "rl", "step": step, "prompt": f"1+{step}=", "response": f"r{step}", "answer": "2"}
         for step in (6, 12, 12)
     ]
-    _write(root / "warmup.jsonl", warmup)
+    _write(root / "sft.jsonl", sft)
     _write(root / "metrics.jsonl", metrics or [_metrics(i) for i in range(1, _STEPS + 1)])
     _write(root / "eval.jsonl", _evaluations())
     _write(root / "samples.jsonl", samples)
@@ -103,11 +103,17 @@ def test_complete_run(tmp_path, drawn):
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings == [
         *("Key figures", "Recipes and settings", "Held-out accuracy", "Reward"),
-        *("Drift between rollout and learner", "FP8 health", "Time", "Optimiser", "Warm-up"),
+        *(
+            "Drift between rollout and learner",
+            "FP8 health",
+            "Time",
+            "Optimiser",
+            "Supervised fine-tuning",
+        ),
         *("Sample transcripts", "Configuration"),
     ]
     assert "sampled 20 % → 45 %, greedy 25 % → 50 %" in page
-    assert "best warm-up evaluation 30 %, at step 20" in page
+    assert "best SFT evaluation 30 %, at step 20" in page
     assert "drift over 7,800 tokens of 12 steps: max |Δlogp| = 0 exactly" in page
     assert "100 % of log-probs bit-equal" in page
     assert page.count("<img") == 7
@@ -116,7 +122,7 @@ def test_complete_run(tmp_path, drawn):
     assert "Comparison" not in page
     label = "train_rollout_logprob_abs_diff_max: exactly 0 at all 12 steps"
     assert label in drawn
-    assert "best warm-up, greedy: 30 %" in drawn
+    assert "best SFT, greedy: 30 %" in drawn
 
 
 def test_experts_are_drawn_where_there_are_some(tmp_path, drawn):
@@ -158,8 +164,8 @@ def test_summary_figures(tmp_path):
     documented = summary.summarise.__doc__
     assert all(re.search(rf"\b{key}\b", documented) for key in s)
     assert json.loads(json.dumps(s)) == s
-    assert (s["task"], s["seed"], s["rl_steps"], s["warmup_steps"]) == ("chain_sum", "7", 12, 30)
-    assert s["greedy"]["warmup_best_step"] == 20 and s["greedy"]["warmup_end"] == 0.25
+    assert (s["task"], s["seed"], s["rl_steps"], s["sft_steps"]) == ("chain_sum", "7", 12, 30)
+    assert s["greedy"]["sft_best_step"] == 20 and s["greedy"]["sft_end"] == 0.25
     assert s["drift_exactly_zero"] is True and s["drift_max"] == 0.0
     assert s["drift_tokens"] == 7800
     assert s["time_step_first"] == 33.5 and s["time_rollout"] == 2.0  # the first step left out
@@ -212,7 +218,7 @@ def test_faults_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "empty"),
-    [("warmup", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
+    [("sft", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
 )
 @pytest.mark.usefixtures("drawn")
 def test_one_missing_or_empty_file(tmp_path, name, empty):

@@ -16,6 +16,7 @@ import tiny_checkpoint
 
 from fp8rl_jax import cli
 from fp8rl_jax.policy import generate, load, source
+from fp8rl_jax.training.logs import read_jsonl
 
 _OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-']"
 
@@ -142,6 +143,15 @@ def test_eval_of_a_model(model, capsys):
     assert record["checkpoint"] == str(model) and record["task"] == "basic_arithmetic"
     assert 0 <= record["accuracy_greedy"] <= 1 and 0 < record["response_len_mean"] <= 4
     assert record["tokens_per_s_eval"] > 0
+
+
+@pytest.mark.slow
+def test_eval_of_a_run_is_its_own_evaluation(run_dir, capsys):
+    """The same questions and random bits as at the newest checkpoint: the same accuracies."""
+    output, _ = _run(capsys, "eval", "--checkpoint", run_dir)
+    record, last = json.loads(output), read_jsonl(run_dir / "eval.jsonl")[-1]
+    for name in ("phase", "step", "accuracy_greedy", "accuracy_sampled", "response_len_mean"):
+        assert record[name] == last[name], name
 
 
 def test_run_by_its_directory(run_dir, capsys, monkeypatch):

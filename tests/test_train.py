@@ -70,8 +70,8 @@ def test_files_and_metrics(tiny_run):
         assert record["fp8_underflow_frac/activations"] < 0.01
         assert record["fp8_saturated_frac/weights"] == 0.0
     evaluations = [(r["phase"], r["step"]) for r in read_jsonl(run / "eval.jsonl")]
-    assert evaluations == [("warmup", 4), ("warmup", 8), ("rl", 3), ("rl", 6)]
-    losses = [r["loss"] for r in read_jsonl(run / "warmup.jsonl")]
+    assert evaluations == [("sft", 4), ("sft", 8), ("rl", 3), ("rl", 6)]
+    losses = [r["loss"] for r in read_jsonl(run / "sft.jsonl")]
     assert losses[-1] < losses[0]
 
 
@@ -82,19 +82,19 @@ def test_programs_compile_once(tiny_run):
 
 
 def _from_cache(tiny_run, directory: pathlib.Path, **fields) -> list[str]:
-    """Arguments of a run that begins with the warm-up of `tiny_run`."""
+    """Arguments of a run that begins with the fine-tuning of `tiny_run`."""
     return overrides(directory, **{"run.cache_dir": tiny_run[0] / "cache", **fields})
 
 
-def test_warmup_is_cached_and_recomputed_logprobs_change_nothing(tiny_run, tmp_path, capsys):
-    """A run with other RL settings finds the warm-up. The learner's log-probabilities before the
-    first update are the sampler's: the metrics have the same bits."""
+def test_sft_is_cached_and_recomputed_logprobs_change_nothing(tiny_run, tmp_path, capsys):
+    """A run with other RL settings finds the fine-tuning. The learner's log-probabilities before
+    the first update are the sampler's: the metrics have the same bits."""
     fields = {"run.steps": 3, "algo.old_logprobs": "learner"}
     outcome = train.train(load_config(str(CONFIG), _from_cache(tiny_run, tmp_path, **fields)))
     assert "found in the cache" in capsys.readouterr().out
     assert outcome.compile_counts["score"] == 1
     ours, theirs = reproducible(tmp_path), reproducible(tiny_run[0])
-    assert ours["warmup"] == theirs["warmup"]
+    assert ours["sft"] == theirs["sft"]
     assert ours["metrics"] == theirs["metrics"][:3]
 
 
@@ -139,14 +139,14 @@ def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     "field",
     [
-        "optimizer.b1=0.5", "optimizer.clip_norm=0.5", "warmup.b2=0.9", "warmup.steps=7",
-        "warmup.learning_rate=0.1", "warmup.weight_decay=0.1", "warmup.end_fraction=0.5",
-        "warmup.warmup_steps=3", "run.seed=1", "precision.learner=bf16", "env.train_questions=65",
+        "optimizer.b1=0.5", "optimizer.clip_norm=0.5", "sft.b2=0.9", "sft.steps=7",
+        "sft.learning_rate=0.1", "sft.weight_decay=0.1", "sft.end_fraction=0.5",
+        "sft.warmup_steps=3", "run.seed=1", "precision.learner=bf16", "env.train_questions=65",
         "model.rope_theta=100.0",
     ],
 )  # fmt: skip
-def test_warmups_that_differ_have_other_caches(field, tmp_path):
-    """Whatever the warm-up depends on is part of its key; RL settings are not."""
+def test_sfts_that_differ_have_other_caches(field, tmp_path):
+    """Whatever fine-tuning depends on is part of its key; RL settings are not."""
     directories = [
         cache_directory(load_config(str(CONFIG), [*overrides(tmp_path), *more]))
         for more in ([], [f"--config.{field}"], ["--config.optimizer.learning_rate=0.5"])
@@ -168,7 +168,7 @@ class _Died(BaseException):
 
 
 def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys):
-    """SIGTERM in the warm-up saves and leaves; later a process dies that has written the records
+    """SIGTERM in fine-tuning saves and leaves; later a process dies that has written the records
     of a step, but not its checkpoint. In the end every record is that of the run in one piece."""
     write = RunLogs.write
 
@@ -185,13 +185,13 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
     def die():
         raise _Died
 
-    outcome = run(False, "warmup", 3, lambda: signal.raise_signal(signal.SIGTERM))
+    outcome = run(False, "sft", 3, lambda: signal.raise_signal(signal.SIGTERM))
     assert not outcome.finished and outcome.stopped_by == "SIGTERM"
-    assert "stopped by SIGTERM after warmup step 3, saved" in capsys.readouterr().out
-    assert len(reproducible(tmp_path)["warmup"]) == 3
+    assert "stopped by SIGTERM after sft step 3, saved" in capsys.readouterr().out
+    assert len(reproducible(tmp_path)["sft"]) == 3
     with pytest.raises(_Died):
         run(True, "metrics", 5, die)
-    assert "resuming after warmup step 3" in capsys.readouterr().out
+    assert "resuming after sft step 3" in capsys.readouterr().out
     assert len(reproducible(tmp_path)["metrics"]) == 5
     assert run(True).finished
     assert "resuming after rl step 4" in capsys.readouterr().out
@@ -221,12 +221,12 @@ def test_killed_and_resumed_is_the_same(fields, tiny_run, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves(tiny_run, tmp_path):
-    """SIGTERM, from the warm-up on, ends the process with status 0; --resume gives the same run."""
+    """SIGTERM, from fine-tuning on, ends the process with status 0; --resume gives the same run."""
     process = _start(tmp_path)
-    _kill_after(process, tmp_path / "run", "warmup", 2)
+    _kill_after(process, tmp_path / "run", "sft", 2)
     process.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM" in _finish(process)
-    assert len(read_jsonl(tmp_path / "run" / "warmup.jsonl")) >= 2
+    assert len(read_jsonl(tmp_path / "run" / "sft.jsonl")) >= 2
     # On a busy machine the signal comes late.
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 6
     _finish(_start(tmp_path, "--resume"))
@@ -293,7 +293,7 @@ def test_nan_names_the_layer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Runtime, "init_params", broken)
     config = load_config(str(CONFIG), overrides(tmp_path))
-    with pytest.raises(NonFiniteError, match=r"warm-up step 1: .*layer 1 is the first"):
+    with pytest.raises(NonFiniteError, match=r"SFT step 1: .*layer 1 is the first"):
         train.train(config)
 
 
@@ -302,7 +302,7 @@ def test_many_updates_and_a_reference(tmp_path):
     """Two updates a rollout, two micro-batches each, KL to a reference; stopped and resumed."""
     fields = {
         "algo.updates_per_rollout": 2, "learner.micro_batches": 2, "algo.kl_coef": 0.1,
-        "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "warmup.steps": 0,
+        "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "sft.steps": 0,
         "run.steps": 4, "run.checkpoint_every": 2,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -354,14 +354,14 @@ _EXPERTS = {
     ids=[*_STATEFUL, "experts, delayed"],
 )
 def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
-    """Scaling states and calibrated scales thread through warm-up, refit, updates and resume."""
+    """Scaling states and calibrated scales go through SFT, refit, updates and resume."""
     fields = {
         **fields, "run.steps": 4, "run.checkpoint_every": 2, "learner.micro_batches": 2,
         "algo.kl_coef": 0.1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     outcome = train.train(load_config(str(CONFIG), overrides(whole, **fields)))
-    assert outcome.compile_counts.pop("calibrate", 2) == 2, "warm-up batches have another shape"
+    assert outcome.compile_counts.pop("calibrate", 2) == 2, "batches of SFT have another shape"
     assert set(outcome.compile_counts.values()) == {1}
     train.train(load_config(str(CONFIG), overrides(parts, **{**fields, "run.steps": 2})))
     train.train(load_config(str(CONFIG), overrides(parts, **fields)), resume=True)
@@ -399,7 +399,7 @@ def test_health_can_be_switched_off(tiny_run, tmp_path):
 @pytest.mark.slow
 def test_mixed_precision_drifts(tmp_path):
     """FP8 rollout with a bf16 learner: the same metrics are visibly not zero."""
-    fields = {"precision.learner": "bf16", "run.steps": 2, "warmup.steps": 0}
+    fields = {"precision.learner": "bf16", "run.steps": 2, "sft.steps": 0}
     config = load_config(str(CONFIG), overrides(tmp_path, **fields))
     train.train(config)
     for record in read_jsonl(tmp_path / "run" / "metrics.jsonl"):

@@ -1,4 +1,4 @@
-"""The smallest run that has every phase: two layers, six RL steps, eight warm-up updates.
+"""The smallest run that has every phase: two layers, six RL steps, eight updates of fine-tuning.
 
 The untrained policy solves nothing, so its reward is one that every response gets some of: rewards
 and gradients of all RL steps are above 0. Responses go beyond a page of 64 tokens.
@@ -42,7 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "max_prompt_tokens": 26,
                 "max_new_tokens": 60,
             },
-            "warmup": {"steps": 8, "questions": 64, "batch_size": 16, "evaluations": 2},
+            "sft": {"steps": 8, "questions": 64, "batch_size": 16, "evaluations": 2},
             "eval": {"questions": 32, "batch_size": 16, "every": 3},
         }
     )

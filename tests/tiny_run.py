@@ -11,7 +11,7 @@ import pathlib
 from fp8rl_jax.training.logs import read_jsonl, without_times
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
-FILES = ("metrics", "warmup", "eval", "samples")
+FILES = ("metrics", "sft", "eval", "samples")
 
 
 def overrides(directory: pathlib.Path, **more) -> list[str]:

@@ -140,7 +140,8 @@ COMMANDS = {
     for command in (
         Command(
             "train",
-            "warm-up, then GRPO; writes metrics, checkpoints and report.html to run.dir",
+            "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
+            "run.dir",
             _train,
             (
                 argument(

@@ -1,6 +1,6 @@
 """A run's configuration: its fields, how it is read, and the checks before anything compiles."""
 
-from fp8rl_jax.config.fields import AT_LEAST, AT_MOST, CHOICES, FIELDS
+from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import (
     default_config,
     describe_fields,
@@ -12,10 +12,8 @@ from fp8rl_jax.config.load import (
 )
 
 __all__ = [
-    "AT_LEAST",
-    "AT_MOST",
-    "CHOICES",
     "FIELDS",
+    "all_fields",
     "default_config",
     "describe_fields",
     "flatten",

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import jax
 import ml_collections
 
-from fp8rl_jax.config.fields import AT_LEAST, AT_MOST, CHOICES
+from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels.triton_call import installed
-from fp8rl_jax.models import REMAT, least_pages
+from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import same_forward
 
 if TYPE_CHECKING:
@@ -27,15 +27,14 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             span = " in (0, 1]" if path == "rollout.top_p" else ""
             raise UserError(f"{path} is {value}; write a finite number{span}")
-    for path, least in AT_LEAST.items():
-        if flat[path] < least:
-            raise UserError(f"{path} is {flat[path]}; write a number of at least {least}")
-    for path, most in AT_MOST.items():
-        if flat[path] > most:
-            raise UserError(f"{path} is {flat[path]}; write a number of at most {most}")
-    for path, choices in {**CHOICES, "learner.remat": REMAT}.items():
-        if flat[path] not in choices:
-            raise UserError(f"{path} is {flat[path]!r}; write one of {', '.join(choices)}")
+    for path, field in all_fields().items():
+        value = flat[path]
+        if field.least is not None and value < field.least:
+            raise UserError(f"{path} is {value}; write a number of at least {field.least}")
+        if field.most is not None and value > field.most:
+            raise UserError(f"{path} is {value}; write a number of at most {field.most}")
+        if field.choices and value not in field.choices:
+            raise UserError(f"{path} is {value!r}; write one of {', '.join(field.choices)}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
@@ -267,11 +266,11 @@ def _check_continuous(resolved: Resolved) -> None:
 
 
 def _check_batches(config) -> None:
-    warmup = config.warmup
-    if warmup.steps and warmup.end_fraction < 1 and warmup.warmup_steps >= warmup.steps:
+    sft = config.sft
+    if sft.steps and sft.end_fraction < 1 and sft.warmup_steps >= sft.steps:
         raise UserError(
-            f"warmup.warmup_steps is {warmup.warmup_steps}, which leaves nothing of warmup.steps = "
-            f"{warmup.steps} for the decay to warmup.end_fraction: lower it, or set end_fraction=1"
+            f"sft.warmup_steps is {sft.warmup_steps}, which leaves nothing of sft.steps = "
+            f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.updates_per_rollout * config.learner.micro_batches
@@ -280,10 +279,10 @@ def _check_batches(config) -> None:
             f"rollout.prompts_per_step x group_size = {rows} responses do not divide into "
             f"algo.updates_per_rollout x learner.micro_batches = {parts} equal parts"
         )
-    if config.warmup.steps and config.warmup.questions < config.warmup.batch_size:
+    if config.sft.steps and config.sft.questions < config.sft.batch_size:
         raise UserError(
-            f"warmup.batch_size is {config.warmup.batch_size}, more than warmup.questions = "
-            f"{config.warmup.questions}: lower the one or raise the other"
+            f"sft.batch_size is {config.sft.batch_size}, more than sft.questions = "
+            f"{config.sft.questions}: lower the one or raise the other"
         )
     if config.env.train_questions < config.rollout.prompts_per_step:
         raise UserError(
@@ -302,8 +301,8 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
         "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,
         "eval.batch_size": config.eval.batch_size,
     }
-    if config.warmup.steps:
-        sizes["warmup.batch_size"] = config.warmup.batch_size
+    if config.sft.steps:
+        sizes["sft.batch_size"] = config.sft.batch_size
     if config.rollout.slots:
         sizes["rollout.slots"] = config.rollout.slots
         sizes["rollout.pages"] = config.rollout.pages

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,33 +21,46 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from fp8rl_jax.config.fields import FIELDS, FREE_FORM
+from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError
 
 
 def default_config() -> ml_collections.ConfigDict:
     """Every field at its default."""
-    sections = {
-        section: {name: default for name, (default, _) in fields.items()}
-        for section, fields in FIELDS.items()
-    }
-    config = ml_collections.ConfigDict(sections)
-    for section, name in (path.split(".") for path in FREE_FORM):
-        config[section][name] = ml_collections.ConfigDict()  # not the table's own
-    return config
+    return ml_collections.ConfigDict(
+        {
+            section: {
+                name: ml_collections.ConfigDict() if field.is_free else field.default
+                for name, field in fields.items()
+            }
+            for section, fields in FIELDS.items()
+        }
+    )
 
 
+# Sections that had another name.
+_RENAMED = {"warmup": "sft"}
 # Fields that are gone, with the value at which a run is still the same without them.
 _REMOVED = {"rollout.cache_slots": 0, "precision.kv_percentile": 100.0}
 
 
-def without_removed(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The sections of an older config.json without the fields that are gone.
+@functools.cache
+def _current(section: str, where: str) -> str:
+    """Today's name of a section; a note says so once."""
+    name = _RENAMED.get(section, section)
+    if name != section:
+        text = f"note: {where}: the config section {section!r} is called {name!r} now"
+        print(text, file=sys.stderr, flush=True)
+    return name
+
+
+def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The sections of an older config.json under today's names, without fields that are gone.
 
     Raises:
-      UserError: one of them had an effect.
+      UserError: one of these had an effect.
     """
-    kept = {section: dict(fields) for section, fields in content.items()}
+    kept = {_RENAMED.get(section, section): dict(fields) for section, fields in content.items()}
     for path, neutral in _REMOVED.items():
         section, _, name = path.partition(".")
         value = kept.get(section, {}).pop(name, neutral)
@@ -70,30 +85,30 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 
 def describe_fields() -> str:
     """The table of fields that `--help` prints."""
-    lines = []
-    for section, fields in FIELDS.items():
-        for name, (default, meaning) in fields.items():
-            shown = "{}" if isinstance(default, ml_collections.ConfigDict) else repr(default)
-            lines.append(f"  --config.{section}.{name}={shown}\n        {meaning}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"  --config.{path}={{}}\n        {field.meaning}"
+        if field.is_free
+        else f"  --config.{path}={field.default!r}\n        {field.meaning}"
+        for path, field in all_fields().items()
+    )
 
 
 def _known(path: str) -> bool:
     section, _, rest = path.partition(".")
     if section not in FIELDS:
         return False
-    if any(path == free or path.startswith(free + ".") for free in FREE_FORM):
-        return True
-    return not rest or rest in FIELDS[section]
+    name, dot, _ = rest.partition(".")
+    field = FIELDS[section].get(name)
+    return field is not None and (field.is_free or not dot)
 
 
 def _unknown(path: str, where: str) -> UserError:
     if "." not in path:
-        fields = [f"{s}.{name}" for s, names in FIELDS.items() for name in names if name == path]
+        fields = [name for name in all_fields() if name.endswith("." + path)]
         near = fields or difflib.get_close_matches(path, FIELDS, 1)
         hint = f"did you mean {near[0]}?" if near else "the sections are " + ", ".join(FIELDS)
         return UserError(f"{where}: there is no config section {path!r}; {hint}")
-    names = [f"{section}.{name}" for section, fields in FIELDS.items() for name in fields]
+    names = list(all_fields())
     by_leaf = {name.split(".")[1]: name for name in names}
     near = difflib.get_close_matches(path, names, 1, 0.5)
     leaf = difflib.get_close_matches(path.rpartition(".")[2], by_leaf, 1, 0.7)
@@ -116,7 +131,8 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             f"{where}: get_config() returned {type(changes).__name__}; return an "
             "ml_collections.ConfigDict"
         )
-    for section, fields in changes.items():
+    for written, fields in changes.items():
+        section = _current(written, where)
         if section not in FIELDS:
             raise _unknown(section, where)
         if not isinstance(fields, ml_collections.ConfigDict):
@@ -125,18 +141,18 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             path = f"{section}.{name}"
             if not _known(path):
                 raise _unknown(path, where)
-            default = FIELDS[section][name][0]
-            if path in FREE_FORM:
+            field = FIELDS[section][name]
+            if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
                     raise UserError(f"{where}: {path} is {value!r}; write a dict")
                 config[section][name] = ml_collections.ConfigDict(value)
                 continue
-            if not _fits(value, default):
+            if not _fits(value, field.default):
                 raise UserError(
                     f"{where}: {path} is {value!r}, a {type(value).__name__}; write "
-                    f"{_article(default)}"
+                    f"{_article(field.default)}"
                 )
-            config[section][name] = float(value) if isinstance(default, float) else value
+            config[section][name] = float(value) if isinstance(field.default, float) else value
 
 
 def _article(default: Any) -> str:
@@ -216,19 +232,20 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     """Sets one field from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
-    if "." not in name or not _known(name):
+    section, dot, rest = name.partition(".")
+    name = _current(section, "command line") + dot + rest
+    if not dot or not _known(name):
         raise _unknown(name, "command line")
     if not equals:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
-    section, _, field = name.partition(".")
-    free = next((f for f in FREE_FORM if name.startswith(f + ".")), None)
-    if free:
-        options = config[section][free.partition(".")[2]]
-        option, value = name[len(free) + 1 :], literal(text)
-        if "." in option:
+    section, field, *option_parts = name.split(".")
+    if option_parts:
+        options = config[section][field]
+        option, value = option_parts[0], literal(text)
+        if len(option_parts) > 1:
             raise UserError(
                 f"command line: {name}: an option's name holds no dot; write "
-                f"--config.{free}.NAME=VALUE"
+                f"--config.{section}.{field}.NAME=VALUE"
             )
         if option in options and type(options[option]) in (bool, int, float, str):
             default = options[option]
@@ -244,7 +261,7 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
         values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
-            f"command line: {name} is {text!r}; write {_article(FIELDS[section][field][0])}"
+            f"command line: {name} is {text!r}; write {_article(FIELDS[section][field].default)}"
         ) from None
 
 

@@ -54,7 +54,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
         )
     source = "checkpoint" if checkpoint else "name"
     for field, value in fields.items():
-        if value != FIELDS["model"][field][0]:
+        if value != FIELDS["model"][field].default:
             raise UserError(
                 f"model.{field} is {value!r}, and model.{source} = {checkpoint or name!r} has its "
                 f"own shapes: leave model.{field} out"

@@ -1,4 +1,4 @@
-"""Questions from reasoning_gym, split into warm-up, training and evaluation by their text.
+"""Questions from reasoning_gym, split into fine-tuning, training and evaluation by their text.
 
 A question's split is a hash of its text, so no question can stand in two splits, whatever seed
 made it. (Seeds alone do not separate: neighbouring seeds of reasoning_gym overlap, and small
@@ -14,7 +14,7 @@ import itertools
 
 from fp8rl_jax.errors import UserError
 
-SPLITS = ("warmup", "train", "eval")
+SPLITS = ("sft", "train", "eval")
 _ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: seeds this far apart are apart
 
 
@@ -27,9 +27,9 @@ class Question:
 
 
 def split_of(text: str) -> str:
-    """'eval' for a tenth of all texts, 'warmup' for three tenths, 'train' for the rest."""
+    """'eval' for a tenth of all texts, 'sft' for three tenths, 'train' for the rest."""
     digit = hashlib.sha256(text.encode()).digest()[0] % 10
-    return "eval" if digit == 0 else "warmup" if digit <= 3 else "train"
+    return "eval" if digit == 0 else "sft" if digit <= 3 else "train"
 
 
 def check_task(name: str, options: dict) -> None:

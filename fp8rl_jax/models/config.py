@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from fp8rl_jax.errors import UserError
 
@@ -20,87 +21,98 @@ _ZERO = {
 }
 
 
+def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field with what it means, which `--help` shows, too."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with RMSNorm, RoPE and SwiGLU: Qwen3, Qwen3-MoE, Llama 3 or DeepSeek-V3.
 
     What tells the families apart are fields, so one forward pass runs them all. `models.presets`
     has the published sizes by name.
-
-    Attributes:
-      vocab_size: tokens, special ones included.
-      hidden_size: width D of the residual stream.
-      intermediate_size: width of the gated MLP of a dense layer.
-      num_hidden_layers: decoder layers.
-      num_attention_heads, num_key_value_heads: H and Hkv; H is a multiple of Hkv.
-      head_dim: Dh; even.
-      qk_norm: RMSNorm of every query and key head (Qwen3).
-      rope_theta: base of the rotary frequencies.
-      rope_interleave: rotary pairs are neighbours (0, 1), (2, 3), ... and not (0, Dh/2), ...
-      rope_type: 'default'; 'llama3' (Llama 3.1's bands); 'yarn' (Peng et al., arXiv:2309.00071).
-      rope_factor: of llama3 and yarn: how much longer than the original context.
-      rope_original_max_position_embeddings: of both: the original context, in tokens.
-      rope_low_freq_factor, rope_high_freq_factor: of llama3: turns within the original context
-        below which a frequency is divided by the factor, and above which it stays.
-      rope_beta_fast, rope_beta_slow: of yarn, likewise the other way round.
-      rope_mscale, rope_mscale_all_dim: of yarn: temperature of attention, 0 for none.
-      rms_norm_eps: epsilon of every RMSNorm.
-      tie_word_embeddings: the output head is the transposed embedding.
-      embedding_init_std: standard deviation of the initial embedding.
-      num_experts: routed experts of a sparse layer; 0 for a dense model.
-      num_experts_per_tok: experts of a token, k.
-      moe_intermediate_size: width F of one expert's gated MLP.
-      norm_topk_prob: the weights of a token's k experts are divided by their sum.
-      scoring_func: how router logits become probabilities: 'softmax', or 'sigmoid' of each with a
-        correction bias that enters the choice alone (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
-      n_group, topk_group: groups of experts, and how many of them a token may choose from.
-      routed_scaling_factor: multiplies the weights of the routed experts.
-      n_shared_experts: experts that every token uses, as one MLP of n * moe_intermediate_size.
-      first_k_dense_replace: so many first layers of a model with experts are dense.
-      kv_lora_rank: width of the latent that keys and values come from (multi-head latent
-        attention, arXiv:2412.19437, 2.1.1); 0 for grouped-query attention.
-      q_lora_rank: width of the latent that queries come from; 0 for none.
-      qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of latent attention: features of a query's
-        and key's head without and with rotation, and of a value's head.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    qk_norm: bool = True
-    rope_theta: float = 10_000.0
-    rope_interleave: bool = False
-    rope_type: str = "default"
-    rope_factor: float = 1.0
-    rope_original_max_position_embeddings: int = 8192
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_mscale: float = 0.0
-    rope_mscale_all_dim: float = 0.0
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    embedding_init_std: float = 1.0
-    num_experts: int = 0
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 128
-    norm_topk_prob: bool = True
-    scoring_func: str = "softmax"
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    n_shared_experts: int = 0
-    first_k_dense_replace: int = 0
-    kv_lora_rank: int = 0
-    q_lora_rank: int = 0
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    vocab_size: int = _field("tokens, special ones included")
+    hidden_size: int = _field("width D of the residual stream")
+    intermediate_size: int = _field("width of the gated MLP of a dense layer")
+    num_hidden_layers: int = _field("decoder layers")
+    num_attention_heads: int = _field("query heads")
+    num_key_value_heads: int = _field("key and value heads; divides the query heads")
+    head_dim: int = _field("width of a head, even, at most 128")
+    qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
+    rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
+    rope_interleave: bool = _field(
+        "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart",
+        False,
+    )
+    rope_type: str = _field(
+        "default; llama3 (Llama 3.1's bands); yarn (Peng et al., arXiv:2309.00071)",
+        "default",
+    )
+    rope_factor: float = _field("llama3 and yarn: context length over the original one", 1.0)
+    rope_original_max_position_embeddings: int = _field(
+        "llama3 and yarn: the original context, in tokens",
+        8192,
+    )
+    rope_low_freq_factor: float = _field(
+        "llama3: frequencies with fewer rotations than this over the original context are "
+        "divided by rope_factor",
+        1.0,
+    )
+    rope_high_freq_factor: float = _field(
+        "llama3: frequencies with more rotations than this are kept",
+        4.0,
+    )
+    rope_beta_fast: float = _field("yarn: frequencies with more rotations than this are kept", 32.0)
+    rope_beta_slow: float = _field(
+        "yarn: frequencies with fewer rotations than this are divided by rope_factor",
+        1.0,
+    )
+    rope_mscale: float = _field("yarn: temperature of attention; 0 for none", 0.0)
+    rope_mscale_all_dim: float = _field(
+        "yarn: the part of the temperature that multiplies the scores; 0 for none",
+        0.0,
+    )
+    rms_norm_eps: float = _field("epsilon of every RMSNorm", 1e-6)
+    tie_word_embeddings: bool = _field("output head = transposed embedding", False)
+    embedding_init_std: float = _field("standard deviation of the initial embedding", 1.0)
+    num_experts: int = _field(
+        "routed experts of a sparse layer, in the place of its MLP; 0 for a dense model",
+        0,
+    )
+    num_experts_per_tok: int = _field("experts per token, k", 2)
+    moe_intermediate_size: int = _field("width of one expert's gated MLP", 128)
+    norm_topk_prob: bool = _field("divide the weights of a token's experts by their sum", True)
+    scoring_func: str = _field(
+        "router: softmax; sigmoid with a correction bias that enters the selection alone "
+        "(DeepSeek-V3, arXiv:2412.19437, 2.1.2)",
+        "softmax",
+    )
+    n_group: int = _field("groups of experts", 1)
+    topk_group: int = _field("groups from which a token may select experts", 1)
+    routed_scaling_factor: float = _field("multiplies the weights of the routed experts", 1.0)
+    n_shared_experts: int = _field(
+        "experts that every token uses, as one MLP of n * moe_intermediate_size",
+        0,
+    )
+    first_k_dense_replace: int = _field("number of leading dense layers in a model with experts", 0)
+    kv_lora_rank: int = _field(
+        "width of the latent of keys and values (multi-head latent attention, "
+        "arXiv:2412.19437, 2.1.1); 0 for grouped-query attention",
+        0,
+    )
+    q_lora_rank: int = _field("width of the latent of queries; 0 for none", 0)
+    qk_nope_head_dim: int = _field(
+        "latent attention: features of a query's and key's head without rotation",
+        128,
+    )
+    qk_rope_head_dim: int = _field(
+        "latent attention: features of a query's and key's head with rotation",
+        64,
+    )
+    v_head_dim: int = _field("latent attention: features of a value's head", 128)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -44,7 +44,7 @@ def directory_config(directory: str) -> ml_collections.ConfigDict:
 def _released_config(directory: str, released: dict) -> ml_collections.ConfigDict:
     config = default_config()
     config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
-    config.warmup.steps = 0
+    config.sft.steps = 0
     most = released.get("max_position_embeddings")
     known = most if isinstance(most, int) else 2 * _NEW_TOKENS
     config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)

@@ -53,7 +53,7 @@ from fp8rl_jax.report.summary import (
 )
 
 _PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
-_NAMES = {"warmup": "warm-up", "rl": "RL"}
+_NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12
 
 
@@ -94,12 +94,12 @@ def _zeros(values: np.ndarray) -> str:
 
 
 def _plot_accuracy(run: RunFiles, s: dict) -> Figure | None:
-    """Warm-up steps fill x in [-0.8, 0], RL steps [0, 1]: each phase has its own scale."""
+    """SFT updates fill x in [-0.8, 0], RL steps [0, 1]: each phase has its own scale."""
     if not run.eval:
         return None
     figure, (ax,) = panels_of(1, 3.9)
     ticks, lines = {}, {"greedy": [], "sampled": []}
-    for phase, rows, left, width in (("warmup", run.warmup, -0.8, 0.8), ("rl", run.metrics, 0, 1)):
+    for phase, rows, left, width in (("sft", run.sft, -0.8, 0.8), ("rl", run.metrics, 0, 1)):
         if not (evaluations := run.phase(phase)):
             continue
         last = max([1, *series(rows + evaluations, "step")[0]])
@@ -112,13 +112,13 @@ def _plot_accuracy(run: RunFiles, s: dict) -> Figure | None:
     for i, (kind, points) in enumerate(lines.items()):
         x, values = np.array(points).reshape(-1, 2).T
         draw_line(ax, x, values, i, label=kind, marker="o", ms=3.5)
-        if (best := s[kind]["warmup_best"]) is not None:
-            label = f"best warm-up, {kind}: {share(best)}"
+        if (best := s[kind]["sft_best"]) is not None:
+            label = f"best SFT, {kind}: {share(best)}"
             ax.axhline(best, color=COLOURS[i], ls="--", lw=1.1, label=label)
-    if run.phase("warmup") and run.phase("rl"):
+    if run.phase("sft") and run.phase("rl"):
         ax.axvline(0, color="#444444", lw=1.2)
     ax.set_xticks(list(ticks), list(ticks.values()))
-    ax.set_xlabel("warm-up step   |   RL step   (each phase has its own scale)")
+    ax.set_xlabel("SFT update   |   RL step   (each phase has its own scale)")
     ax.set_ylabel("held-out accuracy")
     ax.legend(frameon=False, fontsize=9)
     return figure
@@ -169,13 +169,13 @@ def _key_figures(s: dict) -> str:
     first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
     sampled, greedy = (
-        " → ".join(share(s[kind][when]) for when in ("warmup_end", "last"))
+        " → ".join(share(s[kind][when]) for when in ("sft_end", "last"))
         for kind in ("sampled", "greedy")
     )
     rows = [
-        ("Accuracy, sampled: last of warm-up → last of RL", sampled),
-        ("Accuracy, greedy: last of warm-up → last of RL", greedy),
-        ("Best warm-up accuracy, greedy", share(s["greedy"]["warmup_best"])),
+        ("Accuracy, sampled: last of SFT → last of RL", sampled),
+        ("Accuracy, greedy: last of SFT → last of RL", greedy),
+        ("Best SFT accuracy, greedy", share(s["greedy"]["sft_best"])),
         ("Held-out questions", number(s["questions"])),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
         ("First step; median of the others", f"{first}; {others}"),
@@ -270,7 +270,7 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
     for row in (x for x in drift if "logprob_equal_frac" in x):
         equal = row["logprob_equal_frac"]
         row["1 - logprob_equal_frac"] = None if equal is None else 1 - equal
-    accuracy = "Warm-up steps left of the line, RL steps right of it."
+    accuracy = "SFT updates left of the line, RL steps right of it."
     if s["questions"]:
         error = f"{50 / math.sqrt(s['questions']):.1f} points"
         accuracy += f" With {s['questions']:,} questions one standard error is at most {error}."
@@ -312,7 +312,7 @@ def _page(run: RunFiles, others: list[RunFiles]) -> str:
         ),
         "Time": (_plot_time(rows), "Recorded phases of each step, stacked, and the throughput."),
         "Optimiser": (_panels(rows, False, *learning, *policy), "Reinforcement learning steps."),
-        "Warm-up": (_panels(run.warmup, False, *learning), "Supervised steps before RL."),
+        "Supervised fine-tuning": (_panels(run.sft, False, *learning), "Updates before RL."),
     }
     sections = {"Key figures": _key_figures(s), "Recipes and settings": _main_fields(run)}
     for title in ("Experts", "Continuous batching"):  # a dense model; a static rollout

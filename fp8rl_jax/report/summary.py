@@ -31,7 +31,7 @@ class RunFiles:
     path: pathlib.Path
     config: dict
     notes: list[str]
-    warmup: list[dict]
+    sft: list[dict]
     metrics: list[dict]
     eval: list[dict]
     samples: list[dict]
@@ -44,7 +44,8 @@ class RunFiles:
         return None if value is None else str(value)
 
     def phase(self, name: str) -> list[dict]:
-        return [row for row in self.eval if row.get("phase", "rl") == name]
+        names = (name, "warmup") if name == "sft" else (name,)  # its former name
+        return [row for row in self.eval if row.get("phase", "rl") in names]
 
     @property
     def compared(self) -> list[dict]:
@@ -66,7 +67,8 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         config = {**json.loads((path / "config.json").read_text(encoding="utf-8"))}
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    names = ("warmup", "metrics", "eval", "samples")
+    first = "warmup" if (path / "warmup.jsonl").is_file() else "sft"  # its former name
+    names = (first, "metrics", "eval", "samples")
     return RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
 
 
@@ -120,16 +122,16 @@ def summarise(run_dir: str | os.PathLike) -> dict:
     """Headline figures of a run; a figure that was not recorded is None.
 
     Args:
-      run_dir: directory with config.json and, as far as the run got, warmup.jsonl, metrics.jsonl,
+      run_dir: directory with config.json and, as far as the run got, sft.jsonl, metrics.jsonl,
         eval.jsonl and samples.jsonl.
 
     Returns:
       A dict that `json.dumps` accepts:
         sentence: the summary sentence of the report.
         task, seed, rollout_recipe, learner_recipe: from the config, as strings.
-        warmup_steps, rl_steps: lines read from warmup.jsonl and metrics.jsonl.
-        greedy, sampled: held-out accuracy (0 to 1), each a dict of `warmup_end`, `warmup_best`,
-          `warmup_best_step`, `last` (last evaluation of the RL phase) and `last_step`.
+        sft_steps, rl_steps: lines read from sft.jsonl and metrics.jsonl.
+        greedy, sampled: held-out accuracy (0 to 1), each a dict of `sft_end`, `sft_best`,
+          `sft_best_step`, `last` (last evaluation of the RL phase) and `last_step`.
         questions: held-out questions of the last evaluation.
         reward_first, reward_last: mean reward over the first and the last tenth of the steps.
         drift_steps, drift_tokens: steps and response tokens whose log-probs were compared.
@@ -150,12 +152,12 @@ def summarise(run_dir: str | os.PathLike) -> dict:
 
 
 def _accuracy(run: RunFiles, kind: str) -> dict:
-    out = dict.fromkeys(("warmup_end", "warmup_best", "warmup_best_step", "last", "last_step"))
-    steps, values = series(run.phase("warmup"), f"accuracy_{kind}")
+    out = dict.fromkeys(("sft_end", "sft_best", "sft_best_step", "last", "last_step"))
+    steps, values = series(run.phase("sft"), f"accuracy_{kind}")
     if np.isfinite(values).any():
         best = int(np.nanargmax(values))
-        out["warmup_best"], out["warmup_best_step"] = float(values[best]), int(steps[best])
-        out["warmup_end"] = statistic(values[-1:], np.max)
+        out["sft_best"], out["sft_best_step"] = float(values[best]), int(steps[best])
+        out["sft_end"] = statistic(values[-1:], np.max)
     steps, values = series(run.phase("rl"), f"accuracy_{kind}")
     if np.isfinite(values[-1:]).any():
         out["last"], out["last_step"] = float(values[-1]), int(steps[-1])
@@ -168,7 +170,7 @@ def summarise_files(run: RunFiles) -> dict:
     tenth, checks = max(1, len(reward) // 10), series(rows, "refit_checksum_ok")[1]
     out = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
     out |= {f"{side}_recipe": run.field("precision", side) for side in ("rollout", "learner")}
-    out |= {"warmup_steps": len(run.warmup), "rl_steps": len(rows)}
+    out |= {"sft_steps": len(run.sft), "rl_steps": len(rows)}
     out |= {kind: _accuracy(run, kind) for kind in ("greedy", "sampled")}
     out |= {
         "questions": statistic(series(run.eval, "questions")[1][-1:], np.max),
@@ -255,16 +257,16 @@ def drift_text(s: dict) -> str:
 
 def _sentence(run: RunFiles, s: dict) -> str:
     kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
-    names = {"warmup_end": "the last warm-up evaluation"}
+    names = {"sft_end": "the last SFT evaluation"}
     names["last"] = f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}"
     ends = [k for k in names if any(s[kind][k] is not None for kind in kinds)]
     if ends:
         values = (f"{x} {' → '.join(share(s[x][k]) for k in ends)}" for x in kinds)
         where = " and at ".join(names[k] for k in ends)
         parts = [f"held-out accuracy at {where}: {', '.join(values)}"]
-    if (best := s["greedy"])["warmup_best"] is not None:
-        parts[0] += f" (best warm-up evaluation {share(best['warmup_best'])},"
-        parts[0] += f" at step {best['warmup_best_step']:,})"
+    if (best := s["greedy"])["sft_best"] is not None:
+        parts[0] += f" (best SFT evaluation {share(best['sft_best'])},"
+        parts[0] += f" at step {best['sft_best_step']:,})"
     if s["drift_steps"]:
         equal = share(s["logprob_equal_frac"])
         equal = "" if equal == MISSING else f", {equal} of log-probs bit-equal"

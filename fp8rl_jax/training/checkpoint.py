@@ -55,7 +55,7 @@ class Checkpoints:
             meta = self._manager.restore(number, args=args)["meta"]
             if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
                 raise ValueError("its metadata does not match its digest")
-            return meta
+            return _renamed(meta)
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
 
@@ -99,6 +99,15 @@ def _structure(state: Any) -> str:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     shapes = [f"{jax.tree_util.keystr(p)} {x.shape} {x.dtype}" for p, x in leaves]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+
+
+def _renamed(meta: dict[str, Any]) -> dict[str, Any]:
+    """Metadata under today's names: the supervised stage was called 'warmup'."""
+    meta = {**meta, "phase": "sft"} if meta.get("phase") == "warmup" else meta
+    if "warmup" in meta.get("offsets", {}):
+        offsets = {"sft" if k == "warmup" else k: v for k, v in meta["offsets"].items()}
+        meta = {**meta, "offsets": offsets}
+    return meta
 
 
 def _digest(meta: dict[str, Any]) -> str:

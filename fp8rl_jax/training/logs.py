@@ -60,14 +60,16 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunLogs:
-    """The files of a run directory: RL steps, warm-up, evaluations, transcripts, TensorBoard."""
+    """The files of a run directory: RL steps, SFT, evaluations, transcripts, TensorBoard."""
 
-    NAMES = ("metrics", "warmup", "eval", "samples")
+    NAMES = ("metrics", "sft", "eval", "samples")
 
     def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None):
         """Opens the files; cuts them to `offsets` (sizes in bytes by name), None for empty."""
         from tensorboardX import SummaryWriter  # slow to import: only when a run writes
 
+        if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
+            former.rename(directory / "sft.jsonl")
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
             size = (offsets or {}).get(name, 0)
@@ -92,7 +94,7 @@ class RunLogs:
     def _show(self, name: str, record: dict[str, Any]) -> None:
         if name == "samples":
             return
-        prefix = {"metrics": "rl", "warmup": "warmup"}.get(name) or f"eval_{record['phase']}"
+        prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record['phase']}"
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(f"{prefix}/{key}", value, record["step"])

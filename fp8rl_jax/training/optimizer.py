@@ -47,13 +47,13 @@ def make_optimizer(
 def optimizer_of_phase(
     config: ml_collections.ConfigDict, phase: str
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """(transformation, schedule) of 'warmup' or 'rl'."""
+    """(transformation, schedule) of 'sft' or 'rl'."""
     o = config.optimizer
     if phase == "rl":
         return make_optimizer(
             o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm
         )
-    w = config.warmup
+    w = config.sft
     return make_optimizer(
         w.learning_rate, w.warmup_steps, o.b1, w.b2, w.weight_decay, o.clip_norm,
         w.steps if w.end_fraction < 1 else 0, w.end_fraction,

@@ -11,7 +11,7 @@ _PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluation
 
 
 class Display:
-    """Shows the warm-up, RL steps and evaluations. Use as a context manager."""
+    """Shows SFT updates, RL steps and evaluations. Use as a context manager."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or Console(highlight=False)
@@ -61,7 +61,7 @@ class Display:
             left = (now - self._started) / self._steps_seen * (self._total - step)
             self.note(f"{self._name} {step}/{self._total}  {status}  left {left:.0f} s")
 
-    def warmup_step(self, record: dict) -> None:
+    def sft_step(self, record: dict) -> None:
         self._update(record["step"], f"loss {record['loss']:.3f}  accuracy {self._accuracy}")
 
     def rl_step(self, record: dict) -> None:

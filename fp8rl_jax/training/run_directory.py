@@ -14,7 +14,7 @@ import pathlib
 import ml_collections
 
 from fp8rl_jax.config import default_config, flatten
-from fp8rl_jax.config.load import without_removed
+from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.disk import no_room
@@ -105,7 +105,7 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         content = json.loads(path.read_text())
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
-        return without_removed(content, str(path)) if sections else content
+        return upgraded(content, str(path)) if sections else content
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"run.dir: {path} is damaged ({error}): put the file back, or choose another "

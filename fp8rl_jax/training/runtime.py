@@ -209,8 +209,8 @@ class Runtime(Resolved):
         return {run.name: run.layers.start for run in runs}
 
     @property
-    def warmup_recipe(self) -> Recipe:
-        """The learner's recipe in the warm-up, where nothing is sampled that could calibrate."""
+    def sft_recipe(self) -> Recipe:
+        """The learner's recipe in supervised fine-tuning, where no rollout calibrates scales."""
         recipe = self.learner_recipe
         return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
 
@@ -433,7 +433,7 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
 def _questions(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, list[Question]]:
     """The task's questions by split; UserError for one that does not fit its slots."""
     counts = {
-        "warmup": config.warmup.questions if config.warmup.steps else 0,
+        "sft": config.sft.questions if config.sft.steps else 0,
         "train": config.env.train_questions,
         "eval": config.eval.questions,
     }
@@ -442,7 +442,7 @@ def _questions(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[st
     )
     everything = [q.text for split in questions.values() for q in split]
     pad_prompts(everything, tokenizer, config.rollout.max_prompt_tokens, chat)
-    demonstrations = [q.answer for q in questions["warmup"]]
+    demonstrations = [q.answer for q in questions["sft"]]
     pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
     return questions
 

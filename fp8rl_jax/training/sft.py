@@ -1,4 +1,4 @@
-"""The supervised warm-up: a policy that can do the task somewhat, before reward takes over.
+"""Supervised fine-tuning before RL: a policy that solves the task sometimes, so rewards differ.
 
 Its result is cached by everything it depends on (configuration, seed, the library's own source),
 so a second run with other RL settings starts at once. It checkpoints at each evaluation and
@@ -28,7 +28,7 @@ from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.runtime import Runtime, empty_response_fields, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
-_SECTIONS = ("model", "mesh", "data", "env", "precision", "warmup", "eval")
+_SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
 _FIELDS = (
     "run.seed",
     "run.samples",
@@ -43,13 +43,13 @@ WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_ch
 
 
 def evaluation_steps(config) -> set[int]:
-    """Updates after which the warm-up is evaluated; the last is always among them."""
-    w = config.warmup
+    """Updates after which the stage is evaluated; the last is always among them."""
+    w = config.sft
     return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
 
 
 def cache_directory(config) -> pathlib.Path:
-    """Where this configuration's warm-up is kept."""
+    """Where the result of this configuration's stage is kept."""
     flat = flatten(config)
     parts = {
         name: value
@@ -60,17 +60,17 @@ def cache_directory(config) -> pathlib.Path:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     files += files_of_functions([config.env.reward, *config.precision.values()])
-    name = cache_name("warmup", parts, files)
+    name = cache_name("sft", parts, files)
     return pathlib.Path(config.run.cache_dir or user_cache()) / name
 
 
 def _kept(state: TrainState) -> dict:
-    """What the RL phase takes over from the warm-up."""
+    """What the RL phase takes over."""
     return {"params": state.params, "scaling_state": state.scaling_state}
 
 
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
-    """(params, scaling_state) of a finished warm-up, its records copied into `logs`; or None."""
+    """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config)
     if not directory.is_dir():
         return None
@@ -79,19 +79,19 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
         kept = checkpoints.restore(0, _kept(like))
     except UserError:
         raise UserError(
-            f"the cached warm-up {directory.resolve()} is damaged: delete that directory, and the "
-            "warm-up runs again"
+            f"the cached fine-tuning {directory.resolve()} is damaged: delete that directory, and "
+            "it runs again"
         ) from None
     finally:
         checkpoints.close()
-    for name in ("warmup", "eval", "samples"):
+    for name in ("sft", "eval", "samples"):
         for record in read_jsonl(directory / f"{name}.jsonl"):
             logs.write(name, record)
     return kept["params"], kept["scaling_state"]
 
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
-    """Keeps a finished warm-up; complete or not at all."""
+    """Keeps the result of a finished stage; complete or not at all."""
     directory = cache_directory(runtime.config)
     if directory.exists():
         return
@@ -101,15 +101,15 @@ def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> N
     checkpoints = Checkpoints(temporary / "checkpoint", keep=1)
     checkpoints.save(0, _kept(state), {})
     checkpoints.close()
-    for name in ("warmup", "eval", "samples"):
+    for name in ("sft", "eval", "samples"):
         shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
     try:
         temporary.rename(directory)
-    except OSError:  # another run finished the same warm-up first
+    except OSError:  # another run finished the same stage first
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def run_warmup(
+def run_sft(
     runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, checkpoint, stop
 ) -> TrainState:
     """Supervised updates from `state.step` to the end.
@@ -127,20 +127,20 @@ def run_warmup(
       NonFiniteError: loss or gradient is NaN or infinite.
     """
     config = runtime.config
-    optimizer, schedule = optimizer_of_phase(config, "warmup")
-    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.warmup_recipe)
-    stream = Stream(runtime.questions["warmup"], config.warmup.batch_size, config.run.seed)
+    optimizer, schedule = optimizer_of_phase(config, "sft")
+    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.sft_recipe)
+    stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
     evaluate_at = evaluation_steps(config)
-    display.phase("warm-up", config.warmup.steps, int(state.step))
-    for step in range(int(state.step), config.warmup.steps):
+    display.phase("SFT", config.sft.steps, int(state.step))
+    for step in range(int(state.step), config.sft.steps):
         start = time.perf_counter()
         batch = _demonstrations(runtime, stream.next())
         state, _, metrics = train_step(state, batch, runtime.rope)
         metrics = jax.device_get(metrics)
         if not metrics["good"]:
             checkpoint(state)
-            raise NonFiniteError(non_finite_message("warm-up", step + 1, metrics))
+            raise NonFiniteError(non_finite_message("SFT", step + 1, metrics))
         state = runtime.advance(state, step + 1, stream.position)
         record = {
             "step": step + 1,
@@ -149,18 +149,18 @@ def run_warmup(
             "lr": float(schedule(step)),
             "time_step": time.perf_counter() - start,
         }
-        logs.write("warmup", record)
-        display.warmup_step(record)
+        logs.write("sft", record)
+        display.sft_step(record)
         if step + 1 in evaluate_at:
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
-            result, samples = evaluate(runtime, weights, "warmup", step + 1)
+            result, samples = evaluate(runtime, weights, "sft", step + 1)
             logs.write("eval", result)
             for sample in samples:
                 logs.write("samples", sample)
             display.evaluation(result)
         stopping = stop() is not None
-        if step + 1 < config.warmup.steps and (step + 1 in evaluate_at or stopping):
+        if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
             checkpoint(state)
         if stopping:
             break

@@ -122,7 +122,7 @@ def _train(directory, *overrides: str) -> int:
     places = [f"--config.run.dir={directory / 'run'}", f"--config.run.cache_dir={directory}"]
     short = [
         "--config.run.steps=2",
-        "--config.warmup.steps=0",
+        "--config.sft.steps=0",
         "--config.precision.self_check=True",
     ]
     return cli.run(

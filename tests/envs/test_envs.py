@@ -31,7 +31,7 @@ _OPTIONS = {
     "allow_negation": False,
 }
 _SMALL = _OPTIONS | {"max_terms": 2, "max_digits": 1, "operators": ["+"]}
-_COUNTS = {"train": 60, "warmup": 30, "eval": 20}
+_COUNTS = {"train": 60, "sft": 30, "eval": 20}
 
 
 def _texts(questions):
@@ -51,7 +51,7 @@ def test_counts_are_exact_and_questions_distinct():
 def test_a_split_without_a_count_is_empty():
     questions = make_questions(_TASK, _OPTIONS, {"eval": 3}, 0)
     assert {split: len(found) for split, found in questions.items()} == {
-        "warmup": 0,
+        "sft": 0,
         "train": 0,
         "eval": 3,
     }
@@ -65,7 +65,7 @@ def test_splits_are_disjoint_across_seeds():
     home = {}
     seen = collections.Counter()
     for seed in range(6):
-        counts = {"train": 25 + seed, "warmup": 20 - seed, "eval": 5}
+        counts = {"train": 25 + seed, "sft": 20 - seed, "eval": 5}
         for split, texts in _texts(make_questions(_TASK, _SMALL, counts, seed)).items():
             for text in texts:
                 assert home.setdefault(text, split) == split == split_of(text)
@@ -152,21 +152,21 @@ def test_good_options_pass():
 @hypothesis.given(st.text())
 def test_split_of_every_text(text):
     """Each text has one split."""
-    assert split_of(text) in ("warmup", "train", "eval")
+    assert split_of(text) in ("sft", "train", "eval")
 
 
 def test_split_shares():
     """About a tenth, three tenths and six tenths."""
     counts = collections.Counter(split_of(f"question {i}") for i in range(5000))
     assert counts["eval"] / 5000 == pytest.approx(0.1, abs=0.02)
-    assert counts["warmup"] / 5000 == pytest.approx(0.3, abs=0.03)
+    assert counts["sft"] / 5000 == pytest.approx(0.3, abs=0.03)
     assert counts["train"] / 5000 == pytest.approx(0.6, abs=0.03)
 
 
 def test_splits_are_recorded():
     """By the first byte of sha256, modulo 10 (from the sha256sum command), for all versions."""
     first_bytes = {"": 0xE3, "15": 0xE6, "1 + 1 =": 0x15, "13": 0x3F, "3": 0x4E, "5": 0xEF}
-    splits = ("eval", "warmup", "warmup", "warmup", *["train"] * 6)
+    splits = ("eval", "sft", "sft", "sft", *["train"] * 6)
     assert {text: split_of(text) for text in first_bytes} == {
         text: splits[byte % 10] for text, byte in first_bytes.items()
     }

@@ -13,7 +13,7 @@ from fp8rl_jax.training.logs import read_jsonl
 
 HERE = pathlib.Path(__file__).parent
 # File of the run -> what is recorded of it.
-RECORDED = {"warmup": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")}
+RECORDED = {"sft": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")}
 
 
 def main() -> None:
