@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import time
 from collections.abc import Callable
 
 import jax
@@ -22,20 +21,17 @@ import numpy as np
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
-from fp8rl_jax.envs import score
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.models.size import parameter_counts
-from fp8rl_jax.quant import same_forward
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
-from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights, zero_std_fraction
+from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
 from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.disk import WRITE_ERRORS, check_room, no_room
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.expert_load import load_metrics
-from fp8rl_jax.training.health import add_counts, age_metrics, loss_metrics
+from fp8rl_jax.training.health import age_metrics
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
@@ -48,6 +44,7 @@ from fp8rl_jax.training.sft import (
     run_sft,
     save_cached,
 )
+from fp8rl_jax.training.step_record import Scores, StepRecord
 
 
 @dataclasses.dataclass
@@ -127,27 +124,6 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
 def _policy(state: TrainState) -> dict:
     """What a policy's log-probabilities follow from, as fields of a TrainState."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
-
-
-class _Scores:
-    """Rewards of a step's responses, each computed when it is complete."""
-
-    def __init__(self, runtime: Runtime, questions: list):
-        """`questions`: one for each response."""
-        self._runtime, self._questions = runtime, questions
-        self.rewards = np.zeros(len(questions))
-        self.errors = 0
-        self._scored = np.zeros(len(questions), bool)
-
-    def add(self, rollout: Rollout, done: np.ndarray) -> None:
-        """Scores the responses that are `done` (B,) and have no reward yet."""
-        rows = np.flatnonzero(done & ~self._scored)
-        fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
-        texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
-        values, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
-        self.rewards[rows] = values
-        self.errors += errors
-        self._scored[rows] = True
 
 
 class _Run:
@@ -298,71 +274,134 @@ class _Run:
             "grpo", algo.clip_low, algo.clip_high, algo.kl_coef, algo.router_aux_loss_coef
         )
         self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
-        reference = self._reference(state) if config.algo.kl_coef else None
+        reference = self._reference(state) if algo.kl_coef else None
         stream = self._stream(state)
-        weights, checksum, lost = rt.refit_state(state)
+        served = rt.refit_state(state)
         if not config.sft.steps and int(state.step) == 0:
-            self._evaluate(weights, 0)
+            self._evaluate(served.weights, 0)
         self.display.phase("RL", config.run.steps, int(state.step))
         for step in range(int(state.step), config.run.steps):
-            start = time.perf_counter()
-            record = {"step": step + 1}
-            require_fresh(state.kv_scales, step)
-            record |= age_metrics(state.scaling_state, state.kv_scales, step)
-            questions = stream.next()
-            batch, rollout_logp = self._rollout(questions, state, weights, step, reference, record)
-            state, logp, updates = self._update(state, batch, step, record)
-            first = slice(0, logp.shape[0])  # the rows of the first update
-            record |= mismatch_metrics(
-                logp, rollout_logp[first], batch.mask[first], config.algo.tis_cap
-            )
-            analyse_now = False
-            if rt.zero_drift and not self.drifted:
-                drift = record["train_rollout_logprob_abs_diff_max"]
-                if drift != 0.0:
-                    took = rt.takes_rollout_logprobs(self.drifted)
-                    self.drifted = True
-                    analyse_now = True
-                    recompute = ""
-                    if took and not rt.takes_rollout_logprobs(self.drifted):
-                        recompute = "; from the next step on log-probabilities are recomputed"
-                    self.display.note(
-                        f"warning: drift {drift:.1e} at RL step {step + 1}, though the recipes are "
-                        f"equal{recompute}; looking for the operation"
-                    )
-            if same_forward(rt.rollout_recipe, rt.learner_recipe):
-                record["refit_checksum_ok"] = bool(updates[0]["checksum"] == np.asarray(checksum))
-            counts = add_counts([u["health"] for u in updates if "health" in u])
-            record |= loss_metrics(counts, rt.first_layers(rt.learner_recipe))
-            if lost:
-                counts = {"weights": jax.device_get(lost)}
-                record |= loss_metrics(counts, rt.first_layers(rt.rollout_recipe))
-            state = rt.advance(state, step + 1, stream.position)
-            begin = time.perf_counter()
-            if rt.calibrated:
-                state = jax.block_until_ready(
-                    rt.calibrate_state(state, batch.tokens, batch.lengths)
-                )
-                record["time_calibrate"] = time.perf_counter() - begin
-                begin = time.perf_counter()
-            weights, checksum, lost = jax.block_until_ready(rt.refit_state(state))
-            record["time_refit"] = time.perf_counter() - begin
-            record["time_step"] = time.perf_counter() - start
+            record = StepRecord(step + 1)
+            with record.timed("step"):
+                questions = stream.next()
+                rollout, batch = self._sample(questions, state, served.weights, step, record)
+                with record.timed("old_logprobs"):
+                    batch = self._old_logprobs(batch, rollout, state, reference)
+                with record.timed("learner"):
+                    state, logp, updates = self._update(state, batch, step)
+                record.add_updates(updates, float(batch.mask.sum()), rt)
+                record["lr"] = float(self.schedule(step * algo.updates_per_rollout))
+                begins_to_drift = self._compare(record, logp, rollout, batch)
+                record.add_refit(served, updates[0]["checksum"], rt)
+                state = rt.advance(state, step + 1, stream.position)
+                state, served = self._refit(state, batch, record)
             if rt.calibrated:
                 record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
-            if analyse_now:
-                self._analyse_drift(state, weights, questions, step + 1)
+            if begins_to_drift:
+                self._analyse_drift(state, served.weights, questions, step + 1)
             self.logs.write("metrics", record)
             self.display.rl_step(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
-                self._evaluate(weights, step + 1)
+                self._evaluate(served.weights, step + 1)
             stopping = self.stop() is not None
             if last or stopping or (step + 1) % config.run.checkpoint_every == 0:
                 self._save(state)
             if stopping:
                 break
         return state
+
+    def _sample(self, questions, state: TrainState, weights, step: int, record: StepRecord):
+        """The responses to questions, and a batch with their advantages."""
+        rt, config = self.runtime, self.config
+        require_fresh(state.kv_scales, step)
+        record |= age_metrics(state.scaling_state, state.kv_scales, step)
+        group = config.rollout.group_size
+        rows = len(questions) * group
+        temperature = np.full(rows, config.rollout.temperature, np.float32)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
+        scores = Scores(rt, [q for q in questions for _ in range(group)])
+
+        def watch(progress: Progress) -> None:
+            scores.add(progress.rollout, progress.done)
+            self.display.rollout(step + 1, progress)
+
+        with record.timed("rollout"):
+            rollout, prompts, lengths = rt.generate(
+                rt.sampler, weights, questions, key, temperature, watch
+            )
+        with record.timed("reward"):
+            scores.add(rollout, np.ones(rows, bool))
+        record.add_rollout(rollout, scores, group)
+        if isinstance(rt.sampler, ContinuousSampler):
+            record |= rt.sampler.metrics()
+        advantages = group_advantages(scores.rewards, group, config.algo.normalize_std)
+        return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+
+    def _old_logprobs(self, batch: Batch, rollout: Rollout, state, reference) -> Batch:
+        """`batch` with log-probabilities before the update: the learner's, where they may differ
+        from the sampler's, with importance weights; and the reference policy's."""
+        rt = self.runtime
+        if not rt.takes_rollout_logprobs(self.drifted):
+            old = rt.score_state(state, batch)
+            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
+            if rt.use_tis:
+                cap = self.config.algo.tis_cap
+                weights = tis_weights(batch.old_logprobs, rollout.logprobs, cap)
+                batch = dataclasses.replace(batch, rollout_weights=weights)
+        if reference is not None:
+            own_routing = dataclasses.replace(batch, routing={})
+            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
+        return batch
+
+    def _update(self, state: TrainState, batch: Batch, step: int):
+        """All optimiser updates of a step: the state after them, the log-probabilities that the
+        first one computed before it, and the metrics of each."""
+        rt, count = self.runtime, self.config.algo.updates_per_rollout
+        rows = batch.mask.shape[0] // count
+        updates, first = [], None
+        for index in range(count):
+            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
+            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
+            metrics = jax.device_get(metrics)
+            if not metrics["good"]:
+                if index == 0:  # later, the state holds a part of this step: nothing to resume from
+                    self._save(state)
+                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
+            updates.append(metrics)
+            first = np.asarray(logp) if first is None else first
+        return state, first, updates
+
+    def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
+        """Compares learner and sampler on the first update's rows; whether drift shows for the
+        first time in a run that must have none."""
+        rt, first = self.runtime, slice(0, logp.shape[0])
+        record |= mismatch_metrics(
+            logp, rollout.logprobs[first], batch.mask[first], self.config.algo.tis_cap
+        )
+        drift = record["train_rollout_logprob_abs_diff_max"]
+        if drift == 0.0 or self.drifted or not rt.zero_drift:
+            return False
+        recompute = ""
+        if rt.takes_rollout_logprobs(False) and not rt.takes_rollout_logprobs(True):
+            recompute = "; from the next step on log-probabilities are recomputed"
+        self.drifted = True
+        self.display.note(
+            f"warning: drift {drift:.1e} at RL step {record['step']}, though the recipes are "
+            f"equal{recompute}; looking for the operation"
+        )
+        return True
+
+    def _refit(self, state: TrainState, batch: Batch, record: StepRecord):
+        """The state with calibrated KV scales, and the weights that the sampler takes next."""
+        rt = self.runtime
+        if rt.calibrated:
+            with record.timed("calibrate"):
+                state = rt.calibrate_state(state, batch.tokens, batch.lengths)
+                state = jax.block_until_ready(state)
+        with record.timed("refit"):
+            served = jax.block_until_ready(rt.refit_state(state))
+        return state, served
 
     def _analyse_drift(self, state: TrainState, weights, questions, step: int) -> None:
         """Names the operation behind a drift that should not be, once, into drift.json.
@@ -396,85 +435,3 @@ class _Run:
         for sample in samples:
             self.logs.write("samples", sample)
         self.display.evaluation(result)
-
-    def _rollout(self, questions, state, weights, step, reference, record):
-        """Samples and scores responses; returns the batch and rollout log-probs."""
-        rt, config = self.runtime, self.config
-        group = config.rollout.group_size
-        begin = time.perf_counter()
-        rows = len(questions) * group
-        temperature = np.full(rows, config.rollout.temperature, np.float32)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        scores = _Scores(rt, [q for q in questions for _ in range(group)])
-
-        def watch(progress: Progress) -> None:
-            scores.add(progress.rollout, progress.done)
-            self.display.rollout(step + 1, progress)
-
-        rollout, prompts, lengths = rt.generate(
-            rt.sampler, weights, questions, key, temperature, watch
-        )
-        record["time_rollout"] = time.perf_counter() - begin
-
-        begin = time.perf_counter()
-        scores.add(rollout, np.ones(rows, bool))
-        rewards = scores.rewards
-        record["time_reward"] = time.perf_counter() - begin
-
-        advantages = group_advantages(rewards, group, config.algo.normalize_std)
-        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
-        begin = time.perf_counter()
-        if not rt.takes_rollout_logprobs(self.drifted):
-            old = rt.score_state(state, batch)
-            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if rt.use_tis:
-                w = tis_weights(batch.old_logprobs, rollout.logprobs, config.algo.tis_cap)
-                batch = dataclasses.replace(batch, rollout_weights=w)
-        if reference is not None:
-            own_routing = dataclasses.replace(batch, routing={})
-            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
-        record["time_old_logprobs"] = time.perf_counter() - begin
-
-        response_lengths = rollout.mask.sum(1)
-        record |= {
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "reward_errors": scores.errors,
-            "group_zero_std_frac": zero_std_fraction(rewards, group),
-            "response_len_mean": float(response_lengths.mean()),
-            "response_len_max": int(response_lengths.max()),
-            "truncated_frac": float(1 - rollout.finished.mean()),
-            "tokens_per_s_rollout": float(response_lengths.sum() / record["time_rollout"]),
-        }
-        if isinstance(rt.sampler, ContinuousSampler):
-            record |= rt.sampler.metrics()
-        return batch, rollout.logprobs
-
-    def _update(self, state, batch: Batch, step: int, record: dict):
-        """All optimiser updates of a step; returns the first one's log-probabilities."""
-        rt, count = self.runtime, self.config.algo.updates_per_rollout
-        begin = time.perf_counter()
-        rows = batch.mask.shape[0] // count
-        updates, first = [], None
-        for index in range(count):
-            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
-            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
-            metrics = jax.device_get(metrics)
-            if not metrics["good"]:
-                if index == 0:  # later, the state holds a part of this step: nothing to resume from
-                    self._save(state)
-                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
-            updates.append(metrics)
-            first = np.asarray(logp) if first is None else first
-        seconds = time.perf_counter() - begin
-        names = set(updates[0]) - {"good", "bad_layer", "checksum", "health", "expert_tokens"}
-        for name in sorted(names):
-            record[name] = float(np.mean([m[name] for m in updates]))
-        if "expert_tokens" in updates[0]:
-            tokens = np.sum([m["expert_tokens"] for m in updates], axis=0)
-            record |= load_metrics(tokens, rt.model.dense_layers)
-        record["lr"] = float(self.schedule(step * count))
-        record["time_learner"] = seconds
-        tokens = float(np.asarray(batch.mask).sum())
-        record["tokens_per_s_learner"] = tokens / seconds
-        return state, first, updates

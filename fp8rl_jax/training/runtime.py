@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -55,6 +56,20 @@ from fp8rl_jax.rollout import (
     make_sampler,
 )
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
+
+
+class Served(NamedTuple):
+    """The result of a refit.
+
+    Attributes:
+      weights: the tree that the sampler takes.
+      checksum: () uint32 over all its bytes.
+      health: what quantising the weights lost, by site and layer; {} without `precision.health`.
+    """
+
+    weights: Any
+    checksum: jax.Array
+    health: dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +184,9 @@ class Runtime(Resolved):
             },
         )  # fmt: skip
 
-    def refit_state(self, state: learner.TrainState):
-        """(rollout weights, checksum, health) of a state."""
-        return self.refit(state.params, state.scaling_state, state.kv_scales)
+    def refit_state(self, state: learner.TrainState) -> Served:
+        """What the sampler takes of a state."""
+        return Served(*self.refit(state.params, state.scaling_state, state.kv_scales))
 
     @property
     def calibrated(self) -> bool:
