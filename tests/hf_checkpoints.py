@@ -32,7 +32,7 @@ _DEEPSEEK = _SIZES | dict(
 CONFIGS = {
     "qwen3": ModelConfig(**_SIZES, rope_theta=1e6),
     "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
-    "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS),
+    "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS, first_k_dense_replace=1),  # mlp_only_layers: [0]
     "llama": ModelConfig(**_SIZES | dict(
         qk_norm=False, rope_type="llama3", rope_factor=8.0,
         rope_original_max_position_embeddings=16,

@@ -148,7 +148,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kl_coef": Field(0.0, "weight of the k3 divergence from the policy before RL", 0),
         "correction": Field("auto", "tis: truncated importance sampling; none; auto: tis when the "
                             "recipes differ", choices=("auto", "none", "tis")),
-        "tis_cap": Field(2.0, "cap of the importance weight", 0),
+        "tis_cap": Field(2.0, "cap of the importance weight", 1e-6),
         "routing_replay": Field("none", "what the learner takes from the rollout's routers: none; "
                                 "experts: which experts, in their order; weights: their weights "
                                 "too", choices=("none", "experts", "weights")),

@@ -39,7 +39,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         rollout, _, _ = runtime.generate(
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
-        rates.append((int(rollout.mask.sum()), time.perf_counter() - begin))
+        tokens = int(rollout.mask[: 2 * len(part)].sum())  # without the rows that fill the batch
+        rates.append((tokens, time.perf_counter() - begin))
         responses = runtime.decode(rollout)[: 2 * len(part)]
         values, failed = score(runtime.reward, [q for q in part for _ in range(2)], responses)
         rewards += values

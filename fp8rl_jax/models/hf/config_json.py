@@ -33,7 +33,7 @@ _INTEGERS = (
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "linear layers have no bias here: take a model without"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
-_EVERY_LAYER = "experts in every layer are supported alone: take another model"
+_EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
 
 def family(fields: Fields) -> str:
@@ -88,7 +88,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     types = fields.values.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise fields.error("layer_types", _NO_WINDOW)
-    fields.require("mlp_only_layers", ([],), _EVERY_LAYER)
     fields.require("decoder_sparse_step", (1,), _EVERY_LAYER)
     fields.require("moe_layer_freq", (1,), _EVERY_LAYER)
 
@@ -100,7 +99,16 @@ def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
         "num_experts_per_tok": fields.integer("num_experts_per_tok"),
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "first_k_dense_replace": _leading_layers(fields, "mlp_only_layers"),
     }
+
+
+def _leading_layers(fields: Fields, name: str) -> int:
+    """k, where a field lists the layers 0 to k - 1."""
+    layers = fields.values.get(name) or []
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise fields.error(name, _EVERY_LAYER)
+    return len(layers)
 
 
 def _read_latent(fields: Fields) -> dict[str, Any]:
@@ -157,7 +165,7 @@ def family_of(config: ModelConfig) -> str:
             kind = "qwen3_moe"
             rules |= {
                 "qk_norm": True, "scoring_func": "softmax", "n_shared_experts": 0,
-                "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
+                "routed_scaling_factor": 1.0,
             }  # fmt: skip
     for name, value in rules.items():
         if getattr(config, name) != value:
@@ -214,7 +222,7 @@ def config_json(
         names.append("head_dim")
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
-        own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
     own |= {name: getattr(config, name) for name in names}
     own |= rope_json(config)
     own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}

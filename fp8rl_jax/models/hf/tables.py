@@ -68,7 +68,7 @@ _DEEPSEEK_EXPERTS = {
 LAYER_TABLES: dict[str, dict[str, Path]] = {
     "llama": {**_LAYER, **_GROUPED_QUERIES, **_DENSE},
     "qwen3": {**_LAYER, **_GROUPED_QUERIES, **_QK_NORM, **_DENSE},
-    "qwen3_moe": {**_LAYER, **_GROUPED_QUERIES, **_QK_NORM, **_EXPERTS},
+    "qwen3_moe": {**_LAYER, **_GROUPED_QUERIES, **_QK_NORM, **_DENSE, **_EXPERTS},
     "deepseek_v3": {**_LAYER, **_LATENTS, **_DENSE, **_DEEPSEEK_EXPERTS},
 }
 # The same in every family.

@@ -167,7 +167,7 @@ def _rope(**changes) -> dict:
         ),
         (_QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, ["use_sliding_window"]),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
-        (_QWEN3_MOE, {"mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
+        (_QWEN3_MOE, {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]"]),
         (_QWEN3_MOE, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         (_QWEN3_MOE, {"num_experts": None}, ["no field num_experts"]),
         (_DEEPSEEK, {"scoring_func": "softmax"}, ["scoring_func", "softmax", "sigmoid"]),
@@ -209,7 +209,6 @@ def test_other_quantisation_is_refused(changes, word):
         ("llama", {"rope_interleave": True}, "rope_interleave"),
         ("qwen3_moe", {"qk_norm": False}, "qk_norm"),
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
-        ("qwen3_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
         ("moonlight", {"scoring_func": "softmax"}, "scoring_func"),
     ],
 )
