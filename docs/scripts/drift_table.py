@@ -1,4 +1,4 @@
-"""The README's table of drift, a row for each run: `python docs/scripts/drift_table.py RUN_DIR ...`.
+"""The README's table of drift: `python docs/scripts/drift_table.py RUN_DIR ...`, a row for a run.
 
 Differences of log-probabilities between rollout and learner over all RL steps of a run, weighted by
 the tokens of each step.
