@@ -369,7 +369,7 @@ _FIELDS = {
     "model.num_attention_heads=0": ["model.num_attention_heads", "above 0"],
     "model.num_key_value_heads=3": ["model.num_key_value_heads", "multiple"],
     "model.head_dim=15": ["model.head_dim", "even"],
-    "model.head_dim=130": ["model.head_dim", "128"],
+    "model.head_dim=258": ["model.head_dim", "256"],
     "model.num_experts=-1": ["model.num_experts", "0 for a dense model"],
     "model.num_experts=1": ["model.num_experts_per_tok = 2", "model.num_experts = 1"],
     "model.moe_intermediate_size=0": ["model.moe_intermediate_size", "above 0"],

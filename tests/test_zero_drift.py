@@ -137,6 +137,13 @@ def test_wider(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_wide_heads(recipe):
+    """Heads of two blocks of 128 features, past 128 keys."""
+    _assert_exact(Case(recipe, hidden=512, head_dim=256, prompts=(3, 9), new_tokens=130, updates=1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_threads_and_processes(recipe):
     """With 1, 2, 16 and 64 threads, each in a process of its own: one hash for all, both sides."""

@@ -40,7 +40,7 @@ class ModelConfig:
     num_hidden_layers: int = _field("decoder layers")
     num_attention_heads: int = _field("query heads")
     num_key_value_heads: int = _field("key and value heads; divides the query heads")
-    head_dim: int = _field("width of a head, even, at most 128")
+    head_dim: int = _field("width of a head, even, at most 256")
     qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
     rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
     rope_interleave: bool = _field(
@@ -169,10 +169,10 @@ class ModelConfig:
                 f"model.num_attention_heads = {self.num_attention_heads} is not a multiple of "
                 f"model.num_key_value_heads = {self.num_key_value_heads}; change one of them"
             )
-        if self.head_dim % 2 or self.head_dim > 128:
+        if self.head_dim % 2 or self.head_dim > 256:
             raise UserError(
                 f"model.head_dim is {self.head_dim}; rotary embeddings need an even number, and "
-                "the exact attention takes at most 128"
+                "the kernels of attention take at most 256"
             )
 
     def _check_experts(self):
