@@ -20,23 +20,27 @@ def make_optimizer(
 
     Args:
       learning_rate: the peak.
-      warmup_steps: updates of linear warm-up from 0.
+      warmup_steps: updates of linear warm-up; the first has 1 / warmup_steps of the peak, the
+        last all of it.
       b1, b2, weight_decay: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
       clip_norm: largest global norm of the gradient.
-      decay_steps: total updates of a cosine to `end_fraction` of the peak; 0 for a constant.
+      decay_steps: total updates of a cosine that ends at `end_fraction` of the peak; 0 for a
+        constant.
       end_fraction: see decay_steps.
 
     Returns:
       The transformation and its schedule (update -> learning rate).
     """
     if decay_steps:
-        schedule = optax.warmup_cosine_decay_schedule(
+        from_0 = optax.warmup_cosine_decay_schedule(
             0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
         )
-    elif warmup_steps:
-        schedule = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     else:
-        schedule = optax.constant_schedule(learning_rate)
+        from_0 = optax.linear_schedule(0.0, learning_rate, max(warmup_steps, 1))
+
+    def schedule(update):
+        return from_0(update + 1)  # at 0 it is 0, and an update would change nothing
+
     transform = optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
