@@ -1,16 +1,26 @@
 #!/usr/bin/env bash
-# Checks and times the GPU kernels on this machine's H100 or H200, in at most about nine minutes.
-# Uses the Python that is there (PYTHON names another) and its JAX with CUDA; installs nothing but
-# jax-triton, and that only from a wheel in wheels/ and only where it is missing. Arguments go to
-# the check:
-#   bash launch/gpu_check.sh --out DIR     default: runs/gpu_check
-#   bash launch/gpu_check.sh --only=i      a long rollout, FP8 against BF16; other sections likewise
+# Checks and times the GPU kernels on this machine's H100 or H200, in at most about nine minutes:
+# the tests in tests/gpu. Exit status 0 only if all that decide have run and hold. Arguments go to
+# pytest:
+#   bash launch/gpu_check.sh --out=DIR                    results; default: runs/gpu_check
+#   bash launch/gpu_check.sh -k attention                 a part: names of tests, or files
+#   bash launch/gpu_check.sh -k 'not speed'               without the times
+#   bash launch/gpu_check.sh --slow tests/gpu/test_gpu_headline.py   a long rollout, FP8 and BF16
+# Uses the Python that is there (PYTHON names another) with its JAX for CUDA, flax and optax, and
+# needs no network: what is missing of the rest is installed from wheels/, if it lies there. To fill
+# it, where there is a network:
+#   pip download --no-deps -d wheels jax-triton pytest pluggy iniconfig packaging pygments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
-has_jax_triton() { "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("jax_triton"))'; }
-if ! has_jax_triton && compgen -G 'wheels/jax_triton-*.whl' >/dev/null; then
-  "$python" -m pip install --quiet --no-index --no-deps wheels/jax_triton-*.whl
-fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m fp8rl_jax.gpu_check "$@"
+for wheel in wheels/*.whl; do
+  [ -e "$wheel" ] || continue
+  name="$(basename "${wheel%%-*}")"
+  "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null ||
+    "$python" -m pip install --quiet --no-index --no-deps "$wheel"
+done
+tests=(tests/gpu)
+for argument in "$@"; do
+  [[ $argument == tests/* ]] && tests=()
+done
+exec "$python" -m pytest -m gpu --out=runs/gpu_check --seconds=500 "$@" "${tests[@]}"

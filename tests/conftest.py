@@ -11,24 +11,27 @@ import shutil
 import tempfile
 import time
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# LLVM gets a program in one piece instead of 32, each for a thread of its own: the same code for
-# less work in all, and two processes keep two cores busy.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
-# Programs that several tests and their subprocesses share are compiled once a session. The slow
-# tests of killed runs switch this off: they must be killed while compiling too.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _cache = tempfile.mkdtemp(prefix="fp8rl-test-xla-")
-    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
-
 import pytest
 
 _started = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if config.option.markexpr == "gpu":  # on a machine that may have little but JAX and pytest
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # LLVM gets a program in one piece instead of 32, each for a thread of its own: the same code
+    # for less work in all, and two processes keep two cores busy.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+    # Programs that several tests and their subprocesses share are compiled once a session. The slow
+    # tests of killed runs switch this off: they must be killed while compiling too.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = tempfile.mkdtemp(prefix="fp8rl-test-xla-")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+
     import hypothesis
 
     too_slow = hypothesis.HealthCheck.too_slow  # that is about the machine, not the test

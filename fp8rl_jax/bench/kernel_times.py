@@ -1,4 +1,4 @@
-"""Times of the matmul kernels on a GPU, beside XLA's products of the same shapes.
+"""Times of products and attention on a GPU, beside XLA's products of their shapes.
 
 One program makes many independent calls, each on operands of its own that together exceed the L2
 several times, so that no call finds its operands there (and so that XLA has nothing to share
@@ -7,13 +7,19 @@ are in flight; the wall clock around the last `block_until_ready`, over the numb
 time. It includes the gaps between launches, as a decode step has them: a kernel of a microsecond or
 two is not measured better than that. Every version is timed twice; the difference is the spread.
 
-All operands are K-major, the layout in which a rollout keeps its weights: transposes that a train
-step makes for dgrad and wgrad are not in these times, nor is quantisation. A sparse layer has no
-counterpart in XLA at this speed, so it stands beside a dense product of as many rows.
+Operands of products are K-major, the layout in which a rollout keeps its weights: transposes that a
+train step makes for dgrad and wgrad are not in these times, nor is quantisation. A sparse layer has
+no counterpart in XLA at this speed, so it stands beside a dense product of as many rows.
+
+Decode attention reads one pool of pages in all calls of a program, as the layers of a model do,
+each by a table of its own: no two calls share a page, and pages are in random order. Its kernel has
+two forms, a program for each split of the keys or for all of them, and the library takes one by
+shape; the other is timed too, since the bits do not depend on it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -24,55 +30,85 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.bench.kernel_data import Source
-from fp8rl_jax.bench.kernel_shapes import Case, groups
+from fp8rl_jax.bench.kernel_shapes import (
+    HEADS,
+    KV_HEADS,
+    WIDTH,
+    Attention,
+    Product,
+    groups,
+)
 from fp8rl_jax.deviceless import products
-from fp8rl_jax.kernels import K_BLOCK
+from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
+from fp8rl_jax.kernels.strict_attention import attention
 
-L2 = 60e6  # bytes, of an H100 or H200
-ROTATED = 4 * L2
-_MEMORY = 16e9  # bytes that the operands and results of one program may take
-IN_FLIGHT = 4e-3  # seconds that a sample lasts at least, by the estimate
-_MOST_CALLS = 192  # in a program; more would be spent on its arguments
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling
-MATRIX = 8192
+_MARGIN = 1 << 20  # places of a pool to start from, whatever the size of an operand
+_PAGES_DRAWN = 1 << 12  # of random numbers; a larger pool of pages repeats them
+_OF_MEMORY = 0.6  # share of the device's that a program's caches may take
 # XLA's counterparts are cuBLAS's, not XLA's own kernels (which still take products of one row).
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-# Estimates that choose the number of calls; what is reported is measured.
-_BYTES_PER_S, _FLOPS_PER_S = 4e12, {"fp8": 1.2e15, "bf16": 7e14, "float32": 4e13}
 
 E4M3 = jnp.float8_e4m3fn
+DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "float32": jnp.float32}
 Operands = tuple[Any, ...]
+Prepared = tuple[Callable, list[Operands], dict | None]
 
 
-def _blocks(count: int) -> int:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, size: int, dtype) -> jax.Array:
+    return jax.random.normal(key, (size,)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(pool: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.dynamic_slice(pool, (start,), (math.prod(shape),)).reshape(shape)
+
+
+class Source:
+    """Random operands, cut at random places out of a pool of normal numbers of their dtype.
+
+    Drawing each anew would take longer than what is measured. Never zeros: they hide what was not
+    written, and they run faster. Equal seeds and equal calls give equal operands.
+    """
+
+    def __init__(self, seed: int = 0):
+        self._key = jax.random.key(seed)
+        self._places = np.random.default_rng(seed)
+        self._pools: dict[str, jax.Array] = {}
+
+    def take(self, dtype, *shape: int) -> jax.Array:
+        """Normal numbers, rounded to `dtype`."""
+        name, size = jnp.dtype(dtype).name, math.prod(shape)
+        if name not in self._pools or self._pools[name].size < size + _MARGIN:
+            drawn = 1 << (size + _MARGIN - 1).bit_length()
+            self._pools[name] = _normal(self._key, drawn, jnp.dtype(dtype))
+        pool = self._pools[name]
+        return _cut(pool, jnp.int32(self._places.integers(pool.size - size + 1)), shape)
+
+    def scales(self, *shape: int) -> jax.Array:
+        """Float32 between 0.5 and 1.5, no two neighbours alike."""
+        return 0.5 + jnp.minimum(jnp.abs(self.take(jnp.float32, *shape)), 1.0)
+
+
+def blocks(count: int) -> int:
     return -(-count // K_BLOCK)
 
 
-def calls(case: Case) -> tuple[int, int]:
-    """(calls in a program, programs in flight) for a case."""
-    seconds = max(case.bytes / _BYTES_PER_S, case.flops / _FLOPS_PER_S[case.kind])
-    wide = 2 if case.kind == "fp8" else 1  # the bf16 counterpart's operands are twice as large
-    fit = max(2, int(_MEMORY / (wide * case.held_bytes)))
-    wanted = max(2, math.ceil(IN_FLIGHT / 2 / seconds), math.ceil(ROTATED / case.bytes))
-    count = min(wanted, fit, _MOST_CALLS)
-    return count, max(1, math.ceil(IN_FLIGHT / (count * seconds)))
-
-
 def seconds_per_call(
-    product: Callable, operands: list[Operands], programs: int, options: dict | None = None
+    function: Callable, operands: list[Operands], programs: int, options: dict | None = None
 ) -> tuple[float, float, dict[str, int]]:
     """(median seconds of a call, spread of two medians over the smaller, {who computes: calls}).
 
     Args:
-      product: takes the entries of `operands` one by one.
+      function: takes the entries of `operands` one by one.
       operands: a tuple per call of the program.
       programs: that are in flight together.
       options: for the compiler.
     """
-    program = jax.jit(lambda all_: [product(*one) for one in all_], compiler_options=options)
+    program = jax.jit(lambda all_: [function(*one) for one in all_], compiler_options=options)
     compiled = program.lower(operands).compile()
     for _ in range(2):
         jax.block_until_ready(compiled(operands))
@@ -93,13 +129,12 @@ def seconds_per_call(
 
 
 def ceilings(source: Source) -> dict[str, float]:
-    """What this device does at best: {'copy_gbps': read and written, 'bf16_tflops'}."""
+    """What this device does at best: {'copy_gbps': read and written, 'bf16_tflops' at 8192^3}."""
     data = [(source.take(jnp.bfloat16, _COPIED // 2),) for _ in range(2)]
     # A pass that computes next to nothing: XLA would hand an unchanged argument through.
     seconds, *_ = seconds_per_call(lambda x: -x, data, 4)
-    square = Case("ceiling", "fprop", "bf16", MATRIX, MATRIX, MATRIX)
-    pairs = _unscaled(square, source, jnp.bfloat16, 2)
-    best, *_ = seconds_per_call(_xla, pairs, 2, _CUBLAS)
+    square = Product("ceiling", "fprop", "bf16", 8192, 8192, 8192)
+    best, *_ = seconds_per_call(_xla, _pairs(square, source, jnp.bfloat16, 2), 2, _CUBLAS)
     return {"copy_gbps": 2 * _COPIED / seconds / 1e9, "bf16_tflops": square.flops / best / 1e12}
 
 
@@ -116,125 +151,144 @@ def _xla_fp8(x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array)
     return _xla(x.astype(jnp.bfloat16) * x_scale, w.astype(jnp.bfloat16) * w_scale)
 
 
-def _unscaled(case: Case, source: Source, dtype, count: int) -> list[Operands]:
-    rows, depth, columns = case.products, case.depth, case.columns
-    return [
-        (source.take(dtype, rows, depth), source.take(dtype, columns, depth)) for _ in range(count)
-    ]
+def _pairs(case: Product, source: Source, dtype, count: int) -> list[Operands]:
+    shapes = (case.multiplied, case.depth), (case.columns, case.depth)
+    return [tuple(source.take(dtype, *shape) for shape in shapes) for _ in range(count)]
 
 
-def _ours(case: Case, source: Source, count: int) -> tuple[Callable, list[Operands]]:
-    """Our kernel and its operands for a case."""
+def _product(case: Product, version: str, source: Source, count: int) -> Prepared:
+    dense = case
     if case.experts:
-        return _grouped(case, source, count)
-    dtype = {"fp8": E4M3, "bf16": jnp.bfloat16, "float32": jnp.float32}[case.kind]
-    pairs = _unscaled(case, source, dtype, count)
-    out = jnp.float32 if case.gemm == "wgrad" or case.kind == "float32" else jnp.bfloat16
+        rows, depth = case.multiplied, case.depth
+        if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
+            rows, depth = depth, rows
+        dense = Product(case.name, case.gemm, case.kind, rows, depth, case.columns)
+    if version == "bf16":
+        return _xla, _pairs(dense, source, jnp.bfloat16, count), _CUBLAS
+    if version == "fp8":
+        pairs = _pairs(dense, source, E4M3, count)
+        return _xla_fp8, [(*p, *source.scales(2).astype(jnp.bfloat16)) for p in pairs], _CUBLAS
+    if case.experts and version == "ours":
+        return (_experts_wgrad if case.gemm == "wgrad" else _experts)(case, source, count)
+    return _dense(dense, source, count)
+
+
+def _dense(case: Product, source: Source, count: int) -> Prepared:
+    pairs = _pairs(case, source, DTYPES[case.kind], count)
+    by_column = case.gemm == "wgrad"
+    out = jnp.float32 if by_column or case.kind == "float32" else jnp.bfloat16
     if case.kind != "fp8":
-        return lambda x, w: matmul(x, w.T, dtype=out), pairs
-    deep, by_column = _blocks(case.depth), case.gemm == "wgrad"
+        return lambda x, w: matmul(x, w.T, dtype=out), pairs, None
+    deep = blocks(case.depth)
     # Scales lie as the kernel reads them, so that only the kernel is timed.
-    wide = (deep, case.columns) if by_column else (_blocks(case.columns), deep)
+    wide = (deep, case.columns) if by_column else (blocks(case.columns), deep)
     operands = [(*p, source.scales(deep, case.rows), source.scales(*wide)) for p in pairs]
 
     def product(x, w, x_scale, w_scale):
         return matmul(x, w.T, x_scale.T, w_scale if by_column else w_scale.T, dtype=out)
 
-    return product, operands
+    return product, operands, None
 
 
-def _grouped(case: Case, source: Source, count: int) -> tuple[Callable, list[Operands]]:
+def _experts(case: Product, source: Source, count: int) -> Prepared:
     tiles = groups(case, seed=0)
-    ids, total = jnp.asarray(tiles.experts), len(tiles.experts) * tiles.rows
-    shape = (len(tiles.experts), tiles.rows)
-    depth, columns, experts = case.depth, case.columns, case.experts
-    if case.gemm == "wgrad":
-        high = total // K_BLOCK
-        operands = [
-            (
-                source.take(E4M3, depth, total), source.take(E4M3, columns, total),
-                source.scales(*(high, depth)), source.scales(*(high, columns)),
-            )
-            for _ in range(count)
-        ]  # fmt: skip
+    ids, shape = jnp.asarray(tiles.experts), (len(tiles.experts), tiles.rows)
+    deep = blocks(case.depth)
 
-        def wgrad(x, dy, x_scale, dy_scale):
-            turned = [v.T.reshape(*shape, -1) for v in (x, dy)]
-            scales = [s.reshape(shape[0], -1, s.shape[1]) for s in (x_scale, dy_scale)]
-            return grouped_wgrad(*turned, ids, experts, *scales)
-
-        return wgrad, operands
-    deep = _blocks(depth)
-    operands = [
-        (
-            source.take(E4M3, *shape, depth), source.take(E4M3, experts, columns, depth),
-            source.scales(deep, total), source.scales(experts, _blocks(columns), deep),
+    def operands() -> Operands:
+        return (
+            source.take(E4M3, *shape, case.depth),
+            source.take(E4M3, case.experts, case.columns, case.depth),
+            source.scales(deep, math.prod(shape)),
+            source.scales(case.experts, blocks(case.columns), deep),
         )
-        for _ in range(count)
-    ]  # fmt: skip
 
     def product(x, w, x_scale, w_scale):
-        scale = x_scale.T.reshape(*shape, -1)
-        turned = w.swapaxes(1, 2), ids, scale, w_scale.swapaxes(1, 2)
-        return grouped_matmul(x, *turned, dtype=jnp.bfloat16)
+        scales = x_scale.T.reshape(*shape, -1), w_scale.swapaxes(1, 2)
+        return grouped_matmul(x, w.swapaxes(1, 2), ids, *scales, dtype=jnp.bfloat16)
 
-    return product, operands
-
-
-def largest_operand(cases: list[Case]) -> int:
-    """Elements of the largest operand that timing the cases takes."""
-    sizes = [_COPIED // 2, MATRIX**2]
-    for case in cases:
-        padded = case.products + case.experts * K_BLOCK
-        sizes.append(padded * max(case.depth, case.columns))
-        sizes.append(max(case.experts, 1) * case.depth * case.columns)
-    return max(sizes)
+    return product, [operands() for _ in range(count)], None
 
 
-def versions(case: Case) -> list[str]:
-    """What is timed for a case: 'ours', 'bf16' (XLA), 'fp8' (XLA), 'dense' (ours, of experts)."""
-    names = ["ours", "bf16"]
-    if case.kind == "fp8" and case.experts:
-        names.append("dense")
-    elif case.kind == "fp8" and case.gemm == "fprop":
-        names.append("fp8")
-    return names
+def _experts_wgrad(case: Product, source: Source, count: int) -> Prepared:
+    tiles = groups(case, seed=0)
+    ids, shape = jnp.asarray(tiles.experts), (len(tiles.experts), tiles.rows)
+    widths, total = (case.depth, case.columns), math.prod(shape)
+
+    def operands() -> Operands:
+        values = (source.take(E4M3, width, total) for width in widths)
+        return *values, *(source.scales(total // K_BLOCK, width) for width in widths)
+
+    def wgrad(x, dy, x_scale, dy_scale):
+        turned = [v.T.reshape(*shape, -1) for v in (x, dy)]
+        scales = [s.reshape(shape[0], -1, s.shape[1]) for s in (x_scale, dy_scale)]
+        return grouped_wgrad(*turned, ids, case.experts, *scales)
+
+    return wgrad, [operands() for _ in range(count)], None
 
 
-def prepared(
-    case: Case, version: str, source: Source, count: int
-) -> tuple[Callable, list[Operands], dict | None]:
-    """What computes a version, operands for `count` calls, and options of the compiler."""
-    dense = case
-    if case.experts:
-        rows, depth = case.products, case.depth
-        if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
-            rows, depth = depth, rows
-        dense = Case(case.name, case.gemm, case.kind, rows, depth, case.columns)
-    if version in ("ours", "dense"):
-        return *_ours(case if version == "ours" else dense, source, count), None
-    if version == "bf16":
-        return _xla, _unscaled(dense, source, jnp.bfloat16, count), _CUBLAS
-    pairs = _unscaled(dense, source, E4M3, count)
-    scales = [source.scales(2).astype(jnp.bfloat16) for _ in pairs]
-    operands = [(*pair, *scale) for pair, scale in zip(pairs, scales, strict=True)]
-    return _xla_fp8, operands, _CUBLAS
+def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
+    """(pages, 64, KV heads, ...), of `_PAGES_DRAWN` drawn ones or fewer, repeated."""
+    drawn = math.gcd(pages, _PAGES_DRAWN)
+    repeat = jax.jit(lambda x: jnp.tile(x, (pages // drawn,) + (1,) * (x.ndim - 1)))
+    return repeat(make(drawn, KV_CHUNK, KV_HEADS, *rest))
 
 
-def time_case(case: Case, source: Source) -> dict[str, Any]:
-    """{version: {'us', 'spread', 'by', 'calls', 'programs'}, or {'error': text}}."""
-    count, programs = calls(case)
+def _attention(case: Attention, version: str, source: Source, count: int) -> Prepared:
+    def cache(make: Callable, *rest: int) -> jax.Array:
+        if case.use == "decode":
+            return _pool(make, count * case.pages, *rest)
+        return make(case.batch, case.length, KV_HEADS, *rest)
+
+    def numbers(*shape: int) -> jax.Array:
+        return source.take(DTYPES[case.kind], *shape)
+
+    cached = {"k": cache(numbers, WIDTH), "v": cache(numbers, WIDTH)}
+    if case.kind == "fp8":
+        cached |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
+    rows = case.batch, case.queries
+    last = case.length - case.queries + np.arange(case.queries, dtype=np.int32)
+    positions = jnp.asarray(np.broadcast_to(last, rows))
+    queries = [source.take(jnp.bfloat16, *rows, HEADS, WIDTH) for _ in range(count)]
+    tables: list = [None] * count
+    if case.use == "decode":
+        order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
+        tables = list(jnp.asarray(order.reshape(count, case.batch, -1)))
+    settings = {"scale": WIDTH**-0.5, "one_split": case.one_split == (version == "ours")}
+
+    def run(q, table, positions, cached):
+        return attention(q, positions=positions, table=table, **cached, **settings)
+
+    return run, [(q, t, positions, cached) for q, t in zip(queries, tables, strict=True)], None
+
+
+def prepared(case: Product | Attention, version: str, source: Source) -> Prepared:
+    """What computes a version, operands for each call of a program, options of the compiler."""
+    make = _attention if isinstance(case, Attention) else _product
+    return make(case, version, source, case.calls[0])
+
+
+def time_case(case: Product | Attention, source: Source) -> dict[str, Any]:
+    """{version: {'us', 'spread', 'by'}, {'error': text}, or {'skipped': why}}."""
     found: dict[str, Any] = {}
-    for version in versions(case):
+    if isinstance(case, Attention):
+        held = case.calls[0] * case.cache_bytes
+        if held > (budget := memory_budget()):
+            why = f"{held / 1e9:.0f} GB of keys and values, {budget / 1e9:.0f} GB may be taken"
+            return {"ours": {"skipped": why}}
+    for version in case.versions:
         try:
-            product, operands, options = prepared(case, version, source, count)
-            seconds, spread, by = seconds_per_call(product, operands, programs, options)
+            function, operands, options = prepared(case, version, source)
+            seconds, spread, by = seconds_per_call(function, operands, case.calls[1], options)
         except Exception as error:  # one version that a device refuses does not end the others
             text = " ".join(f"{type(error).__name__}: {error}".split())
             found[version] = {"error": text[:300]}
             continue
-        found[version] = {
-            "us": seconds * 1e6, "spread": spread, "by": by, "calls": count, "programs": programs,
-        }  # fmt: skip
+        found[version] = {"us": seconds * 1e6, "spread": spread, "by": by}
         del operands  # before the next version's are made: they may fill much of the memory
     return found
+
+
+def memory_budget() -> float:
+    """Bytes that the caches of a program may take on this device."""
+    return _OF_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]

@@ -67,19 +67,18 @@ def _gemm_error(values: argparse.Namespace) -> int:
 
 
 def _kernels(values: argparse.Namespace) -> int:
-    from fp8rl_jax.bench import kernel_shapes
+    from fp8rl_jax.bench import kernel_shapes, kernels
     from fp8rl_jax.models.presets import preset
 
     models = kernel_shapes.MODELS if values.models is None else values.models.split(",")
     for name in models:
         preset(name)
+    kernels.require_gpu("fp8rl bench kernels")
     out = writable("bench kernels", values.out)
-    from fp8rl_jax.bench.kernels import bench, format_table, write
-
-    result = bench(models, values.rows or kernel_shapes.ROWS, values.quick, note)
-    print(format_table(result))
+    result = kernels.bench(models, values.rows or kernel_shapes.ROWS, values.quick, note)
+    print(kernels.format_table(result))
     with writing("bench kernels", values.out):
-        path = write(result, out)
+        path = kernels.write(result, out)
     print(path)
     return 0 if result["ok"] else 1
 
@@ -158,8 +157,7 @@ COMMANDS = (
     ),
     Command(
         "bench kernels",
-        "the GPU kernels, their correctness and then their speed beside XLA's; status 1 if a check "
-        "fails",
+        "speed of the GPU kernels beside XLA's products; status 1 if one of ours fails",
         _kernels,
         (
             argument("--models", help="presets whose matrices to run; three if left out"),

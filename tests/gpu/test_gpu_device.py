@@ -1,4 +1,4 @@
-"""What XLA knows of the device that it compiles for, beside what `deviceless` tells it.
+"""What XLA knows of the device, beside the H200 that fp8rl_jax/deviceless.py describes.
 
 JAX shows a device's description only as a serialised topology. `fields` reads protobuf's wire
 format without a schema; the names are those of XLA's GpuDeviceInfoProto, told apart by compiling
@@ -14,6 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import pytest
+from gpu_checks import reports
+
+from fp8rl_jax import deviceless
+
+pytestmark = pytest.mark.gpu
 
 # Path of field numbers to GpuDeviceInfoProto in a serialised topology: details, value, target
 # config, device.
@@ -48,20 +54,19 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
     try:
         while at < len(data):
             tag, at = _varint(data, at)
-            number, wire = tag >> 3, tag & 7
-            if wire == 0:
-                value: Any
+            value: Any
+            if tag & 7 == 0:
                 value, at = _varint(data, at)
-            elif wire == 2:
+            elif tag & 7 == 2:
                 length, at = _varint(data, at)
                 value, at = data[at : at + length], at + length
-            elif wire in (1, 5):
-                width = 8 if wire == 1 else 4
-                value = struct.unpack("<d" if wire == 1 else "<f", data[at : at + width])[0]
-                at += width
+            elif tag & 7 in (1, 5):
+                form = "<d" if tag & 7 == 1 else "<f"
+                (value,) = struct.unpack_from(form, data, at)
+                at += struct.calcsize(form)
             else:
-                raise ValueError(f"wire type {wire}")
-            yield number, value
+                raise ValueError(f"wire type {tag & 7}")
+            yield tag >> 3, value
     except (IndexError, struct.error) as error:
         raise ValueError(f"no protobuf message: {error}") from None
 
@@ -77,48 +82,29 @@ def device_info(topology: bytes) -> dict[str, Any]:
         message = next((v for n, v in fields(message) if n == number), b"")
     found: dict[str, Any] = {}
     for number, value in fields(message):
-        name = _NAMES.get(number, f"field {number}")
         if isinstance(value, bytes):
             value = value.decode() if value.isascii() and value.isalnum() else repr(value)[2:-1]
+        name = _NAMES.get(number, f"field {number}")
         found[name] = round(value, 4) if isinstance(value, float) else value
     if not found:
         raise ValueError("the topology holds no description of a device")
     return found
 
 
-def described(text: str) -> dict[str, str]:
-    """{name: value} of `gpu_device_info` in a target config's text."""
-    return dict(re.findall(r"^  (\w+): (\S+)$", text, re.M))
-
-
-def attached() -> dict[str, Any]:
-    """The first device: attributes; topology (base64) and info, or an error that says why not."""
-    device = jax.devices()[0]
-    attributes = {}
-    for name in dir(device):
-        if name.startswith("_") or name == "client":
-            continue
-        try:
-            value = getattr(device, name)
-        except Exception as error:  # some attributes exist for other platforms alone
-            value = f"{type(error).__name__}"
-        if isinstance(value, (bool, int, float, str)):
-            attributes[name] = value
-    found: dict[str, Any] = {"attributes": attributes}
-    found["platform_version"] = device.client.platform_version
-    try:
-        from jax.experimental import topologies
-
-        topology = topologies.get_attached_topology().serialize()
-        found["topology"] = base64.b64encode(topology).decode()
-        found["info"] = device_info(topology)
-    except Exception as error:  # JAX 0.10 has no way; a later one may build it otherwise
-        found["error"] = f"{type(error).__name__}: {error}"[:300]
-    return found
-
-
-def compare(info: dict[str, Any], text: str) -> list[tuple[str, str, str]]:
+def compare(info: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Rows (name, of the device, in `deviceless`) of every name that either has."""
-    ours = described(text)
-    names = [*info, *(name for name in ours if name not in info)]
-    return [(name, str(info.get(name, "-")), ours.get(name, "-")) for name in names]
+    ours = dict(re.findall(r"^  (\w+): (\S+)$", deviceless.H200, re.M))
+    return [(name, str(info.get(name, "-")), ours.get(name, "-")) for name in info | ours]
+
+
+@reports
+def test_device(record_property):
+    from jax.experimental import topologies
+
+    print(jax.devices()[0].client.platform_version)
+    topology = topologies.get_attached_topology().serialize()  # JAX 0.10 has none
+    record_property("topology", base64.b64encode(topology).decode())
+    rows = compare(device_info(topology))
+    for name, here, ours in rows:
+        print(f"{name}: here {here}, in fp8rl_jax/deviceless.py {ours}")
+    assert all(here == ours for _, here, ours in rows if "-" not in (here, ours))

@@ -1,0 +1,188 @@
+"""The GPU tests' results as files, written anew after every test: the machine may be lost.
+
+    python -m pytest -m gpu tests/gpu --out=DIR --seconds=500
+
+writes DIR/gpu_check.md, failures first, and DIR/gpu_check.json, and begins no test after so many
+seconds. Tests that only report (`gpu_checks.reports`) run last and do not decide; if one that
+decides was not run, the whole does not pass.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import time
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--out", metavar="DIR", help="write gpu_check.md and gpu_check.json there")
+    parser.addoption("--seconds", type=float, help="begin no GPU test after so many")
+
+
+def pytest_configure(config):
+    directory = config.getoption("out", None)
+    if directory is None:
+        return
+    from fp8rl_jax.bench.kernels import require_gpu
+    from fp8rl_jax.errors import UserError
+
+    try:
+        require_gpu("gpu_check")
+        report = Report(pathlib.Path(directory))
+        report.write()
+    except UserError as error:
+        pytest.exit(str(error), returncode=2)
+    except OSError as error:
+        pytest.exit(
+            f"gpu_check: nothing can be written to --out={directory} ({error.strerror}): "
+            "name another directory",
+            returncode=2,
+        )
+    config.pluginmanager.register(report, "gpu_check")
+
+
+def pytest_collection_modifyitems(items):
+    def reports(item) -> bool:
+        return all(item.get_closest_marker(name) for name in ("gpu", "xfail"))
+
+    items.sort(key=reports)  # stable
+
+
+_started = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    seconds = item.config.getoption("seconds", None)
+    if seconds is not None and time.monotonic() - _started > seconds:
+        pytest.skip("the time was up")
+
+
+@pytest.fixture
+def source():
+    """Random operands: the same for a test, whichever others run."""
+    from fp8rl_jax.bench.kernel_times import Source
+
+    return Source()
+
+
+@pytest.fixture(scope="session")
+def ceilings():
+    """What this device does at best."""
+    from fp8rl_jax.bench import kernel_times
+
+    return kernel_times.ceilings(kernel_times.Source())
+
+
+def table(*lines: tuple) -> list[str]:
+    """Lines of a Markdown table, its head first."""
+    lines = (lines[0], ("---",) * len(lines[0]), *lines[1:])
+    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+
+
+class Report:
+    """The two files of results: a plugin of pytest.
+
+    Args:
+      directory: where they go.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        from fp8rl_jax.bench.kernels import environment
+
+        self.directory, self.start = directory, time.monotonic()
+        self.environment = environment()
+        self.tests: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Adds a test that ended, or that could not begin or end."""
+        if report.when != "call" and report.outcome == "passed":
+            return
+        decides = "xfail" not in report.keywords
+        lines = report.capstdout.splitlines()
+        if report.skipped and isinstance(report.longrepr, tuple):
+            lines.append(report.longrepr[2])
+        elif report.longrepr is not None:
+            message = getattr(report.longrepr, "reprcrash", None)
+            lines.append(message.message if message else str(report.longrepr))
+        self.tests.append({
+            "name": report.nodeid.partition("tests/gpu/")[2] or report.nodeid,
+            "decides": decides,
+            "verdict": self._verdict(report, decides),
+            "seconds": report.duration, "lines": lines, "data": report.user_properties,
+            "traceback": "" if isinstance(report.longrepr, tuple) else report.longreprtext,
+        })  # fmt: skip
+        self.write()
+
+    def _verdict(self, report, decides: bool) -> str:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            return "not run"
+        if decides:
+            return "holds" if report.passed else "FAILED"
+        return "reported" if report.passed else "reported: does not hold"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and not self.ok:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        terminalreporter.write(self.markdown())
+        name = f"docs/gpu_results/{self.suggested_name}"
+        terminalreporter.write_line(
+            f"results: {self.directory}/gpu_check.md and {self.directory}/gpu_check.json; to keep "
+            f"them, commit them as {name}.md and {name}.json"
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether every test that decides has run and holds."""
+        return all(test["verdict"] == "holds" for test in self.tests if test["decides"])
+
+    @property
+    def suggested_name(self) -> str:
+        """Of the results' copies under docs/gpu_results/: date, chip, versions."""
+        versions = self.environment["versions"]
+        parts = [self.environment["date"][:10], self.environment["device"]]
+        parts += [f"{n}-{versions[n]}" for n in ("jax", "triton", "jax-triton") if versions[n]]
+        return re.sub(r"[^a-z0-9.]+", "_", "_".join(parts).lower()).strip("_")
+
+    def markdown(self) -> str:
+        """The readable result: failures first, then the machine, then every test's lines."""
+        env = self.environment
+        lines = [f"# GPU check: {env['device']}, {env['date'][:10]}", ""]
+        failed = [t for t in self.tests if t["decides"] and t["verdict"] != "holds"]
+        if failed:
+            lines += ["## Failures", ""]
+            for test in failed:
+                text = " ".join("".join(test["lines"][-1:]).split())[:1000]
+                lines.append(f"- {test['name']}: {test['verdict']}: {text}")
+        else:
+            lines.append("Nothing failed.")
+        facts = [(k, v) for k, v in env.items() if k != "versions"]
+        facts += [(name, version or "not installed") for name, version in env["versions"].items()]
+        lines += ["", *table(("what", "value"), *facts), ""]
+        rows = [(t["name"], t["verdict"], f"{t['seconds']:.1f}") for t in self.tests]
+        total = f"{sum(t['seconds'] for t in self.tests):.0f}"
+        lines += table(("test", "verdict", "s"), *rows, ("total", "", total))
+        for test in self.tests:
+            lines += ["", f"## {test['name']}", "", "```", *test["lines"], "```"]
+        return "\n".join(lines) + "\n"
+
+    def write(self) -> None:
+        """Both files, each whole."""
+        import numpy as np
+
+        from fp8rl_jax.bench.kernels import replace
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        result = {
+            "environment": self.environment, "ok": self.ok, "name": self.suggested_name,
+            "seconds": time.monotonic() - self.start, "tests": self.tests,
+        }  # fmt: skip
+        text = json.dumps(result, indent=1, default=np.generic.item) + "\n"
+        replace(self.directory / "gpu_check.json", text)
+        replace(self.directory / "gpu_check.md", self.markdown())

@@ -1,0 +1,91 @@
+"""Strict attention: pages against float64 and one piece, decode against a whole sequence, speed.
+
+Bounds, in units of the weighted sum of the values' magnitudes. The kernel rounds weights to bf16
+for the product with values: up to 2^-8 of each term. With float32 operands only float32 roundings
+remain, of scores above all. A page of another sequence changes a result by the page's share of the
+weights, 1/18 for the longest case here.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from gpu_attention import Attention, float64, in_one_piece
+from gpu_checks import assert_bitwise_equal, assert_close, assert_finite, reports
+
+from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
+from fp8rl_jax.bench.kernel_times import DTYPES
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels.strict_attention import attention
+
+pytestmark = pytest.mark.gpu
+
+BOUND_OF_BF16_WEIGHTS, BOUND = 2.0**-8, 4e-6
+LENGTHS = (1, 64, 96, 97, 128, 129, 513, 1025, 4097)  # keys that a query sees
+_LENGTHS = (1, 64, 65, 200, 513, 1100)
+CASES = (
+    Attention("fp8", 1, _LENGTHS),
+    Attention("bf16", 1, _LENGTHS),
+    Attention("fp8", 40, (40, 97, 300)),
+    Attention("float32", 3, (3, 65, 130), 4, 2, 64),
+    Attention("fp8", 1, (65, 600), 128, 1, 512, 64),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64(case, source):
+    operands = case.operands(source)
+    got = exact_jit(lambda operands: attention(**operands, scale=case.scale))(operands)
+    assert_finite(str(case), got)
+    want = float64(case, operands)
+    bound = BOUND if case.kind == "float32" else BOUND_OF_BF16_WEIGHTS
+    assert_close(str(case), got, want["out"], want["size"], bound)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
+    """The last query of a sequence, alone as in a decode step, and among all as in a learner's.
+
+    The decode step's cache is longer and holds numbers behind the sequence's end.
+    """
+    q = source.take(jnp.bfloat16, 1, length, heads[0], width)
+    slots = (1, length + 70, heads[1])
+    cache = {name: source.take(DTYPES[kind], *slots, width) for name in ("k", "v")}
+    if kind == "fp8":
+        cache |= {name: source.scales(*slots) for name in ("k_scale", "v_scale")}
+
+    def run(q, positions, cache):
+        return attention(q, positions=positions, scale=width**-0.5, **cache)
+
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    seen = {name: x[:, :length] for name, x in cache.items()}
+    whole = exact_jit(run)(q, positions, seen)
+    alone = exact_jit(run)(q[:, -1:], positions[:, -1:], cache)
+    assert_bitwise_equal(f"attention over {length} keys in {kind}", alone, whole[:, -1:])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("queries", "one_split"), [(1, True), (1, False), (40, None)],
+    ids=["a program for each split", "one program", "many queries"],
+)  # fmt: skip
+def test_pages_or_one_piece(
+    queries, one_split, kind, source, lengths=LENGTHS, heads=(8, 2), width=128
+):
+    """Sequences' caches in shuffled pages, and in one piece: decode in both of its forms too."""
+    case = Attention(kind, queries, tuple(max(n, queries) for n in lengths), *heads, width)
+    operands = case.operands(source)
+    run = exact_jit(lambda x: attention(**x, scale=case.scale, one_split=one_split))
+    assert_bitwise_equal(str(case), run(operands), run(in_one_piece(operands)))
+
+
+@reports
+@pytest.mark.parametrize("use", ["decode", "prefill"])
+def test_speed(use, source, ceilings, record_property):
+    """A line for each: decode at the targets' shapes, prefill of 4,096 tokens."""
+    for case in kernel_shapes.attention_cases(quick=True):
+        if case.use == use:
+            row = kernels.row(case, kernel_times.time_case(case, source), ceilings)
+            record_property("row", row)
+            print(kernels.line(row))

@@ -1,0 +1,100 @@
+"""Tokens per second of a long rollout, FP8 against BF16: the figure that the library is for.
+
+Takes minutes and a call of its own: pytest -m gpu --slow tests/gpu/test_gpu_headline.py
+
+Random weights of Qwen3-8B's shapes, random prompts, response lengths from `long_tail`, two
+sequences a slot, by continuous batching. One case after the other, so that only one has memory. A
+first call of few tokens compiles; a second one is timed, and from its time the longest responses
+are chosen that fit; both cases then sample the same lengths once. What is reported is that last
+call and nothing else: its tokens, counted, and its seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from gpu_checks import reports
+
+from fp8rl_jax.bench.rollout import CASES, Cell, arguments, served_weights, settings_of
+from fp8rl_jax.bench.rollout_ways import long_tail, make_continuous
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.models import ModelConfig, init_params
+from fp8rl_jax.models.presets import preset
+
+pytestmark = pytest.mark.gpu
+
+CELL = Cell(batch=64, prompt=256, new=4096, group=4)
+SECONDS = 480.0  # for both cases
+QUEUE = 2  # sequences a slot
+_FEW = 64  # tokens of the responses from which the rest is planned
+# Steps of a rollout over the longest response, and the time of a step at full length over that of
+# the short call: guesses on the safe side, for the choice of a length alone.
+_STEPS, _SLOWER = 1.5, 2.0
+
+
+def longest(short_s: float, seconds: float, most: int) -> int:
+    """Tokens of the longest response that fits: `most`, halved as often as it takes.
+
+    Args:
+      short_s: seconds of a call with responses of `_FEW` tokens.
+      seconds: there are for the long one.
+      most: tokens.
+    """
+    step = short_s / (QUEUE * _FEW)
+    while most > _FEW and _STEPS * _SLOWER * step * most > seconds:
+        most //= 2
+    return most
+
+
+def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, Any]]:
+    """Samples under BF16, which chooses the lengths and may take half the seconds, then FP8."""
+    start, new, count = time.monotonic(), 0, QUEUE * cell.batch
+    found: list[dict[str, Any]] = []
+    for case in ("bf16", "fp8"):
+        recipe = CASES[case]()
+        params = exact_jit(lambda key: init_params(model, key))(jax.random.key(0))
+        weights = jax.block_until_ready(served_weights(params, recipe))
+        del params
+        sample = make_continuous(model, recipe, settings_of(cell), cell.batch)
+
+        def call(limits: np.ndarray, sample=sample, weights=weights) -> tuple[int, float]:
+            """(tokens, seconds) of one call."""
+            given = jax.block_until_ready(arguments(model, weights, cell, len(limits), limits))
+            begun = time.perf_counter()
+            tokens = int(np.asarray(sample(*given).mask).sum())
+            return tokens, time.perf_counter() - begun
+
+        few = np.full(count, min(_FEW, cell.new), np.int32)
+        _, compiling = call(np.minimum(few, 2))
+        if not new:
+            new = longest(call(few)[1], start + seconds / 2 - time.monotonic(), cell.new)
+        tokens, took = call(long_tail(count, new))
+        row = {
+            "case": case, "longest": new, "samples": count, "tokens": tokens, "seconds": took,
+            "first_call_s": compiling, "tokens_per_s": tokens / took,
+        }  # fmt: skip
+        row["over_bf16"] = row["tokens_per_s"] / (found or [row])[0]["tokens_per_s"]
+        found.append(row)
+        del weights, sample, call
+    return found
+
+
+@reports
+@pytest.mark.slow
+def test_long_rollout(record_property, model=None, cell=CELL, seconds=SECONDS):
+    found = measure(model or preset("qwen3_8b"), cell, seconds)
+    record_property("rows", found)
+    print(
+        f"{found[0]['samples']} responses of 1 to {found[0]['longest']} tokens to prompts of "
+        f"{cell.prompt}, {cell.batch} at a time; one call each"
+    )
+    for row in found:
+        print(
+            f"{row['case']}: {row['tokens']} tokens in {row['seconds']:.1f} s, "
+            f"{row['tokens_per_s']:.0f} tokens/s, {row['over_bf16']:.2f} of bf16's; compiling "
+            f"{row['first_call_s']:.0f} s"
+        )

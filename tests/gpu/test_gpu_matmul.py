@@ -1,0 +1,205 @@
+"""Products by the Triton kernel: against float64, tiles and rows against each other, speed.
+
+Few rows take other tiles than many do: that tiles give equal bits carries a result over to the
+tiles that are not compared with float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_checks import (
+    BOUNDS,
+    assert_bitwise_equal,
+    assert_close,
+    assert_finite,
+    float64_product,
+    reports,
+    some,
+)
+
+from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
+from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels.matmul import matmul
+from fp8rl_jax.kernels.tiles import (
+    BF16_FEW_ROWS,
+    BF16_MANY_ROWS,
+    FP8_FEW_ROWS,
+    FP8_MANY_ROWS,
+    Tile,
+)
+
+pytestmark = pytest.mark.gpu
+
+TILES = {
+    "fp8": tuple(dict.fromkeys(FP8_FEW_ROWS + FP8_MANY_ROWS)),
+    "bf16": tuple(dict.fromkeys(BF16_FEW_ROWS + BF16_MANY_ROWS)),
+}  # of 'wgrad' and 'float32' there is one each: nothing to compare
+ROWS = (
+    1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
+    257, 511, 512, 513, 1000, 1024, 2048, 4095, 4096,
+)  # fmt: skip
+_FEW_ROWS = (1, 31, 32, 33, 64, 1000, 4096)  # of float32, which has one tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A product.
+
+    Attributes:
+      kind: of the operands.
+      rows, depth, columns: of the product.
+      dtype: of the result.
+      by_column: a scale for every column of the second operand (wgrad), not one per 128.
+      left: dtype of the first operand instead of the kind's (E5M2 gradients).
+    """
+
+    kind: str
+    rows: int
+    depth: int
+    columns: int
+    dtype: str = "float32"
+    by_column: bool = False
+    left: str = ""
+
+    def __str__(self) -> str:
+        extra = [x for x in (self.left, "a scale per column" if self.by_column else "") if x]
+        shape = f"{self.rows} x {self.depth} x {self.columns} -> {self.dtype}"
+        return ", ".join([f"{self.kind} {shape}", *extra])
+
+    def operands(self, source: Source) -> tuple:
+        """(lhs, rhs, lhs_scale, rhs_scale), scales None where the kind has none."""
+        lhs = source.take(jnp.dtype(self.left or DTYPES[self.kind]), self.rows, self.depth)
+        rhs = source.take(DTYPES[self.kind], self.columns, self.depth).T
+        if self.kind != "fp8":
+            return lhs, rhs, None, None
+        deep, wide = blocks(self.depth), self.columns if self.by_column else blocks(self.columns)
+        return lhs, rhs, source.scales(self.rows, deep), source.scales(deep, wide)
+
+    def product(self, tile: Tile | None = None) -> Callable:
+        return exact_jit(lambda *x: matmul(*x, dtype=jnp.dtype(self.dtype), tile=tile))
+
+
+_RAGGED, _DEEP = (200, 1000, 520), (130, 4096, 1024)
+CASES = (
+    Dense("bf16", 64, 256, 64),
+    *(Dense("fp8", *shape, t) for shape in (_RAGGED, _DEEP) for t in ("float32", "bfloat16")),
+    Dense("fp8", *_RAGGED, left="float8_e5m2"),
+    Dense("fp8", 1, 128, 128),
+    *(Dense("fp8", *shape, by_column=True) for shape in (_RAGGED, _DEEP)),
+    *(Dense("bf16", *shape, t) for shape in (_RAGGED, _DEEP) for t in ("float32", "bfloat16")),
+    *(Dense("float32", *shape) for shape in (_RAGGED, _DEEP)),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64(case, source):
+    """Random rows and columns of the result."""
+    lhs, rhs, lhs_scale, rhs_scale = case.operands(source)
+    y = case.product()(lhs, rhs, lhs_scale, rhs_scale)
+    assert_finite(str(case), y)
+    rows, columns = some(case.rows, 24), some(case.columns, 384)
+    scales = ()
+    if lhs_scale is not None:
+        wide = np.asarray(rhs_scale)
+        wide = wide if case.by_column else np.repeat(wide, 128, 1)
+        scales = np.asarray(lhs_scale)[rows], wide[:, columns]
+    want = float64_product(np.asarray(lhs[rows]), np.asarray(rhs[:, columns]), *scales)
+    assert_close(str(case), np.asarray(y[rows][:, columns]), *want, BOUNDS[case.kind])
+
+
+@pytest.mark.parametrize("model", kernel_shapes.MODELS)
+def test_published_matrices(model, source):
+    """Every dense matrix of a model, in the layer and in its weights' gradient."""
+    dense = [m for m in kernel_shapes.matrices(model) if not m.experts]
+    for matrix in dense:
+        dtype = "float32" if matrix.kind == "float32" else "bfloat16"
+        test_float64(Dense(matrix.kind, 200, matrix.depth, matrix.columns, dtype), source)
+    for columns in {m.columns for m in dense if m.kind == "fp8"}:
+        # wgrad contracts over tokens, a multiple of 128: ending inside a block is worse.
+        test_float64(Dense("fp8", 200, 968, columns, by_column=True), source)
+
+
+@pytest.mark.parametrize("shape", [(200, 1024, 520), (130, 1000, 1152)], ids=str)
+@pytest.mark.parametrize("kind", TILES)
+def test_tiles(kind, shape, source):
+    """Every tile of kernels/tiles.py gives the bits of the first of its kind."""
+    case = Dense(kind, *shape)
+    operands = case.operands(source)
+    first, *others = TILES[kind]
+    want = case.product(first)(*operands)
+    assert_finite(str(first), want)
+    for tile in others:
+        got = case.product(tile)(*operands)
+        assert_bitwise_equal(f"{case}: {tile} against {first}", got, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("fp8", ROWS), ("bf16", ROWS), ("float32", _FEW_ROWS)],
+    ids=["fp8", "bf16", "float32"],
+)  # fmt: skip
+def test_rows(kind, counts, source):
+    """A call of some rows gives the bits of the same rows of one call of the most.
+
+    The rows are taken from anywhere in the large call, so that a row changes its place in a tile.
+    """
+    most, rng = max(counts), np.random.default_rng(0)
+    case = Dense(kind, most, 512, 1152)
+    lhs, rhs, lhs_scale, rhs_scale = case.operands(source)
+    product = case.product()
+    whole = np.asarray(product(lhs, rhs, lhs_scale, rhs_scale))
+    assert_finite(str(case), whole)
+    for count in counts:
+        start = int(rng.integers(most - count + 1))
+        rows = slice(start, start + count)
+        part = product(lhs[rows], rhs, None if lhs_scale is None else lhs_scale[rows], rhs_scale)
+        assert_bitwise_equal(f"{case}: {count} rows alone", part, whole[rows])
+
+
+@reports
+def test_mosaic(source):
+    """The Mosaic matmul against the Triton one: nothing relies on equal bits."""
+    from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+
+    for shape in ((300, 1024, 1152), (4096, 4096, 4096)):
+        case = Dense("fp8", *shape)
+        operands = case.operands(source)
+        got = exact_jit(fp8_matmul)(*operands)
+        assert_bitwise_equal(f"Mosaic, {case}", got, case.product()(*operands))
+
+
+@reports
+@pytest.mark.parametrize("model", ["targets", *kernel_shapes.MODELS])
+def test_speed(model, source, ceilings, record_property):
+    """A line for each product: the squares and experts of the targets, or a model's largest."""
+    found = kernel_shapes.target_cases()
+    if model != "targets":
+        found = [c for c in kernel_shapes.cases([model], quick=True) if c not in found]
+    for case in found:
+        row = kernels.row(case, kernel_times.time_case(case, source), ceilings)
+        record_property("row", row)
+        print(kernels.line(row))
+
+
+@reports
+@pytest.mark.parametrize("size", [4096, 8192])
+def test_speed_of_torch(size, record_property):
+    """PyTorch's blockwise product, in a process of its own."""
+    program = pathlib.Path(__file__).with_name("torch_products.py")
+    command = [sys.executable, "-P", str(program), json.dumps([size] * 3)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = json.loads(done.stdout.strip().split("\n")[-1])
+    record_property("torch", found)
+    if "error" in found:
+        pytest.fail(f"PyTorch's scaled_mm of {size}^3: not measured: {found['error']}")
+    rate = 2.0 * size**3 / found["us"] / 1e6
+    print(f"PyTorch's scaled_mm of {size}^3: {found['us']:.1f} us, {rate:.0f} TFLOPS")

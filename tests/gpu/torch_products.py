@@ -1,0 +1,118 @@
+"""PyTorch's blockwise-scaled FP8 product (cuBLASLt), timed as `kernel_times` times ours.
+
+A program of its own, so that PyTorch and JAX do not share a process or its memory:
+
+    python tests/gpu/torch_products.py '[4096, 4096, 4096]'
+
+prints a JSON object for rows x depth x columns: {'us', 'spread', 'form'}, or {'error':
+text} where PyTorch, its GPU or such a product is missing. PyTorch's interface to these scales has
+changed between versions, so several forms are tried; one whose result is wrong counts as refused.
+Imports nothing of this library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+
+_L2 = 60e6
+_REPEATS = 7
+_WRONG = 0.02  # of the norm; FP8 operands are exact here, the result is rounded to bf16
+
+
+def _forms(torch):
+    """{name: product(x, w^T, x_scale, w_scale)}, the newer interface first."""
+    found, functional = {}, torch.nn.functional
+    if hasattr(functional, "scaled_mm") and hasattr(functional, "ScalingType"):
+        kinds = functional.ScalingType
+        found["scaled_mm"] = lambda x, wt, sx, sw: functional.scaled_mm(
+            x, wt, sx, kinds.BlockWise1x128, sw, kinds.BlockWise128x128,
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+    if hasattr(torch, "_scaled_mm"):
+        found["_scaled_mm"] = lambda x, wt, sx, sw: torch._scaled_mm(
+            x, wt, scale_a=sx, scale_b=sw, out_dtype=torch.bfloat16
+        )
+    return found
+
+
+def _orders(torch, scale):
+    """The weight's scales (KB, NB) in the memory orders that versions have asked for."""
+    deep, wide = scale.shape
+    padded = torch.zeros(wide, -(-deep // 4) * 4, device="cuda")
+    padded[:, :deep] = scale.t()
+    return {
+        "along K": scale.t().contiguous().t(),
+        "along N": scale.contiguous(),
+        "along K, padded to 4": padded[:, :deep].t(),
+        "transposed": scale.t().contiguous(),
+    }
+
+
+def _is_right(y, x, wt, sx, sw) -> bool:
+    left = x[:64].float() * sx[:64].repeat_interleave(128, 1)[:, : x.shape[1]]
+    wide = sw.repeat_interleave(128, 0)[: wt.shape[0]].repeat_interleave(128, 1)[:, : wt.shape[1]]
+    want = left.double() @ (wt.float() * wide).double()
+    return bool((y[:64].double() - want).norm() / want.norm() < _WRONG)
+
+
+def _choose(torch, operands, scale):
+    """(name, product, scales of the weight) of the first form that computes the product."""
+    refusals = []
+    for form, product in _forms(torch).items():
+        for order, ordered in _orders(torch, scale).items():
+            name = f"{form}, scales {order}"
+            try:
+                if _is_right(product(*operands, ordered), *operands, scale):
+                    return name, product, ordered
+                refusals.append(f"{name}: a wrong result")
+            except Exception as error:
+                refusals.append(f"{name}: {' '.join(str(error).split())[:160]}")
+    raise RuntimeError("; ".join(refusals) or "no blockwise product")
+
+
+def measure(rows: int, depth: int, columns: int) -> dict:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no CUDA device")
+    torch.manual_seed(0)
+
+    def operands():
+        x, w = (
+            torch.randn(height, depth, device="cuda").to(torch.float8_e4m3fn)
+            for height in (rows, columns)
+        )
+        # cuBLASLt reads the rows' scales with rows next to each other.
+        return x, w.t(), (torch.rand(-(-depth // 128), rows, device="cuda") + 0.5).t()
+
+    size = rows * depth + depth * columns + 2 * rows * columns
+    sets = [operands() for _ in range(max(2, math.ceil(4 * _L2 / size)))]
+    scale = torch.rand(-(-depth // 128), -(-columns // 128), device="cuda") + 0.5
+    name, product, scale = _choose(torch, sets[0], scale)
+    programs = max(1, math.ceil(4e-3 / (len(sets) * 2.0 * rows * depth * columns / 1.2e15)))
+
+    def median() -> float:
+        samples = []
+        for _ in range(_REPEATS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for one in sets * programs:
+                product(*one, scale)
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - start) / (programs * len(sets)))
+        return sorted(samples)[_REPEATS // 2]
+
+    median()
+    first, second = median(), median()
+    best = min(first, second)
+    return {"us": best * 1e6, "spread": abs(first - second) / best, "form": name}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(measure(*json.loads(sys.argv[1]))))
+    except Exception as problem:
+        print(json.dumps({"error": " ".join(f"{type(problem).__name__}: {problem}".split())[:300]}))
