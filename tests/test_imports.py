@@ -41,9 +41,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"deviceless"},
-    "gpu_check": _PROGRAM | {"bench", "deviceless"},
     "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
-    _PACKAGE: {"kernels"},
+    _PACKAGE: set(),
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
 _ROOMS = set(_MAY_IMPORT) - {_PACKAGE}

@@ -37,11 +37,8 @@ def pytest_configure(config):
     except UserError as error:
         pytest.exit(str(error), returncode=2)
     except OSError as error:
-        pytest.exit(
-            f"gpu_check: nothing can be written to --out={directory} ({error.strerror}): "
-            "name another directory",
-            returncode=2,
-        )
+        why = f"nothing can be written to --out={directory} ({error.strerror})"
+        pytest.exit(f"gpu_check: {why}: name another directory", returncode=2)
     config.pluginmanager.register(report, "gpu_check")
 
 
@@ -77,18 +74,8 @@ def ceilings():
     return kernel_times.ceilings(kernel_times.Source())
 
 
-def table(*lines: tuple) -> list[str]:
-    """Lines of a Markdown table, its head first."""
-    lines = (lines[0], ("---",) * len(lines[0]), *lines[1:])
-    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
-
-
 class Report:
-    """The two files of results: a plugin of pytest.
-
-    Args:
-      directory: where they go.
-    """
+    """The two files of results in a directory: a plugin of pytest."""
 
     def __init__(self, directory: pathlib.Path):
         from fp8rl_jax.bench.kernels import environment
@@ -102,27 +89,23 @@ class Report:
         if report.when != "call" and report.outcome == "passed":
             return
         decides = "xfail" not in report.keywords
-        lines = report.capstdout.splitlines()
-        if report.skipped and isinstance(report.longrepr, tuple):
-            lines.append(report.longrepr[2])
-        elif report.longrepr is not None:
-            message = getattr(report.longrepr, "reprcrash", None)
-            lines.append(message.message if message else str(report.longrepr))
+        if report.skipped and not hasattr(report, "wasxfail"):
+            verdict = "not run"
+        elif decides:
+            verdict = "holds" if report.passed else "FAILED"
+        else:
+            verdict = "reported" if report.passed else "reported: does not hold"
+        lines, why = report.capstdout.splitlines(), report.longrepr
+        if why is not None:
+            crash = getattr(why, "reprcrash", None)
+            lines.append(why[2] if isinstance(why, tuple) else crash.message if crash else str(why))
         self.tests.append({
             "name": report.nodeid.partition("tests/gpu/")[2] or report.nodeid,
-            "decides": decides,
-            "verdict": self._verdict(report, decides),
-            "seconds": report.duration, "lines": lines, "data": report.user_properties,
-            "traceback": "" if isinstance(report.longrepr, tuple) else report.longreprtext,
+            "decides": decides, "verdict": verdict, "seconds": report.duration, "lines": lines,
+            "data": report.user_properties,
+            "traceback": "" if isinstance(why, tuple) else report.longreprtext,
         })  # fmt: skip
         self.write()
-
-    def _verdict(self, report, decides: bool) -> str:
-        if report.skipped and not hasattr(report, "wasxfail"):
-            return "not run"
-        if decides:
-            return "holds" if report.passed else "FAILED"
-        return "reported" if report.passed else "reported: does not hold"
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session) -> None:
@@ -132,10 +115,8 @@ class Report:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         terminalreporter.write(self.markdown())
         name = f"docs/gpu_results/{self.suggested_name}"
-        terminalreporter.write_line(
-            f"results: {self.directory}/gpu_check.md and {self.directory}/gpu_check.json; to keep "
-            f"them, commit them as {name}.md and {name}.json"
-        )
+        terminalreporter.write_line(f"results: {self.directory}/gpu_check.md and gpu_check.json")
+        terminalreporter.write_line(f"to keep them, commit them as {name}.md and {name}.json")
 
     @property
     def ok(self) -> bool:
@@ -155,21 +136,15 @@ class Report:
         env = self.environment
         lines = [f"# GPU check: {env['device']}, {env['date'][:10]}", ""]
         failed = [t for t in self.tests if t["decides"] and t["verdict"] != "holds"]
-        if failed:
-            lines += ["## Failures", ""]
-            for test in failed:
-                text = " ".join("".join(test["lines"][-1:]).split())[:1000]
-                lines.append(f"- {test['name']}: {test['verdict']}: {text}")
-        else:
-            lines.append("Nothing failed.")
-        facts = [(k, v) for k, v in env.items() if k != "versions"]
-        facts += [(name, version or "not installed") for name, version in env["versions"].items()]
-        lines += ["", *table(("what", "value"), *facts), ""]
-        rows = [(t["name"], t["verdict"], f"{t['seconds']:.1f}") for t in self.tests]
-        total = f"{sum(t['seconds'] for t in self.tests):.0f}"
-        lines += table(("test", "verdict", "s"), *rows, ("total", "", total))
+        lines += ["## Failures", ""] if failed else ["Nothing failed."]
+        for test in failed:
+            text = " ".join("".join(test["lines"][-1:]).split())[:1000]
+            lines.append(f"- {test['name']}: {test['verdict']}: {text}")
+        facts = {k: v for k, v in env.items() if k != "versions"} | env["versions"]
+        lines += ["", *(f"- {k}: {v or 'not installed'}" for k, v in facts.items())]
         for test in self.tests:
-            lines += ["", f"## {test['name']}", "", "```", *test["lines"], "```"]
+            lines += ["", f"## {test['name']}: {test['verdict']}, {test['seconds']:.1f} s"]
+            lines += ["", "```", *test["lines"], "```"] if test["lines"] else []
         return "\n".join(lines) + "\n"
 
     def write(self) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from fp8rl_jax.bench.kernel_times import DTYPES, Source
 from fp8rl_jax.kernels import KV_CHUNK
 
-Operands = dict[str, jax.Array]
 CACHED = ("k", "v", "k_scale", "v_scale", "k_rope")
 
 
@@ -43,17 +42,13 @@ class Attention:
     paged: bool = True
 
     def __str__(self) -> str:
-        width = f"{self.width} + {self.rope}" if self.rope else f"{self.width}"
-        return (
-            f"{self.kind}, {self.queries} queries of {len(self.lengths)} sequences, "
-            f"{max(self.lengths)} keys, {self.heads} x {self.kv_heads} heads of {width}"
-        )
+        queries = f"{len(self.lengths)} x {self.queries} queries of {max(self.lengths)} keys"
+        heads = f"{self.heads} x {self.kv_heads} heads of {self.width + self.rope}"
+        return f"{self.kind}, {queries}, {heads}"
 
-    @property
-    def scale(self) -> float:
-        return (self.width + self.rope) ** -0.5
+    scale = property(lambda self: (self.width + self.rope) ** -0.5)
 
-    def operands(self, source: Source) -> Operands:
+    def operands(self, source: Source) -> dict[str, jax.Array]:
         """Arguments of attention by name, without `scale`."""
         dtype, rows = DTYPES[self.kind], (len(self.lengths), self.queries, self.heads)
         other = jnp.float32 if self.kind == "float32" else jnp.bfloat16
@@ -84,12 +79,8 @@ class Attention:
 
 
 def pages(lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Pages in random order for sequences of these lengths, and some of no sequence.
-
-    Returns:
-      (B, N) int32, the pages of each sequence, behind its last no page's number; (P, 64) bool,
-      slots of the pool that a sequence has filled.
-    """
+    """Pages in random order: a table (B, N) of each sequence's pages, behind its last no page's
+    number, and the slots (P, 64) of the pool that a sequence has filled; some pages have none."""
     counts = [-(-length // KV_CHUNK) for length in lengths]
     free = iter(np.random.default_rng(0).permutation(sum(counts) + 3))
     table = np.full((len(lengths), max(counts)), 10**9, np.int32)
@@ -101,8 +92,8 @@ def pages(lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return table, used
 
 
-def in_one_piece(operands: Operands) -> Operands:
-    """Operands over the same caches in one piece: (B, N * 64, ...), no pages (P, 64, ...)."""
+def in_one_piece(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same caches in one piece, (B, N * 64, ...) for pages (P, 64, ...)."""
     if "table" not in operands:
         return operands
     table = operands["table"]
@@ -114,9 +105,8 @@ def in_one_piece(operands: Operands) -> Operands:
     return {n: cache(x) if n in CACHED else x for n, x in operands.items() if n != "table"}
 
 
-def float64(case: Attention, operands: Operands) -> dict[str, np.ndarray]:
-    """'out' (B, T, H, Dv), 'size', the sums of its terms' magnitudes, and after a 'cotangent' 'dq',
-    'dk' and 'dv'."""
+def float64(case: Attention, operands: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """'out', 'size' (the sums of its terms' magnitudes); with a 'cotangent' 'dq', 'dk' and 'dv'."""
     wide = {n: np.asarray(x).astype(np.float64) for n, x in in_one_piece(operands).items()}
     for name in ("k", "v"):
         wide[name] = wide[name] * wide.get(f"{name}_scale", np.ones(1))[..., None]

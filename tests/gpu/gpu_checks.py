@@ -45,6 +45,10 @@ def error(got, want: np.ndarray, size: np.ndarray) -> float:
     return float((off / np.maximum(size, np.finfo(np.float32).tiny)).max())  # NaN stays NaN
 
 
+def assert_finite(what: str, result) -> None:
+    assert bool(jnp.isfinite(result).all()), f"{what}: not finite"
+
+
 def assert_close(what: str, got, want: np.ndarray, size: np.ndarray, bound: float) -> None:
     """The error is within the bound; prints both."""
     found = error(got, want, size)
@@ -69,10 +73,6 @@ def assert_bitwise_equal(what: str, one, other) -> None:
 
 def _bits(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(np.dtype(f"u{x.dtype.itemsize}"))
-
-
-def assert_finite(what: str, result) -> None:
-    assert bool(jnp.isfinite(result).all()), f"{what}: not finite"
 
 
 def some(count: int, most: int) -> np.ndarray:
@@ -104,23 +104,17 @@ def print_time(
     what: str, flops: float, moved: float, operands: Callable[[], tuple], ours: Callable,
     **others: Callable,
 ) -> None:  # fmt: skip
-    """Prints a line: microseconds of a call, TFLOPS, GB/s, and times of others over it.
+    """Prints a line: microseconds of a call, TFLOPS, GB/s, and times of `others` over `ours`.
 
-    Args:
-      what: was called.
-      flops: of a call, and `moved`, its bytes through memory.
-      operands: makes new ones for a call.
-      ours: takes them, as `others` do.
+    `moved` are its bytes through memory; `operands` makes new ones for a call.
     """
     count = min(64, max(2, math.ceil(ROTATED / moved)))
     calls = [operands() for _ in range(count)]
     estimate = max(moved / _BYTES_PER_S, flops / _FLOPS_PER_S)
     programs = max(1, math.ceil(IN_FLIGHT / (count * estimate)))
     seconds, spread, _ = seconds_per_call(ours, calls, programs)
-    line = (
-        f"{what}: {seconds * 1e6:.1f} us, spread {spread:.1%}, {flops / seconds / 1e12:.1f} TFLOPS,"
-        f" {moved / seconds / 1e9:.0f} GB/s"
-    )
+    line = f"{what}: {seconds * 1e6:.1f} us, spread {spread:.1%}"
+    line += f", {flops / seconds / 1e12:.1f} TFLOPS, {moved / seconds / 1e9:.0f} GB/s"
     for name, other in others.items():
         line += f", {name} {seconds_per_call(other, calls, programs)[0] / seconds:.2f}"
     print(line)

@@ -37,12 +37,9 @@ _STEPS, _SLOWER = 1.5, 2.0
 
 
 def longest(short_s: float, seconds: float, most: int) -> int:
-    """Tokens of the longest response that fits: `most`, halved as often as it takes.
+    """Tokens of the longest response that fits into `seconds`: `most`, halved as often as it takes.
 
-    Args:
-      short_s: seconds of a call with responses of `_FEW` tokens.
-      seconds: there are for the long one.
-      most: tokens.
+    `short_s` are the seconds of a call with responses of `_FEW` tokens.
     """
     step = short_s / (QUEUE * _FEW)
     while most > _FEW and _STEPS * _SLOWER * step * most > seconds:
@@ -69,13 +66,13 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
             return tokens, time.perf_counter() - begun
 
         few = np.full(count, min(_FEW, cell.new), np.int32)
-        _, compiling = call(np.minimum(few, 2))
+        call(np.minimum(few, 2))
         if not new:
             new = longest(call(few)[1], start + seconds / 2 - time.monotonic(), cell.new)
         tokens, took = call(long_tail(count, new))
         row = {
             "case": case, "longest": new, "samples": count, "tokens": tokens, "seconds": took,
-            "first_call_s": compiling, "tokens_per_s": tokens / took,
+            "tokens_per_s": tokens / took,
         }  # fmt: skip
         row["over_bf16"] = row["tokens_per_s"] / (found or [row])[0]["tokens_per_s"]
         found.append(row)
@@ -88,13 +85,8 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
 def test_long_rollout(record_property, model=None, cell=CELL, seconds=SECONDS):
     found = measure(model or preset("qwen3_8b"), cell, seconds)
     record_property("rows", found)
-    print(
-        f"{found[0]['samples']} responses of 1 to {found[0]['longest']} tokens to prompts of "
-        f"{cell.prompt}, {cell.batch} at a time; one call each"
-    )
+    responses = f"{found[0]['samples']} responses of 1 to {found[0]['longest']} tokens"
+    print(f"{responses} to prompts of {cell.prompt}, {cell.batch} at a time; one call each")
     for row in found:
-        print(
-            f"{row['case']}: {row['tokens']} tokens in {row['seconds']:.1f} s, "
-            f"{row['tokens_per_s']:.0f} tokens/s, {row['over_bf16']:.2f} of bf16's; compiling "
-            f"{row['first_call_s']:.0f} s"
-        )
+        rate = f"{row['tokens_per_s']:.0f} tokens/s, {row['over_bf16']:.2f} of bf16's"
+        print(f"{row['case']}: {row['tokens']} tokens in {row['seconds']:.1f} s, {rate}")

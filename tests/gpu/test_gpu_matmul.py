@@ -29,20 +29,14 @@ from gpu_checks import (
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import tiles
 from fp8rl_jax.kernels.matmul import matmul
-from fp8rl_jax.kernels.tiles import (
-    BF16_FEW_ROWS,
-    BF16_MANY_ROWS,
-    FP8_FEW_ROWS,
-    FP8_MANY_ROWS,
-    Tile,
-)
 
 pytestmark = pytest.mark.gpu
 
 TILES = {
-    "fp8": tuple(dict.fromkeys(FP8_FEW_ROWS + FP8_MANY_ROWS)),
-    "bf16": tuple(dict.fromkeys(BF16_FEW_ROWS + BF16_MANY_ROWS)),
+    "fp8": dict.fromkeys(tiles.FP8_FEW_ROWS + tiles.FP8_MANY_ROWS),
+    "bf16": dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS),
 }  # of 'wgrad' and 'float32' there is one each: nothing to compare
 ROWS = (
     1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
@@ -53,12 +47,10 @@ _FEW_ROWS = (1, 31, 32, 33, 64, 1000, 4096)  # of float32, which has one tile
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A product.
+    """A product (rows, depth) x (depth, columns).
 
     Attributes:
-      kind: of the operands.
-      rows, depth, columns: of the product.
-      dtype: of the result.
+      kind, dtype: of the operands; of the result.
       by_column: a scale for every column of the second operand (wgrad), not one per 128.
       left: dtype of the first operand instead of the kind's (E5M2 gradients).
     """
@@ -72,9 +64,9 @@ class Dense:
     left: str = ""
 
     def __str__(self) -> str:
-        extra = [x for x in (self.left, "a scale per column" if self.by_column else "") if x]
+        scales = ", a scale per column" if self.by_column else ""
         shape = f"{self.rows} x {self.depth} x {self.columns} -> {self.dtype}"
-        return ", ".join([f"{self.kind} {shape}", *extra])
+        return f"{self.left or self.kind} {shape}{scales}"
 
     def operands(self, source: Source) -> tuple:
         """(lhs, rhs, lhs_scale, rhs_scale), scales None where the kind has none."""
@@ -85,7 +77,7 @@ class Dense:
         deep, wide = blocks(self.depth), self.columns if self.by_column else blocks(self.columns)
         return lhs, rhs, source.scales(self.rows, deep), source.scales(deep, wide)
 
-    def product(self, tile: Tile | None = None) -> Callable:
+    def product(self, tile: tiles.Tile | None = None) -> Callable:
         return exact_jit(lambda *x: matmul(*x, dtype=jnp.dtype(self.dtype), tile=tile))
 
 
@@ -200,6 +192,5 @@ def test_speed_of_torch(size, record_property):
     found = json.loads(done.stdout.strip().split("\n")[-1])
     record_property("torch", found)
     if "error" in found:
-        pytest.fail(f"PyTorch's scaled_mm of {size}^3: not measured: {found['error']}")
-    rate = 2.0 * size**3 / found["us"] / 1e6
-    print(f"PyTorch's scaled_mm of {size}^3: {found['us']:.1f} us, {rate:.0f} TFLOPS")
+        pytest.fail(f"not measured: {found['error']}")
+    print(f"{found['us']:.1f} us, {2.0 * size**3 / found['us'] / 1e6:.0f} TFLOPS: {found['form']}")

@@ -18,14 +18,12 @@ EPS = 1e-6
 _BOUND = 4e-6  # float32 roundings, of a value, before the one to bf16
 FEW = (1, 7, 64)  # rows at a time
 ROWS, WIDTHS = 333, (128, 1000, 4096)
-PLAIN = {
-    "rms_norm": lambda x, y: norm.rms_norm(x, y, EPS),
-    "gated_silu": lambda x, y: norm.gated_silu(x, y),
-}
-FUSED = {
-    "rms_norm": lambda x, y: norm.rms_norm_quantized(x, y, EPS),
-    "gated_silu": lambda x, y: norm.gated_silu_quantized(x, y),
-}
+NAMES = ("rms_norm", "gated_silu")
+
+
+def kernel(name: str, suffix: str = ""):
+    settings = (EPS,) if name == "rms_norm" else ()
+    return lambda x, y: getattr(norm, name + suffix)(x, y, *settings)
 
 
 def operands(name: str, source, rows: int, width: int) -> tuple:
@@ -42,15 +40,15 @@ def float64(name: str, x, y) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_and_quantisation(name, width, source, rows=ROWS):
     """Against float64; quantised at once or after, and a few rows alone, the bits are the same."""
     given = operands(name, source, rows, width)
-    plain = exact_jit(PLAIN[name])
+    plain = exact_jit(kernel(name))
     whole, what = plain(*given), f"{name} {rows} x {width}"
     want = float64(name, *given)
     assert_close(what, whole, want, np.abs(want), _BOUND)
-    fused = exact_jit(FUSED[name])(*given)
+    fused = exact_jit(kernel(name, "_quantized"))(*given)
     assert_bitwise_equal(
         f"{what}: quantised at once", fused, (whole, *exact_jit(norm.quantize_rows)(whole))
     )
@@ -75,7 +73,7 @@ def test_quantiser(width, source, rows=ROWS):
 
 
 @reports
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", NAMES)
 def test_speed(name, source, rows=4096, width=12_288):
     """With quantisation, beside XLA's fusions."""
 
@@ -93,5 +91,6 @@ def test_speed(name, source, rows=4096, width=12_288):
         return operands(name, source, rows, width)
 
     arrays = jax.tree.leaves((make(), jax.eval_shape(library, *make())))
+    fused = kernel(name, "_quantized")
     moved = sum(x.size * x.dtype.itemsize for x in arrays)
-    print_time(f"{name} {rows} x {width}, quantised", 0.0, moved, make, FUSED[name], XLA=library)
+    print_time(f"{name} {rows} x {width}, quantised", 0.0, moved, make, fused, XLA=library)
