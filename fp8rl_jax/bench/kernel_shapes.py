@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
-from fp8rl_jax.kernels.strict_attention import takes_one_split
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.moe import make_tiles, tile_rows
 from fp8rl_jax.models.presets import preset
@@ -103,9 +102,10 @@ class Product:
     @property
     def held_bytes(self) -> int:
         """Of all operands and the result: also of experts that no token takes."""
-        if not self.experts or self.gemm == "wgrad":
+        if self.gemm == "wgrad":
             return self.bytes
-        return self.bytes - self.weight_bytes + self.experts * self.depth * self.columns * self.item
+        weights = max(self.experts, 1) * self.depth * self.columns * self.item
+        return self.bytes - self.weight_bytes + weights
 
     @property
     def bytes(self) -> int:
@@ -178,11 +178,6 @@ class Attention:
         """Of keys, values and their scales."""
         vector = 2 * WIDTH if self.kind == "bf16" else WIDTH + 4
         return 2 * self.batch * self.length * KV_HEADS * vector
-
-    @property
-    def one_split(self) -> bool:
-        """Whether the library takes a program for each split of the keys."""
-        return takes_one_split(self.batch, self.queries, HEADS, KV_HEADS, self.length)
 
     @property
     def bytes(self) -> int:

@@ -30,22 +30,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.bench.kernel_shapes import (
-    HEADS,
-    KV_HEADS,
-    WIDTH,
-    Attention,
-    Product,
-    groups,
-)
+from fp8rl_jax.bench.kernel_shapes import HEADS, KV_HEADS, WIDTH, Attention, Product, groups
 from fp8rl_jax.deviceless import products
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
-from fp8rl_jax.kernels.strict_attention import attention
+from fp8rl_jax.kernels.strict_attention import attention, takes_one_split
 
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling
 _MARGIN = 1 << 20  # places of a pool to start from, whatever the size of an operand
+_DRAWN = 1 << 21  # numbers of a pool, or a multiple: few sizes are few programs
 _PAGES_DRAWN = 1 << 12  # of random numbers; a larger pool of pages repeats them
 _OF_MEMORY = 0.6  # share of the device's that a program's caches may take
 # XLA's counterparts are cuBLAS's, not XLA's own kernels (which still take products of one row).
@@ -83,7 +77,7 @@ class Source:
         """Normal numbers, rounded to `dtype`."""
         name, size = jnp.dtype(dtype).name, math.prod(shape)
         if name not in self._pools or self._pools[name].size < size + _MARGIN:
-            drawn = 1 << (size + _MARGIN - 1).bit_length()
+            drawn = -(-(size + _MARGIN) // _DRAWN) * _DRAWN
             self._pools[name] = _normal(self._key, drawn, jnp.dtype(dtype))
         pool = self._pools[name]
         return _cut(pool, jnp.int32(self._places.integers(pool.size - size + 1)), shape)
@@ -254,7 +248,8 @@ def _attention(case: Attention, version: str, source: Source, count: int) -> Pre
     if case.use == "decode":
         order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
         tables = list(jnp.asarray(order.reshape(count, case.batch, -1)))
-    settings = {"scale": WIDTH**-0.5, "one_split": case.one_split == (version == "ours")}
+    one_split = takes_one_split(*rows, HEADS, KV_HEADS, case.length) == (version == "ours")
+    settings = {"scale": WIDTH**-0.5, "one_split": one_split}
 
     def run(q, table, positions, cached):
         return attention(q, positions=positions, table=table, **cached, **settings)

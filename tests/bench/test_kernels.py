@@ -212,7 +212,7 @@ def test_operands_of_attention(use, kind, monkeypatch):
     assert len(operands) == case.calls[0] > 1
 
     def plain(q, one_split, **named):
-        assert one_split == case.one_split
+        assert not one_split  # short caches
         return reference.attention(q, **named)
 
     monkeypatch.setattr(kernel_times, "attention", plain)
