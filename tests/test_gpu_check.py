@@ -134,6 +134,8 @@ def test_files(check):
         ("test_holds", "holds"), ("test_measures", "reported"),
         ("test_drifts", "reported: does not hold"),
     ]  # fmt: skip
+    counts = "holds: 1, reported: 1, reported: does not hold: 1"
+    assert counts in pathlib.Path("out/gpu_check.md").read_text()
     assert found["tests"][0]["data"] == [["rows", 3]]
     text = pathlib.Path("out/gpu_check.md").read_text()
     assert "Nothing failed." in text and "all well" in text and "a difference" in text

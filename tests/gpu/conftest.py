@@ -2,13 +2,13 @@
 
     python -m pytest -m gpu tests/gpu --out=DIR --seconds=500
 
-writes DIR/gpu_check.md, failures first, and DIR/gpu_check.json, and begins no test after so many
-seconds. Tests that only report (`gpu_checks.reports`) run last and do not decide; if one that
-decides was not run, the whole does not pass.
+writes gpu_check.md, failures first, and gpu_check.json, and begins no test after so many seconds.
+Tests that only report (`gpu_checks.reports`) run last; if another was not run, nothing passes.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 import re
@@ -141,7 +141,9 @@ class Report:
             text = " ".join("".join(test["lines"][-1:]).split())[:1000]
             lines.append(f"- {test['name']}: {test['verdict']}: {text}")
         facts = {k: v for k, v in env.items() if k != "versions"} | env["versions"]
-        lines += ["", *(f"- {k}: {v or 'not installed'}" for k, v in facts.items())]
+        lines += ["", *(f"- {k}: {v or 'not installed'}" for k, v in facts.items()), ""]
+        counts = collections.Counter(test["verdict"] for test in self.tests)
+        lines.append(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
         for test in self.tests:
             lines += ["", f"## {test['name']}: {test['verdict']}, {test['seconds']:.1f} s"]
             lines += ["", "```", *test["lines"], "```"] if test["lines"] else []

@@ -62,8 +62,7 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
     """Samples twice, statically and continuously, then takes one GRPO step on the samples."""
     numerics, rng, key = get_recipe(recipe), np.random.default_rng(0), jax.random.key(0)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    params = init_params(model, key)
-    state = new_state(params, optimizer, jax.random.key_data(key), numerics)
+    state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), numerics)
     weights, served, _ = make_refit(numerics)(state.params, state.scaling_state)
 
     count, group, width, new = sizes.values()
@@ -79,14 +78,14 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
     )  # fmt: skip
     rollout = jax.device_get(make_sampler(model, numerics, settings)(*arguments))
     batching = Batching(SLOTS, (SLOTS + 1) * pages_of(slots) + 1)
-    continuous = ContinuousSampler(model, numerics, settings, batching)(*arguments)
-    continuous = jax.device_get(continuous)
+    sampler = ContinuousSampler(model, numerics, settings, batching)
+    continuous = jax.device_get(sampler(*arguments))
 
     batch = _batch(rollout, prompts, lengths, temperature, rng)
     before = jax.device_get(state.params["norm"])  # the step takes the state's memory
     step = make_train_step(model, numerics, optimizer, LossConfig())
-    state, logp, metrics = step(state, batch, rope)
-    logp, metrics = jax.device_get((logp, metrics))
+    state, *scored = step(state, batch, rope)
+    logp, metrics = jax.device_get(scored)
     after = jax.device_get(state.params["norm"])
     mask = np.asarray(rollout.mask)
     drift = np.abs(logp - rollout.logprobs)[mask]
