@@ -111,7 +111,7 @@ def machine() -> Finding:
 
 
 def tiles() -> Finding:
-    """(b) Every tile of kernels/tiles.py against the first of its kind."""
+    """(b) Every tile of kernels/gpu/tiles.py against the first of its kind."""
     source = Source(_SMALL)
     shapes = ((200, 1024, 520), (130, 1000, 1152))
     cases = [Dense(kind, *shape) for kind in checks.TILES for shape in shapes]

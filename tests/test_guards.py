@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from random_model import DENSE, LATENT
 
-from fp8rl_jax.kernels.reference import guard, round_bf16
+from fp8rl_jax.kernels import guard, round_bf16
 from fp8rl_jax.models import forward, init_cache, init_params, rope_tables
 from fp8rl_jax.models.logprobs import scaled_logits
 from fp8rl_jax.quant import get_recipe
@@ -96,7 +96,7 @@ def test_forward(model, recipe):
     traced = jax.make_jaxpr(run)(
         params, tokens, cache, tokens, rope_tables(model, 150), jnp.ones(2)
     )
-    # FP8 numbers are bf16 numbers: kernels/e4m3.py rounds nothing.
+    # FP8 numbers are bf16 numbers: kernels/reference/e4m3.py rounds nothing.
     conversions = [place for place in _simplifiable(traced.jaxpr) if "e4m3.py" not in place]
     found = _unguarded(traced.jaxpr)[0] + conversions
     assert not found, "\n".join(found)

@@ -20,7 +20,8 @@ import numpy as np
 from fp8rl_jax.bench.kernel_checks import DTYPES, Outcome, guarded, judge
 from fp8rl_jax.bench.kernel_data import Source, in_one_piece, pages
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import reference, strict_attention
+from fp8rl_jax.kernels.gpu import attention as strict_attention
+from fp8rl_jax.kernels.reference import attention as reference
 
 _BOUND_OF_BF16_WEIGHTS = 2.0**-8
 _BOUND = 4e-6

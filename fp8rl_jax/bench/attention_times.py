@@ -30,8 +30,8 @@ import numpy as np
 from fp8rl_jax.bench.kernel_checks import DTYPES
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_times import IN_FLIGHT, ROTATED, seconds_per_call
-from fp8rl_jax.kernels.reference import KV_CHUNK
-from fp8rl_jax.kernels.strict_attention import attention, takes_one_split
+from fp8rl_jax.kernels import KV_CHUNK
+from fp8rl_jax.kernels.gpu.attention import attention, takes_one_split
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 BATCHES, LENGTHS, TOKENS = (8, 32, 128, 256), (4096, 8192, 32_768), (4096, 16_384)

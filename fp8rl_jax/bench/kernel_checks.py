@@ -5,7 +5,7 @@ Four kinds of check, each on fresh seeded data, each an `Outcome`:
 * a product against float64 numpy, on random rows and columns of it: the largest error in units of
   the sum of its terms' magnitudes, so that cancellation does not count as an error;
 * rows: a call of few rows gives the bits of the same rows in a call of many;
-* tiles: every tile of kernels/tiles.py gives the bits of every other;
+* tiles: every tile of kernels/gpu/tiles.py gives the bits of every other;
 * experts: a grouped product gives the bits of a dense one per group, and zeros for idle groups.
 
 Bounds. In float32, and in bf16 without rounding of the result, products are added in float32. FP8
@@ -34,8 +34,8 @@ from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case, groups
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import K_BLOCK, block_matmul
-from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
-from fp8rl_jax.kernels.tiles import (
+from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
+from fp8rl_jax.kernels.gpu.tiles import (
     BF16_FEW_ROWS,
     BF16_MANY_ROWS,
     FP8_FEW_ROWS,

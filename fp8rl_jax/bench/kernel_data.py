@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels.reference import KV_CHUNK
+from fp8rl_jax.kernels import KV_CHUNK
 
 _MARGIN = 1 << 20  # places to start from, whatever the size of an operand
 _FLOAT32 = 1 << 26  # float32 operands and scales are small

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from fp8rl_jax.bench.kernel_checks import E4M3, Outcome, blocks, difference, guarded
 from fp8rl_jax.bench.kernel_data import Source, in_one_piece, pages
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import head_logprobs, norm, strict_attention
-from fp8rl_jax.kernels.matmul import matmul
+from fp8rl_jax.kernels.gpu import attention as strict_attention
+from fp8rl_jax.kernels.gpu import head as head_logprobs
+from fp8rl_jax.kernels.gpu import norm
+from fp8rl_jax.kernels.gpu.matmul import matmul
 from fp8rl_jax.quant import quantize
 
 _EPS = 1e-6
@@ -202,7 +204,7 @@ def check_pages(
 
 def check_mosaic(source: Source, shapes=MOSAIC) -> Iterator[Outcome]:
     """The Mosaic matmul against the Triton one."""
-    from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
 
     for rows, depth, columns in shapes:
         lhs, rhs = source.take(E4M3, rows, depth), source.take(E4M3, columns, depth)

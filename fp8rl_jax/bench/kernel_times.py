@@ -28,7 +28,7 @@ from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case, groups
 from fp8rl_jax.deviceless import products
 from fp8rl_jax.kernels import K_BLOCK
-from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
+from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 L2 = 60e6  # bytes, of an H100 or H200
 ROTATED = 4 * L2

@@ -38,7 +38,7 @@ from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_shapes import Case
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels.triton_call import installed
+from fp8rl_jax.kernels import triton_installed
 
 SECONDS = 300.0  # no further product is begun after so long
 _OF_ATTENTION = 0.4  # share of the seconds after which no further attention is begun
@@ -57,7 +57,7 @@ def on_gpu() -> bool:
     """
     if jax.default_backend() != "gpu":
         return False
-    if not installed():
+    if not triton_installed():
         raise UserError(
             "this machine has a GPU, and its kernels need jax-triton and Triton, of which one is "
             "not installed: pip install 'fp8rl_jax[cuda]'"

@@ -18,7 +18,7 @@ from fp8rl_jax.config.precision import SIDES, same_numerics, side_recipe, zero_d
 from fp8rl_jax.envs import check_task, load_reward
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
-from fp8rl_jax.kernels.triton_call import installed
+from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import REMAT, ModelConfig, least_pages
 from fp8rl_jax.quant import same_forward
 
@@ -227,7 +227,7 @@ def _check_kernels(config) -> None:
             f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "
             "'reference'"
         )
-    if kernels != "reference" and backend == "gpu" and not installed():
+    if kernels != "reference" and backend == "gpu" and not triton_installed():
         raise UserError(
             f"precision.kernels is {kernels!r}, and jax-triton is not installed: install it with "
             "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "

@@ -30,8 +30,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import as_bits, choose, from_bits, guard, stored, sum_last, sum_rows
-from fp8rl_jax.kernels import norm as kernel_norm
+from fp8rl_jax.kernels import (
+    as_bits,
+    choose,
+    from_bits,
+    gpu_kernels,
+    guard,
+    stored,
+    sum_last,
+    sum_rows,
+)
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import swaps_any, tap
 from fp8rl_jax.quant import (
@@ -211,7 +219,7 @@ def _with_rows(
     Args:
       recipe: one that `fuses_rows`.
       fused: the kernel: (*operands, dtype, power_of_two, y_dtype) -> (y, q, scale), as in
-        kernels/norm.py.
+        kernels/gpu/norm.py.
       plain: (recipe, *operands) -> (B, T, D), for other platforms.
     """
     operand = recipe.activation
@@ -248,7 +256,7 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
     """
 
     def kernel(x, weight):
-        y = kernel_norm.rms_norm(_rows(x), weight, eps, recipe.compute_dtype)
+        y = gpu_kernels().norm.rms_norm(_rows(x), weight, eps, recipe.compute_dtype)
         return y.reshape(x.shape)
 
     def plain(x, weight):
@@ -283,7 +291,7 @@ def rms_norm_quantized(
     """`rms_norm`, and its rows quantised (`_with_rows`), which have no gradient."""
 
     def fused(x, weight, **settings):
-        return kernel_norm.rms_norm_quantized(_rows(x), weight, eps, **settings)
+        return gpu_kernels().norm.rms_norm_quantized(_rows(x), weight, eps, **settings)
 
     def plain(recipe, x, weight):
         return rms_norm(recipe, eps, x, weight)
@@ -330,7 +338,7 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
     """
 
     def kernel(gate, up):
-        y = kernel_norm.gated_silu(_rows(gate), _rows(up), recipe.compute_dtype)
+        y = gpu_kernels().norm.gated_silu(_rows(gate), _rows(up), recipe.compute_dtype)
         return y.reshape(gate.shape)
 
     def plain(gate, up):
@@ -365,7 +373,7 @@ def gated_silu_quantized(
     """`gated_silu`, and its rows quantised (`_with_rows`), which have no gradient."""
 
     def fused(gate, up, **settings):
-        return kernel_norm.gated_silu_quantized(_rows(gate), _rows(up), **settings)
+        return gpu_kernels().norm.gated_silu_quantized(_rows(gate), _rows(up), **settings)
 
     return _with_rows(recipe, fused, gated_silu, gate, up)
 

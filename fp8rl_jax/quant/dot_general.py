@@ -44,7 +44,7 @@ from fp8rl_jax.kernels import (
     from_bits,
     from_bytes,
 )
-from fp8rl_jax.kernels.cpu_products import product_at_once
+from fp8rl_jax.kernels.reference.products import product_at_once
 from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray

@@ -20,7 +20,9 @@ from fp8rl_jax.bench.gradient_checks import FastAttention
 from fp8rl_jax.bench.kernel_data import Source
 from fp8rl_jax.bench.kernel_times import L2
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels import fast_attention, reference, strict_attention
+from fp8rl_jax.kernels.gpu import attention as strict_attention
+from fp8rl_jax.kernels.gpu import fast_attention
+from fp8rl_jax.kernels.reference import attention as reference
 
 _SMALL = (
     Attention("fp8", 1, (1, 65, 130), 4, 2, 32),

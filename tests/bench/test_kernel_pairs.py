@@ -8,7 +8,9 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 
 from fp8rl_jax.bench import kernel_pairs as pairs
 from fp8rl_jax.bench.kernel_data import Source
-from fp8rl_jax.kernels import head_logprobs, matmul, norm, strict_attention
+from fp8rl_jax.kernels.gpu import attention as strict_attention
+from fp8rl_jax.kernels.gpu import head as head_logprobs
+from fp8rl_jax.kernels.gpu import matmul, norm
 
 
 @pytest.fixture(autouse=True)

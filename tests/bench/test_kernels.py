@@ -197,7 +197,7 @@ def test_a_kernel_that_raises_is_a_failed_check(source):
 @pytest.fixture
 def interpreted(monkeypatch, interpreter):
     """The Triton kernels in Triton's interpreter, which adds within FP8 blocks in float32."""
-    from fp8rl_jax.kernels import matmul
+    from fp8rl_jax.kernels.gpu import matmul
 
     monkeypatch.setattr(matmul, "triton_call", interpreter.triton_call)
 
