@@ -7,6 +7,8 @@ cache, or more queries at a time, changes nothing.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,12 +28,6 @@ _UNROLL_KV = 4  # chunks of keys at once, if there are; their scores are product
 _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
 
 
-def visible(positions: jax.Array, slots: jax.Array, groups: int) -> jax.Array:
-    """(B, T) query positions and (S,) cache slots -> (B, 1, T * groups, S) mask."""
-    mask = slots[None, None, :] <= positions[:, :, None]
-    return jnp.repeat(mask, groups, axis=1)[:, None]
-
-
 def masked(score: jax.Array, mask: jax.Array) -> jax.Array:
     """Scores, and at most -1e30 where the mask is False.
 
@@ -48,20 +44,21 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x * (scale[..., None] if scale.ndim else scale)
 
 
-def _by_head(x: jax.Array | None, chunks: int) -> jax.Array | None:
-    """(B, S, Hkv, ...) -> (B, Hkv, a multiple of so many chunks of S, ...); one number, or none, as
-    it is."""
-    if x is None or not x.ndim:
-        return x
-    return jnp.moveaxis(pad_to(x, 1, chunks * KV_CHUNK), 1, 2)
+def _enough_rows(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with zeros behind, where it has fewer than `_MIN_QUERIES` rows along an axis."""
+    return pad_to(x, axis, _MIN_QUERIES) if x.shape[axis] < _MIN_QUERIES else x
+
+
+def _by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
+    """(B, T, H, n) -> (B, Hkv, rows, n) float32; a row is a query and one head of a group."""
+    batch, queries, heads, features = x.shape
+    x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, features)
+    x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
+    return _enough_rows(x, 2)
 
 
 def _read_page(
-    x: jax.Array,
-    table: jax.Array,
-    last: jax.Array,
-    chunk: int | jax.Array,
-    by_feature: bool = False,
+    x: jax.Array, table: jax.Array, last: jax.Array, chunk: int | jax.Array, by_feature: bool
 ) -> jax.Array:
     """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...); with
     `by_feature` (B, Hkv, Dh, KV_CHUNK) out of (P, Hkv, Dh, KV_CHUNK).
@@ -78,6 +75,71 @@ def _read_page(
         return jnp.where(there[:, :, None], part, 0)
     part = jnp.moveaxis(part, 1, 2)
     return jnp.where(there[..., None] if part.ndim == 4 else there, part, 0)
+
+
+def _reader(
+    x: jax.Array,
+    at_once: int,
+    table: jax.Array | None,
+    positions: jax.Array,
+    by_feature: bool = False,
+) -> Callable[[int | jax.Array], jax.Array]:
+    """The function that reads what belongs to the slots of a step, `at_once` chunks of them.
+
+    Args:
+      x: rows (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
+        (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales have no further axis, or none at all.
+      at_once: chunks of a step.
+      table, positions: as for `attention`.
+      by_feature: whether slots lie last.
+
+    Returns:
+      step -> float32 of (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh, slots); scales as
+      (B, Hkv, 1, slots), or ().
+    """
+    if not x.ndim:
+        return lambda step: x
+    axis, width, numbers = 3 if by_feature else 2, at_once * KV_CHUNK, as_bytes(x)
+    if table is not None:
+        table, last = pad_to(table, 1, at_once), positions.max(axis=1)
+    elif by_feature:
+        numbers = pad_to(numbers, axis, width)
+    else:
+        numbers = jnp.moveaxis(pad_to(numbers, 1, width), 1, axis)
+
+    def read(step: int | jax.Array) -> jax.Array:
+        if table is None:
+            part = lax.dynamic_slice_in_dim(numbers, step * width, width, axis)
+        else:
+            chunks = [step * at_once + i for i in range(at_once)]
+            pages = [_read_page(numbers, table, last, chunk, by_feature) for chunk in chunks]
+            part = jnp.concatenate(pages, axis=axis)
+        part = widened(from_bytes(part, x.dtype), jnp.float32)
+        return part if part.ndim == 4 else part[:, :, None]
+
+    return read
+
+
+def _scalar_products(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """(B, Hkv, rows, Dh) by (B, Hkv, Dh, slots): features in blocks of 128, ascending."""
+    axes = (((3,), (2,)), ((0, 1), (0, 1)))
+    starts = range(0, q.shape[3], K_BLOCK)
+    blocks = (slice(start, start + K_BLOCK) for start in starts)
+    parts = (small_product(q[..., block], keys[:, :, block], axes) for block in blocks)
+    return functools.reduce(jnp.add, parts)
+
+
+def _by_chunk(x: jax.Array, axis: int) -> jax.Array:
+    """An axis of slots as (chunks, KV_CHUNK)."""
+    return x.reshape(*x.shape[:axis], -1, KV_CHUNK, *x.shape[axis + 1 :])
+
+
+def _weighted_values(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """(B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) -> (B, Hkv, n, rows, Dv)."""
+    axes, width = (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), FLOAT32_SIZE // KV_CHUNK
+    starts = range(0, value.shape[4], width)
+    parts = [small_product(weight, value[..., start : start + width], axes) for start in starts]
+    return jnp.concatenate(parts, axis=4)
 
 
 def attention(
@@ -121,126 +183,66 @@ def attention(
       (B, T, H, Dv) float32.
     """
     batch, queries, heads, _ = q.shape
-    kv_heads, slots = v.shape[2], v.shape[1]
+    slots, kv_heads = v.shape[1:3]
     groups = heads // kv_heads
     rows = queries * groups
-
-    def by_kv_head(x: jax.Array) -> jax.Array:
-        """(B, T, H, n) -> (B, Hkv, T * groups, n), at least 2 rows."""
-        x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
-        x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows, -1)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, max(_MIN_QUERIES - rows, 0)), (0, 0)))
-
-    q = by_kv_head(q)
-    if q_scale is not None and q_scale.ndim:
-        q_scale = by_kv_head(q_scale[..., None])
-    mask_rows = jnp.repeat(positions, groups, axis=1)
-    mask_rows = jnp.pad(mask_rows, ((0, 0), (0, max(_MIN_QUERIES - rows, 0))))
-    stored = k.dtype
-    k, v = as_bytes(k), as_bytes(v)
-    if q_rope is not None and k_rope is not None:
-        q_rope = by_kv_head(q_rope)
     chunks = -(-slots // KV_CHUNK) if table is None else table.shape[1]
     at_once = chunks if chunks <= _UNROLL_KV else _UNROLL_KV if rows <= _FEW_QUERIES else 1
-    steps = -(-chunks // at_once)
-    if table is None:
-        v, k_scale, v_scale, k_rope = (_by_head(x, at_once) for x in (v, k_scale, v_scale, k_rope))
-        k = pad_to(k, 3, at_once * KV_CHUNK) if keys_by_feature else _by_head(k, at_once)
-    else:
-        table = pad_to(table, 1, at_once)
-
-    def take(
-        x: jax.Array, step: int | jax.Array, dtype=jnp.float32, by_feature: bool = False
-    ) -> jax.Array:
-        """The chunks of a step, (B, Hkv, at_once * KV_CHUNK, ...) float32; slots last where they
-        lie so."""
-        axis = 3 if by_feature else 2
-        if table is None:
-            width = at_once * KV_CHUNK
-            part = lax.dynamic_slice_in_dim(x, step * width, width, axis)
-        else:
-            last, first = positions.max(axis=1), step * at_once
-            pages = [_read_page(x, table, last, first + i, by_feature) for i in range(at_once)]
-            part = jnp.concatenate(pages, axis=axis)
-        return widened(from_bytes(part, dtype), jnp.float32)
-
-    def take_keys(step: int | jax.Array) -> jax.Array:
-        """The keys of a step, feature by feature: (B, Hkv, Dh, at_once * KV_CHUNK) float32.
-
-        XLA:CPU multiplies a few rows by such a matrix several times faster, with the same bits.
-        """
-        keys = take(k, step, stored, keys_by_feature)
-        return keys if keys_by_feature else keys.swapaxes(2, 3)
-
-    def scale_of(x: jax.Array, step: int | jax.Array) -> jax.Array:
-        """Scales of a step's slots, to broadcast over (B, Hkv, rows, slots)."""
-        return take(x, step)[:, :, None, :] if x.ndim else x
-
-    def similar(left: jax.Array, right: jax.Array) -> jax.Array:
-        """Scalar products of queries and keys (B, Hkv, Dh, slots), features in blocks of 128."""
-        total = None
-        for start in range(0, left.shape[3], K_BLOCK):
-            stop = min(start + K_BLOCK, left.shape[3])
-            part = small_product(
-                left[..., start:stop], right[:, :, start:stop], (((3,), (2,)), ((0, 1), (0, 1)))
-            )
-            total = part if total is None else total + part
-        return total
+    steps, width = -(-chunks // at_once), at_once * KV_CHUNK
+    cached = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale, "k_rope": k_rope}
+    read = {
+        name: _reader(x, at_once, table, positions, keys_by_feature and name == "k")
+        for name, x in cached.items()
+        if x is not None
+    }
+    q = _by_kv_head(q, kv_heads)
+    if q_scale is not None and q_scale.ndim:
+        q_scale = _by_kv_head(q_scale[..., None], kv_heads)
+    if q_rope is not None:
+        q_rope = _by_kv_head(q_rope, kv_heads)
+    position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1)
 
     def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scores of a step's slots and what of them is seen: (B, Hkv, rows, width), (B, 1, ...)."""
         multiplier = jnp.float32(scale)
         if k_scale is not None:
-            multiplier = scale_of(k_scale, step) * multiplier
+            multiplier = read["k_scale"](step) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
-        score = guard(similar(q, take_keys(step)) * multiplier)
-        if k_rope is not None:
-            rope = take(k_rope, step, k_rope.dtype).swapaxes(2, 3)
-            score = score + guard(similar(q_rope, rope) * jnp.float32(scale))
-        slot = step * at_once * KV_CHUNK + jnp.arange(at_once * KV_CHUNK)
-        mask = (slot[None, None, :] <= mask_rows[:, :, None])[:, None]
+        # XLA:CPU multiplies a few rows by keys that lie feature by feature several times faster,
+        # with the same bits.
+        keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
+        score = guard(_scalar_products(q, keys) * multiplier)
+        if q_rope is not None:
+            rope = read["k_rope"](step).swapaxes(2, 3)
+            score = score + guard(_scalar_products(q_rope, rope) * jnp.float32(scale))
+        slot = step * width + jnp.arange(width)
+        mask = (slot[None, None, :] <= position[:, :, None])[:, None]
         return masked(score, mask), mask
-
-    def by_chunk(x: jax.Array, axis: int) -> jax.Array:
-        """An axis of slots as (at_once, KV_CHUNK)."""
-        return x.reshape(*x.shape[:axis], at_once, KV_CHUNK, *x.shape[axis + 1 :])
 
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`sums` and those of a step's chunks, one after the other."""
         score, mask = scores(step)
         weight = guard(jnp.exp(score - top[..., None]) * mask)
-        weight_sums = sum_last(by_chunk(weight, 3))
+        weight_sums = sum_last(_by_chunk(weight, 3))
         if v_scale is not None:
-            weight = weight * scale_of(v_scale, step)
-        weight, value = by_chunk(weight, 3), by_chunk(take(v, step, stored), 2)
-        width = FLOAT32_SIZE // KV_CHUNK
-        values = jnp.concatenate(
-            [
-                small_product(
-                    weight,
-                    value[..., start : start + width],
-                    (((4,), (3,)), ((0, 1, 3), (0, 1, 2))),
-                )
-                for start in range(0, value.shape[4], width)
-            ],
-            axis=4,
-        )
+            weight = weight * read["v_scale"](step)
+        values = _weighted_values(_by_chunk(weight, 3), _by_chunk(read["v"](step), 2))
         for chunk in range(at_once):
             new = weight_sums[..., chunk], values[:, :, chunk]
             sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])
         return sums
 
+    visible: int | jax.Array = steps
+    if table is not None:  # tables are as wide as the longest sequence may become
+        visible = jnp.minimum(positions.max() // width + 1, steps)
     top = max_last(scores(0)[0])
     if steps > 1:
-        visible: int | jax.Array = steps
-        if table is not None:  # tables are as wide as the longest sequence may become
-            visible = jnp.minimum(positions.max() // (at_once * KV_CHUNK) + 1, steps)
         top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, max_last(scores(i)[0])), top)
-    total, out = add(0, None, top)
+    sums = add(0, None, top)
     if steps > 1:
-        total, out = lax.fori_loop(
-            1, visible, lambda step, sums: add(step, sums, top), (total, out)
-        )
+        sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
+    total, out = sums
     # XLA makes some quotients by a broadcast divisor products with its reciprocal, by the divisor's
     # own form, which is not the same for one chunk and for several.
     out = (out * lax.optimization_barrier(1.0 / total)[..., None])[:, :, :rows]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
-from fp8rl_jax.kernels.reference.attention import masked, visible
+from fp8rl_jax.kernels.reference.attention import masked
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 
 _QUERIES, _KEYS = 256, 512  # of a block
@@ -62,8 +62,8 @@ def attention_vjp(
 
     qs, dout = split(q), split(cotangent)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
-    mask = visible(positions, jnp.arange(k.shape[1]), groups)
-    score = masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, mask)
+    seen = jnp.arange(k.shape[1]) <= jnp.repeat(positions, groups, axis=1)[:, None, :, None]
+    score = masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, seen)
     weight = jnp.exp(score - max_last(score)[..., None])
     weight = weight / sum_last(weight)[..., None]
     dvalues = jnp.einsum("bhts,bhtd->bhsd", weight, dout)
