@@ -29,16 +29,13 @@ def exact_jit(fun: Callable, **kwargs) -> Callable:
     return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
 
 
-def check_xla_flags(environment: str | None = None) -> None:
+def check_xla_flags() -> None:
     """Refuses XLA flags under which equal programs give unequal bits.
 
-    Args:
-      environment: the value of XLA_FLAGS; read from the environment when None.
-
     Raises:
-      UserError: a fast-math flag is switched on.
+      UserError: a fast-math flag is switched on in XLA_FLAGS.
     """
-    flags = os.environ.get("XLA_FLAGS", "") if environment is None else environment
+    flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip().startswith("-") and os.path.isfile(flags):
         with open(flags) as file:  # XLA takes the name of a file, too
             flags = file.read()

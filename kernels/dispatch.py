@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import reference
-from fp8rl_jax.kernels.arrays import K_BLOCK, rounded, varying_as
+from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
 
@@ -103,22 +103,17 @@ def block_matmul(
 def attention(
     *arrays: jax.Array,
     implementation: str = "auto",
-    fast: bool = False,
     table: jax.Array | None = None,
     keys_by_feature: bool = False,
     **keywords,
 ) -> jax.Array:
     """`reference.attention` by the implementation of choice; its arguments and result.
 
-    `implementation` is one of `IMPLEMENTATIONS`. With `fast` several queries go by `fast_attention`
-    where kernels multiply, unless the cache lies in pages; one query, and the reference, are the
-    same as without. Only the reference reads keys by feature.
+    `implementation` is one of `IMPLEMENTATIONS`. Only the reference reads keys by feature.
     """
 
     def kernel(arrays, table, keywords):
         assert not keys_by_feature
-        if fast and table is None and arrays[0].shape[1] > 1:
-            return gpu_kernels().fast_attention.attention(*arrays, scale=scale, **keywords)[0]
         return gpu_kernels().attention.attention(*arrays, scale=scale, table=table, **keywords)
 
     def plain(arrays, table, keywords):
@@ -130,31 +125,10 @@ def attention(
     return choose(implementation, kernel, plain, arrays, table, keywords)
 
 
-def fast_attention_forward(
-    *arrays: jax.Array, implementation: str = "auto", **keywords
-) -> tuple[jax.Array, jax.Array]:
-    """Fast attention of any number of queries, and each row's logsumexp for `attention_vjp`.
-
-    Arguments as of `attention`. The logsumexp (B, T, H) is 0 under the reference, whose gradients
-    do not read it.
-    """
-
-    def kernel(arrays, keywords):
-        return gpu_kernels().fast_attention.attention(*arrays, scale=scale, **keywords)
-
-    def plain(arrays, keywords):
-        out = reference.attention.attention(*arrays, scale=scale, **keywords)
-        return out, varying_as(jnp.zeros(out.shape[:3], jnp.float32), *arrays)
-
-    scale = keywords.pop("scale")
-    return choose(implementation, kernel, plain, arrays, keywords)
-
-
 def attention_vjp(
     *arrays: jax.Array,
     scale: float,
     implementation: str = "auto",
-    forward: tuple[jax.Array, jax.Array] | None = None,
     **scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.attention_gradient.attention_vjp` by the implementation of choice.
@@ -163,19 +137,17 @@ def attention_vjp(
       arrays: q, k, v, positions and the cotangent; q, k and v as `attention` reads them.
       scale: of the scores.
       implementation: one of `IMPLEMENTATIONS`.
-      forward: what `fast_attention_forward` returned for these operands, or None.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
       Gradients with respect to the dequantised q, k and v, float32.
     """
 
-    def kernel(arrays, scales, forward):
+    def kernel(arrays, scales):
         gradient = gpu_kernels().attention_gradient
-        return gradient.attention_vjp(*arrays, scale=scale, forward=forward, **scales)
+        return gradient.attention_vjp(*arrays, scale=scale, **scales)
 
-    def plain(arrays, scales, forward):
-        del forward
+    def plain(arrays, scales):
         *operands, positions, cotangent = arrays
         operands = (
             reference.attention.dequantized(x, scales.get(f"{name}_scale"))
@@ -185,4 +157,4 @@ def attention_vjp(
             *operands, positions, cotangent, scale=scale
         )
 
-    return choose(implementation, kernel, plain, arrays, scales, forward)
+    return choose(implementation, kernel, plain, arrays, scales)

@@ -191,12 +191,6 @@ def _check_precision(config) -> None:
         )
     if not zero_drift_required(config):
         return
-    if "fast" in (rollout.attention_kernel, learner.attention_kernel):
-        raise UserError(
-            "precision.attention_kernel is 'fast', which gives a sequence other bits than decode "
-            "gives its tokens, and precision.zero_drift is 'required': write 'strict', or set "
-            "precision.zero_drift='report'"
-        )
     if not same_forward(rollout, learner):
         raise UserError(
             f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "

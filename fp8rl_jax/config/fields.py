@@ -84,9 +84,6 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_percentile": (100.0, "percentile of the sequences' amaxes that calibrates"),
         "kernels": ("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; triton; "
                     "mosaic: triton, and Mosaic for FP8 products of many rows"),
-        "attention_kernel": ("strict", "strict: the same bits in decode, prefill and learner; "
-                             "fast: on a GPU wide tiles for prefill and learner, which drift (jnp "
-                             "and latent attention have one form)"),
         "health": (True, "count saturated, underflowed and non-finite values"),
         "self_check": (True, "before a run that relies on zero drift, try it on two layers"),
     },
@@ -182,11 +179,12 @@ CHOICES = {
     "precision.kv_cache": ("recipe", "bf16", "fp8", "fp8_calibrated"),
     "precision.attention": ("bf16", "fp8"),
     "precision.kernels": ("auto", "reference", "triton", "mosaic"),
-    "precision.attention_kernel": ("strict", "fast"),
     "algo.correction": ("auto", "none", "tis"),
     "algo.old_logprobs": ("auto", "learner", "rollout"),
     "algo.routing_replay": ("none", "experts", "weights"),
 }
+# Fields of earlier versions, with the one value that they may still have.
+REMOVED = {"precision.attention_kernel": "strict"}
 # Fields with the least value allowed.
 AT_LEAST = {
     "precision.first_layers_bf16": 0, "precision.last_layers_bf16": 0, "precision.kv_margin": 1,

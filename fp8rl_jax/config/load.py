@@ -19,7 +19,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from fp8rl_jax.config.fields import FIELDS, FREE_FORM
+from fp8rl_jax.config.fields import FIELDS, FREE_FORM, REMOVED
 from fp8rl_jax.errors import UserError
 
 
@@ -65,6 +65,16 @@ def _known(path: str) -> bool:
     return not rest or rest in FIELDS[section]
 
 
+def _removed(path: str, value: Any, where: str) -> bool:
+    """Whether a field of earlier versions has the value that is left of it, so that it may go."""
+    if path in REMOVED and value != REMOVED[path]:
+        raise UserError(
+            f"{where}: {path} is {value!r}, and this version knows {REMOVED[path]!r} alone: leave "
+            "the field out"
+        )
+    return path in REMOVED
+
+
 def _unknown(path: str, where: str) -> UserError:
     if "." not in path:
         fields = [f"{s}.{name}" for s, names in FIELDS.items() for name in names if name == path]
@@ -101,6 +111,8 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
         for name, value in fields.items():
             path = f"{section}.{name}"
+            if _removed(path, value, where):
+                continue
             if not _known(path):
                 raise _unknown(path, where)
             default = FIELDS[section][name][0]
@@ -194,6 +206,8 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     """Sets one field from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
+    if _removed(name, text, "command line"):
+        return
     if "." not in name or not _known(name):
         raise _unknown(name, "command line")
     if not equals:

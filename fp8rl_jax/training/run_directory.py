@@ -14,6 +14,7 @@ import pathlib
 import ml_collections
 
 from fp8rl_jax.config import checks, default_config, flatten
+from fp8rl_jax.config.fields import REMOVED
 from fp8rl_jax.config.model_source import model_shapes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.logs import RunLogs
@@ -114,12 +115,13 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
 def first_difference(theirs: dict, ours: dict):
     """(field, their value, our value) of the first field that differs, or None.
 
-    A field that an older version did not write had its default.
+    A field that an older version did not write had its default; one that is gone has the value that
+    is left of it.
     """
-    defaults = flatten(default_config())
+    defaults = flatten(default_config()) | REMOVED
     before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
     for name in sorted({*before, *now} - set(_MAY_CHANGE)):
-        was = before.get(name, defaults.get(name))
-        if was != now.get(name):
-            return name, was, now.get(name)
+        was, value = (fields.get(name, defaults.get(name)) for fields in (before, now))
+        if was != value:
+            return name, was, value
     return None

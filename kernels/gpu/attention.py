@@ -321,7 +321,11 @@ def _in_float32(*operands: jax.Array | None) -> bool:
     return any(x is not None and x.dtype == jnp.float32 for x in operands)
 
 
-def _check(q, k, v, positions, scales, ropes, table) -> None:
+def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -> None:
+    """Raises ValueError for shapes that do not fit, and for another dtype.
+
+    `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
+    """
     (batch, queries, heads, features), (sequences, slots, kv_heads, _) = q.shape, k.shape
     if table is not None:
         if table.ndim != 2 or table.shape[0] != batch or table.dtype != jnp.int32:
@@ -402,7 +406,7 @@ def attention(
     """
 
     ropes = (q_rope, k_rope)
-    _check(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
+    check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
     if table is not None:
         slots *= table.shape[1]

@@ -263,14 +263,12 @@ def attention_vjp(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    forward: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients with respect to the dequantised q, k and v.
 
     Args:
       q, k, v, positions, scale, q_scale, k_scale, v_scale: as for `reference.attention`.
       cotangent: (B, T, H, Dv), of the output; rounded to bf16 unless an operand is float32.
-      forward: what `fast_attention.attention` returned for these operands; None to make it again.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
@@ -278,10 +276,9 @@ def attention_vjp(
     if not fast_attention.supports(q, v):
         whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
         return reference.attention_vjp_by_blocks(*whole, positions, cotangent, scale=scale)
-
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales)
-    out, logsumexp = forward or fast_attention.forward(operands)
+    out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
     of_rows = operands.in_their_type(cotangent), logsumexp, delta

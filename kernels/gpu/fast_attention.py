@@ -31,7 +31,14 @@ import triton
 import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import rounded
-from fp8rl_jax.kernels.gpu.attention import LOWEST, head_width, multiply, store_vectors, vectors
+from fp8rl_jax.kernels.gpu.attention import (
+    LOWEST,
+    check_operands,
+    head_width,
+    multiply,
+    store_vectors,
+    vectors,
+)
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 
@@ -233,28 +240,17 @@ def supports(q: jax.Array, v: jax.Array) -> bool:
     return max(q.shape[3], v.shape[3]) <= WIDEST
 
 
-def _check(q, k, v, positions) -> None:
-    (batch, queries, heads, features), (_, slots, kv_heads, _) = q.shape, k.shape
-    if heads % kv_heads or k.shape != (batch, slots, kv_heads, features):
-        raise ValueError(f"attention: queries {q.shape} do not fit keys {k.shape}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: values {v.shape} do not fit keys {k.shape}")
-    if positions.shape != (batch, queries):
-        raise ValueError(f"attention: positions {positions.shape} do not fit queries {q.shape}")
-    if not supports(q, v):
-        raise ValueError(
-            f"attention: heads of {features} and {v.shape[3]} features; the kernel takes {WIDEST}"
-        )
-    if max(queries * heads, slots * kv_heads) * max(features, v.shape[3]) >= 2**31:
-        raise ValueError(  # the kernel counts in 32 bits
-            f"attention: queries {q.shape[1:]} and keys {k.shape[1:]} of a sequence must be fewer "
-            "than 2**31 numbers"
-        )
-
-
 def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None) -> Operands:
-    """Operands of the kernels; arguments as of `attention`."""
-    _check(q, k, v, positions)
+    """Operands of the kernels; arguments as for `reference.attention`, of heads that `supports`.
+
+    Raises:
+      ValueError: shapes that do not fit, or another dtype.
+    """
+    check_operands(q, k, v, positions, (q_scale, k_scale, v_scale))
+    if math.prod(q.shape[1:3]) * max(q.shape[3], v.shape[3]) >= 2**31:  # counted in 32 bits
+        raise ValueError(
+            f"attention: a sequence's queries {q.shape[1:]} must be fewer than 2**31 numbers"
+        )
     dtype = jnp.float32 if any(x.dtype == jnp.float32 for x in (q, k, v)) else jnp.bfloat16
     q_scaled, kv_scaled = q_scale is not None, k_scale is not None or v_scale is not None
     scales = [
@@ -274,35 +270,12 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
     return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales), constants)
 
 
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    *,
-    scale: float,
-    q_scale: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention` by the kernel with wide tiles, and what its gradients need.
-
-    Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale: as for the reference.
+def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logsumexp of each row's scores.
 
     Returns:
-      (B, T, H, Dv) float32, NaN for a query of negative position, and each row's logsumexp of the
-      scores, (B, T, H) float32 over log 2.
-
-    Raises:
-      ValueError: shapes that do not fit, or heads wider than `WIDEST`.
+      (B, T, H, Dv) float32, NaN for a query of negative position, and (B, T, H) float32 over log 2.
     """
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    return forward(prepare(q, k, v, positions, scale=scale, **scales))
-
-
-def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`attention` of prepared operands."""
 
     q, _, v = operands.arrays[:3]
     return operands.call(

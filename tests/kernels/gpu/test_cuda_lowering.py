@@ -195,12 +195,11 @@ def test_attention_over_pages(batch, queries, kernels, keys):
         assert f"stablehlo.{name}" not in text
 
 
-def _gradients(q, k, v, positions, k_scale, v_scale, *forward):
+def _gradients(q, k, v, positions, k_scale, v_scale):
     cotangent = jnp.ones(q.shape, jnp.float32)
     return attention_gradient.attention_vjp(
-        q, k, v, positions, cotangent, scale=0.1, k_scale=k_scale, v_scale=v_scale,
-        forward=forward or None,
-    )  # fmt: skip
+        q, k, v, positions, cotangent, scale=0.1, k_scale=k_scale, v_scale=v_scale
+    )
 
 
 @pytest.mark.slow
@@ -216,17 +215,14 @@ def test_fast_attention_and_gradients(keys, width):
     case = _attention_case(2, 700, 700, keys, width)
 
     def fast(q, k, v, positions, k_scale, v_scale):
-        return fast_attention.attention(
-            q, k, v, positions, scale=0.1, k_scale=k_scale, v_scale=v_scale
-        )
+        named = {"scale": 0.1, "k_scale": k_scale, "v_scale": v_scale}
+        return fast_attention.forward(fast_attention.prepare(q, k, v, positions, **named))
 
     assert products(lower(fast, *case)) == ONE
-    forward = jax.eval_shape(fast, *case)
-    for given, calls in ((forward, 2), ((), 3)):
-        text = lower(_gradients, *case, *given)
-        assert products(text) == {"triton_kernel_call": calls}
-        assert "stablehlo.transpose" not in text and "700x700" not in text
-        assert not re.search(rf"convert .*-> tensor<2x700x8x{width}xf32>", text)
+    text = lower(_gradients, *case)
+    assert products(text) == {"triton_kernel_call": 3}
+    assert "stablehlo.transpose" not in text and "700x700" not in text
+    assert not re.search(rf"convert .*-> tensor<2x700x8x{width}xf32>", text)
 
 
 def test_gradients_over_latents_are_not_kernels():

@@ -11,8 +11,6 @@ from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
-from fp8rl_jax.kernels import attention, fast_attention_forward
-from fp8rl_jax.kernels import attention_vjp as dispatched_vjp
 from fp8rl_jax.kernels.gpu import attention as strict_attention
 from fp8rl_jax.kernels.gpu import attention_gradient
 from fp8rl_jax.kernels.gpu import fast_attention as fast
@@ -63,6 +61,10 @@ def _case(kind, queries, heads, kv_heads, dim, v_dim=None, slots=None, batch=1):
     if kind == "fp8 queries":
         named["q_scale"], q = scales(q), q.astype(E4M3)
     return (q, k.astype(E4M3), v.astype(E4M3)), named, cotangent
+
+
+def _forward(*arrays, **named):
+    return fast.forward(fast.prepare(*arrays, **named))
 
 
 def _positions(batch, length):
@@ -119,10 +121,8 @@ def _assert_close(kind, got, want):
 def test_equals_float64(kind, shape):
     operands, scales, cotangent = _case(kind, *shape)
     positions, scale = _positions(1, shape[0]), shape[3] ** -0.5
-    out, logsumexp = fast.attention(*operands, positions, scale=scale, **scales)
-    grads = attention_gradient.attention_vjp(
-        *operands, positions, cotangent, scale=scale, forward=(out, logsumexp), **scales
-    )
+    out, _ = _forward(*operands, positions, scale=scale, **scales)
+    grads = attention_gradient.attention_vjp(*operands, positions, cotangent, scale=scale, **scales)
     want = _float64(operands, scales, positions, cotangent, scale)
     _assert_close(kind, (out, *grads), want)
     # The jnp forms, whose products are float32 on a CPU, are nearer to float64 than bf16 is.
@@ -136,7 +136,7 @@ def test_equals_float64(kind, shape):
 
 def test_logsumexp():
     operands, _, _ = _case("float32", 20, 2, 1, 16)
-    _, got = fast.attention(*operands, _positions(1, 20), scale=0.25)
+    _, got = _forward(*operands, _positions(1, 20), scale=0.25)
     q, k, _ = (np.asarray(x, np.float64) for x in operands)
     score = np.einsum("bthd,bshd->bths", q, np.repeat(k, 2, 2)) * 0.25
     weight = np.exp(score) * (np.arange(20) <= np.arange(20)[:, None])[None, :, None]
@@ -150,12 +150,10 @@ def test_positions_in_any_order(kind):
     operands, scales, cotangent = _case(kind, 90, 4, 2, 32, v_dim=16, slots=200, batch=2)
     positions = jnp.stack([jnp.arange(150, 60, -1), jnp.arange(100, 190)]).astype(jnp.int32)
     positions = positions.at[0, 40:45].set(-1).at[0, 0].set(199)
-    out, logsumexp = fast.attention(*operands, positions, scale=0.2, **scales)
+    out, _ = _forward(*operands, positions, scale=0.2, **scales)
     unseeing = np.asarray(positions) < 0
     np.testing.assert_array_equal(np.isnan(np.asarray(out)).all((2, 3)), unseeing)
-    grads = attention_gradient.attention_vjp(
-        *operands, positions, cotangent, scale=0.2, forward=(out, logsumexp), **scales
-    )
+    grads = attention_gradient.attention_vjp(*operands, positions, cotangent, scale=0.2, **scales)
     assert not np.asarray(grads[0])[unseeing].any()
     out = jnp.where(unseeing[..., None, None], 0.0, out)
     _assert_close(kind, (out, *grads), _float64(operands, scales, positions, cotangent, 0.2))
@@ -166,8 +164,8 @@ def test_what_lies_behind_every_query_is_not_read():
     """A longer cache of garbage, as prefill has it."""
     (q, k, v), _, _ = _case("bf16", 40, 4, 1, 32, slots=300)
     k, v = (x.at[:, 40:].set(jnp.nan) for x in (k, v))
-    got, _ = fast.attention(q, k, v, _positions(1, 40), scale=0.2)
-    want, _ = fast.attention(q, k[:, :40], v[:, :40], _positions(1, 40), scale=0.2)
+    got, _ = _forward(q, k, v, _positions(1, 40), scale=0.2)
+    want, _ = _forward(q, k[:, :40], v[:, :40], _positions(1, 40), scale=0.2)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
@@ -181,44 +179,6 @@ def test_large_scores():
         assert _error(got, exact) < 1e-2
 
 
-def test_strict_attention_has_the_same_gradients(interpreted):
-    """Which make result and logsumexp again."""
-    operands, scales, cotangent = _case("fp8", 40, 4, 2, 32)
-    positions = _positions(1, 40)
-    forward = fast.attention(*operands, positions, scale=0.2, **scales)
-    one, other = (
-        attention_gradient.attention_vjp(
-            *operands, positions, cotangent, scale=0.2, forward=f, **scales
-        )
-        for f in (None, forward)
-    )
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    gradient = ["query_gradient_kernel", "key_gradient_kernel"]
-    assert interpreted == ["fast_attention_kernel"] * 2 + gradient * 2
-
-
-@pytest.mark.slow
-def test_who_multiplies(interpreted):
-    """One query goes by strict attention; a CPU's program by the reference."""
-    (q, k, v), scales, cotangent = _case("fp8", 20, 4, 1, 16)
-    named = {"scale": 0.2, **scales}
-    for queries, fast_wanted in ((1, True), (20, True), (20, False)):
-        at = _positions(1, 20)[:, -queries:]
-        attention(q[:, -queries:], k, v, at, implementation="triton", fast=fast_wanted, **named)
-    assert interpreted == ["attention_kernel", "fast_attention_kernel", "attention_kernel"]
-    interpreted.clear()
-    positions = _positions(1, 20)
-    plain = attention(q, k, v, positions, fast=True, **named)
-    out, logsumexp = fast_attention_forward(q, k, v, positions, **named)
-    for x in (plain, out):
-        want = reference.attention(q, k, v, positions, **named)
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(want))
-    assert not np.asarray(logsumexp).any()
-    dispatched_vjp(q, k, v, positions, cotangent, forward=(out, logsumexp), **named)
-    assert not interpreted
-
-
 @pytest.mark.slow
 def test_heads_that_are_too_wide_for_the_kernels(interpreted):
     operands, scales, cotangent = _case("fp8", 9, 2, 1, 320, v_dim=272)
@@ -227,16 +187,14 @@ def test_heads_that_are_too_wide_for_the_kernels(interpreted):
     assert not interpreted
     want = _float64(operands, scales, positions, cotangent, 0.1)[1:]
     assert max(map(_error, grads, want)) < 1e-6
-    with pytest.raises(ValueError, match="320 and 272 features; the kernel takes 256"):
-        fast.attention(*operands, positions, scale=0.1, **scales)
 
 
 def test_arguments_are_checked():
     (q, k, v), _, _ = _case("bf16", 8, 4, 2, 16)
     positions = _positions(1, 8)
     with pytest.raises(ValueError, match="do not fit keys"):
-        fast.attention(q[:, :, :3], k, v, positions, scale=1.0)
+        fast.prepare(q[:, :, :3], k, v, positions, scale=1.0)
     with pytest.raises(ValueError, match="do not fit keys"):
-        fast.attention(q, k, v[:, :7], positions, scale=1.0)
+        fast.prepare(q, k, v[:, :7], positions, scale=1.0)
     with pytest.raises(ValueError, match="do not fit queries"):
-        fast.attention(q, k, v, positions[:, :7], scale=1.0)
+        fast.prepare(q, k, v, positions[:, :7], scale=1.0)

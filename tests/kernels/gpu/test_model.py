@@ -80,22 +80,20 @@ def _rollout(config, recipe, weights, rope):
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "attention"),
+    ("name", "more"),
     [
-        pytest.param("f32", {}, "strict", id="f32", marks=pytest.mark.slow),
-        pytest.param("fp8", _EXPERTS, "strict", id="fp8 experts", marks=pytest.mark.slow),
-        pytest.param("bf16", {}, "fast", id="bf16, fast attention", marks=pytest.mark.slow),
-        pytest.param("bf16", {}, "strict", id="bf16", marks=pytest.mark.slow),
-        pytest.param("fp8", {}, "strict", id="fp8", marks=pytest.mark.slow),
-        pytest.param("fp8", {}, "fast", id="fp8, fast attention", marks=pytest.mark.slow),
-        pytest.param("f32", _EXPERTS, "strict", id="f32 experts", marks=pytest.mark.slow),
-        pytest.param("fake", {}, "strict", id="fake", marks=pytest.mark.slow),
-        pytest.param("fp8_tensorwise", {}, "strict", id="per tensor", marks=pytest.mark.slow),
+        pytest.param("f32", {}, id="f32", marks=pytest.mark.slow),
+        pytest.param("fp8", _EXPERTS, id="fp8 experts", marks=pytest.mark.slow),
+        pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
+        pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
+        pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
+        pytest.param("fake", {}, id="fake", marks=pytest.mark.slow),
+        pytest.param("fp8_tensorwise", {}, id="per tensor", marks=pytest.mark.slow),
     ],
 )
-def test_results_and_drift(interpreted, name, more, attention):
+def test_results_and_drift(interpreted, name, more):
     config = dataclasses.replace(_DENSE, **more)
-    recipe = dataclasses.replace(get_recipe(name), attention_kernel=attention)
+    recipe = get_recipe(name)
     params = initial_params(config)
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")
@@ -112,7 +110,7 @@ def test_results_and_drift(interpreted, name, more, attention):
         return *found, gradient
 
     logp, entropy, gradient = learn(on_kernels)
-    if recipe.row_local and attention == "strict":  # no drift
+    if recipe.row_local:  # no drift
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     fused = {kernel for kernel, quantised in interpreted if quantised}
     dense = {"gated_silu_kernel"} if not more else set()  # experts quantise what they sorted
@@ -120,7 +118,7 @@ def test_results_and_drift(interpreted, name, more, attention):
     used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
     used |= {"attention_kernel", "query_gradient_kernel", "key_gradient_kernel"}
-    used |= {"fast_attention_kernel"}  # for the gradients of strict attention, too
+    used |= {"fast_attention_kernel"}  # for the gradients
     if name == "fp8":
         used |= {"quantize_rows_kernel", "quantize_columns_kernel"}
     assert {kernel for kernel, _ in interpreted} >= used
