@@ -77,8 +77,8 @@ def check_fused(source: Source, widths=WIDTHS, rows: int = ROWS) -> Iterator[Out
             "gated_silu": (norm.gated_silu, (x, up)),
         }
         fused = {
-            "rms_norm": lambda x, w: norm.rms_norm_quantized(x, w, _EPS),
-            "gated_silu": norm.gated_silu_quantized,
+            "rms_norm": lambda x, w: norm.rms_norm(x, w, _EPS, quantisation=norm.Quantisation()),
+            "gated_silu": lambda x, u: norm.gated_silu(x, u, quantisation=norm.Quantisation()),
         }
         for name, (function, operands) in plain.items():
 

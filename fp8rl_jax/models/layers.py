@@ -218,7 +218,7 @@ def _with_rows(
 
     Args:
       recipe: one that `fuses_rows`.
-      fused: the kernel: (*operands, dtype, power_of_two, y_dtype) -> (y, q, scale), as in
+      fused: the kernel: (*operands, dtype, quantisation) -> (y, q, scale), as in
         kernels/gpu/norm.py.
       plain: (recipe, *operands) -> (B, T, D), for other platforms.
     """
@@ -227,7 +227,8 @@ def _with_rows(
     assert operand is not None and settings is not None
 
     def kernel(*operands):
-        y, q, scale = fused(*operands, **settings, y_dtype=recipe.compute_dtype)
+        quantisation = gpu_kernels().norm.Quantisation(**settings)
+        y, q, scale = fused(*operands, recipe.compute_dtype, quantisation)
         return y.reshape(operands[0].shape), QArray(q, scale.T, operand.block)
 
     def unfused(*operands):
@@ -290,8 +291,8 @@ def rms_norm_quantized(
 ) -> tuple[jax.Array, QArray]:
     """`rms_norm`, and its rows quantised (`_with_rows`), which have no gradient."""
 
-    def fused(x, weight, **settings):
-        return gpu_kernels().norm.rms_norm_quantized(_rows(x), weight, eps, **settings)
+    def fused(x, weight, *settings):
+        return gpu_kernels().norm.rms_norm(_rows(x), weight, eps, *settings)
 
     def plain(recipe, x, weight):
         return rms_norm(recipe, eps, x, weight)
@@ -372,8 +373,8 @@ def gated_silu_quantized(
 ) -> tuple[jax.Array, QArray]:
     """`gated_silu`, and its rows quantised (`_with_rows`), which have no gradient."""
 
-    def fused(gate, up, **settings):
-        return gpu_kernels().norm.gated_silu_quantized(_rows(gate), _rows(up), **settings)
+    def fused(gate, up, *settings):
+        return gpu_kernels().norm.gated_silu(_rows(gate), _rows(up), *settings)
 
     return _with_rows(recipe, fused, gated_silu, gate, up)
 

@@ -29,6 +29,8 @@ Not done: gradients; arrays without rows; a batching rule; the residual addition
 rows too wide for the registers of one program.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -79,13 +81,12 @@ def _normalised(x_at, weight_at, inside, weight_inside, D: tl.constexpr, EPS: tl
 def rms_norm_kernel(
     x,  # (M, D)
     weight,  # (D,)
-    y,  # (M, D), or one element that is not written
-    q,  # (M, D) FP8, likewise
+    y,  # (M, D)
+    q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
     M: tl.constexpr,
     D: tl.constexpr,
     EPS: tl.constexpr,
-    KEEP: tl.constexpr,  # store y
     QUANTIZE: tl.constexpr,  # store q and scale
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -102,8 +103,7 @@ def rms_norm_kernel(
 
     value = _normalised(x + at, weight + column[None], inside, column_ok[None], D, EPS)
     rounded = value.to(y.dtype.element_ty)
-    if KEEP:
-        tl.store(y + at, rounded, mask=inside)
+    tl.store(y + at, rounded, mask=inside)
     if QUANTIZE:
         value = rounded.to(tl.float32)
         s, stored = _scales(tl.max(_magnitude_bits(value), axis=2), FP8_MAX, POWER_OF_TWO)
@@ -143,12 +143,11 @@ def _store_quantized(
 def gated_silu_kernel(
     gate,  # (M, D)
     up,  # (M, D)
-    y,  # (M, D), or one element that is not written
-    q,  # (M, D) FP8, likewise
+    y,  # (M, D)
+    q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
     M: tl.constexpr,
     D: tl.constexpr,
-    KEEP: tl.constexpr,
     QUANTIZE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -158,8 +157,7 @@ def gated_silu_kernel(
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     rounded = (tl.div_rn(g, 1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty)
-    if KEEP:
-        tl.store(y + at, rounded, mask=inside)
+    tl.store(y + at, rounded, mask=inside)
     if QUANTIZE:
         value = rounded.to(tl.float32)
         _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
@@ -213,17 +211,23 @@ TILE_ROWS = 32  # of the (rows, 128) tiles of all kernels but the norm
 TILE_COLUMNS = 64  # of the (128, columns) tiles of quantize_columns
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """Of blocks of 128 numbers: the FP8 format, and whether scales are powers of two."""
+
+    dtype: jnp.dtype = E4M3
+    power_of_two: bool = False
+
+
 def _blocks(size: int) -> int:
     return -(-size // K_BLOCK)
 
 
-def _shapes(rows: int, width: int, y, q, keep: bool = True, quantize: bool = True):
-    """Results (y, q, scale) of a kernel; one element for what it does not write."""
-    whole, one = (rows, width), (1,)
+def _quantised_shapes(rows: int, width: int, dtype):
+    """Results q and scale of a kernel."""
     return (
-        jax.ShapeDtypeStruct(whole if keep else one, y),
-        jax.ShapeDtypeStruct(whole if quantize else one, q),
-        jax.ShapeDtypeStruct((_blocks(width), rows) if quantize else one, jnp.float32),
+        jax.ShapeDtypeStruct((rows, width), dtype),
+        jax.ShapeDtypeStruct((_blocks(width), rows), jnp.float32),
     )
 
 
@@ -245,20 +249,27 @@ def norm_tile(width: int) -> dict[str, int]:
     return {"ROWS": max(1, 8 // blocks), "BLOCKS": blocks, "warps": max(1, blocks // 8)}
 
 
-def _norm(x, weight, eps: float, dtype, q_dtype, power_of_two: bool, keep: bool, quantize: bool):
-
-    rows, width = x.shape
-    tile = norm_tile(width)
-    return triton_call(
-        rms_norm_kernel, x, weight,
-        out=_shapes(rows, width, dtype, q_dtype, keep, quantize),
-        grid=(-(-rows // tile["ROWS"]),), stages=1,
-        M=rows, D=width, EPS=float(eps), KEEP=keep, QUANTIZE=quantize,
-        FP8_MAX=_fp8_max(q_dtype), POWER_OF_TWO=power_of_two, **tile,
+def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords):
+    """y of a kernel over two operands, or with a quantisation (y, q, scale)."""
+    (rows, width), one = x.shape, jax.ShapeDtypeStruct((1,), jnp.float32)
+    given = quantisation or Quantisation()
+    quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
+    y, *quantised = triton_call(
+        kernel, x, other,
+        out=(jax.ShapeDtypeStruct((rows, width), dtype), *quantised),
+        M=rows, D=width, QUANTIZE=quantisation is not None, FP8_MAX=_fp8_max(given.dtype),
+        POWER_OF_TWO=given.power_of_two, **keywords,
     )  # fmt: skip
+    return (y, *quantised) if quantisation else y
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype=jnp.bfloat16) -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    dtype=jnp.bfloat16,
+    quantisation: Quantisation | None = None,
+):
     """``x / sqrt(mean(x^2) + eps) * weight``, in float32, rounded once.
 
     Args:
@@ -266,90 +277,41 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype=jnp.bfloat16) ->
       weight: (D,).
       eps: a Python float.
       dtype: of the result.
+      quantisation: of the rounded result, as `quantize_rows` does it.
 
     Returns:
-      (M, D) in `dtype`. The order of summation follows from D and the dtypes alone.
+      (M, D) in `dtype`. The order of summation follows from D and the dtypes alone. With
+      `quantisation` this, q (M, D) FP8 and scale (ceil(D / 128), M) float32.
 
     Raises:
-      ValueError: D is too large.
+      ValueError: D is too large, or not an FP8 format.
     """
-    return _norm(x, weight, eps, dtype, E4M3, False, True, False)[0]
+    tile = norm_tile(x.shape[1])
+    grid = (-(-x.shape[0] // tile["ROWS"]),)
+    return _call(
+        rms_norm_kernel, x, weight, dtype, quantisation, EPS=float(eps), grid=grid, stages=1, **tile
+    )
 
 
-def rms_norm_quantized(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    dtype=E4M3,
-    power_of_two: bool = False,
-    keep: bool = True,
-    y_dtype=jnp.bfloat16,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """``y = rms_norm(x, weight, eps, y_dtype)`` and ``quantize_rows(y, dtype, power_of_two)``.
-
-    Args:
-      x, weight, eps: as for `rms_norm`.
-      dtype, power_of_two: as for `quantize_rows`.
-      keep: whether y is stored as well (a train step's wgrad reads it, a decode step does not).
-      y_dtype: to which y is rounded before it is quantised.
-
-    Returns:
-      y (M, D) or None, q (M, D) FP8, scale (ceil(D / 128), M) float32.
-
-    Raises:
-      ValueError: D is too large, or `dtype` is no FP8 format.
-    """
-    y, q, scale = _norm(x, weight, eps, y_dtype, dtype, power_of_two, keep, True)
-    return y if keep else None, q, scale
-
-
-def _activation(gate, up, dtype, q_dtype, power_of_two: bool, keep: bool, quantize: bool):
-
-    rows, width = gate.shape
-    return triton_call(
-        gated_silu_kernel, gate, up,
-        out=_shapes(rows, width, dtype, q_dtype, keep, quantize),
-        grid=(-(-rows // TILE_ROWS), _blocks(width)),
-        M=rows, D=width, KEEP=keep, QUANTIZE=quantize,
-        FP8_MAX=_fp8_max(q_dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS, **_TILE,
-    )  # fmt: skip
-
-
-def gated_silu(gate: jax.Array, up: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
+def gated_silu(
+    gate: jax.Array, up: jax.Array, dtype=jnp.bfloat16, quantisation: Quantisation | None = None
+):
     """``gate / (1 + exp(-gate)) * up``, in float32, rounded once.
 
     Args:
       gate, up: (M, D), bf16 or float32.
-      dtype: of the result.
+      dtype, quantisation: as for `rms_norm`.
 
     Returns:
-      (M, D) in `dtype`.
-    """
-    return _activation(gate, up, dtype, E4M3, False, True, False)[0]
-
-
-def gated_silu_quantized(
-    gate: jax.Array,
-    up: jax.Array,
-    dtype=E4M3,
-    power_of_two: bool = False,
-    keep: bool = True,
-    y_dtype=jnp.bfloat16,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """``y = gated_silu(gate, up, y_dtype)`` and ``quantize_rows(y, dtype, power_of_two)``.
-
-    Args:
-      gate, up: as for `gated_silu`.
-      dtype, power_of_two, keep, y_dtype: as for `rms_norm_quantized`.
-
-    Returns:
-      y (M, D) or None, q (M, D) FP8, scale (ceil(D / 128), M) float32.
+      As `rms_norm`.
 
     Raises:
-      ValueError: `dtype` is no FP8 format.
+      ValueError: not an FP8 format.
     """
-    y, q, scale = _activation(gate, up, y_dtype, dtype, power_of_two, keep, True)
-    return y if keep else None, q, scale
+    grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
+    return _call(
+        gated_silu_kernel, gate, up, dtype, quantisation, grid=grid, ROWS=TILE_ROWS, **_TILE
+    )
 
 
 def quantize_rows(
@@ -372,7 +334,7 @@ def quantize_rows(
     rows, width = x.shape
     return triton_call(
         quantize_rows_kernel, x,
-        out=_shapes(rows, width, x.dtype, dtype)[1:],
+        out=_quantised_shapes(rows, width, dtype),
         grid=(-(-rows // TILE_ROWS), _blocks(width)),
         M=rows, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS,
         **_TILE,
@@ -401,7 +363,7 @@ def quantize_columns(
     tokens, width = x.shape
     return triton_call(
         quantize_columns_kernel, x,
-        out=_shapes(width, tokens, x.dtype, dtype)[1:],
+        out=_quantised_shapes(width, tokens, dtype),
         grid=(_blocks(tokens), -(-width // TILE_COLUMNS)),
         T=tokens, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two,
         COLUMNS=TILE_COLUMNS, **_TILE,

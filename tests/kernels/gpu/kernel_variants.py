@@ -92,20 +92,19 @@ class Pass:
     kernel: str
     width: int
     rows: int = 8192
-    keep: bool = True
     quantize: bool = True
     fp8: str = "fp8"
     power_of_two: bool = False
 
     def __str__(self) -> str:
-        y = " y" * (self.keep and self.kernel in ("rms_norm", "gated_silu"))
+        y = " y" * (self.kernel in ("rms_norm", "gated_silu"))
         q = f" {self.fp8}" * self.quantize
         return f"{self.kernel} {self.rows}x{self.width}:{y}{q}" + " 2^n" * self.power_of_two
 
     def compile(self) -> Machine:
         whole, q = {"M": self.rows, "D": self.width}, {"q": _POINTERS[self.fp8], "scale": "*fp32"}
         scaling = {"FP8_MAX": 448.0, "POWER_OF_TWO": self.power_of_two}
-        flags = {"KEEP": self.keep, "QUANTIZE": self.quantize}
+        flags = {"QUANTIZE": self.quantize}
         tile = {"ROWS": norm.TILE_ROWS, "warps": 4}
         if self.kernel == "rms_norm":
             tile = norm.norm_tile(self.width)
@@ -128,10 +127,8 @@ def passes() -> Iterator[Pass]:
     for width in (128, 4096, 5120, 8192, norm.MAX_WIDTH):
         yield Pass("rms_norm", width, quantize=False)
         yield Pass("rms_norm", width)
-    yield Pass("rms_norm", 4096, keep=False)
     yield Pass("gated_silu", 4096, quantize=False)
     yield Pass("gated_silu", 4096)
-    yield Pass("gated_silu", 4096, keep=False)
     for kernel in ("quantize_rows", "quantize_columns"):
         yield Pass(kernel, 4096)
         yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)

@@ -69,10 +69,11 @@ def test_grouped_wgrad():
 _ROWS = _shape(300, 1000, dtype=jnp.bfloat16)
 _PASSES = {
     "rms_norm": lambda x: norm.rms_norm(x, x[0], 1e-6),
-    "rms_norm_quantized": lambda x: norm.rms_norm_quantized(x, x[0], 1e-6),
-    "rms_norm_quantized alone": lambda x: norm.rms_norm_quantized(x, x[0], 1e-6, keep=False),
+    "rms_norm, quantised": lambda x: norm.rms_norm(x, x[0], 1e-6, quantisation=norm.Quantisation()),
     "gated_silu": lambda x: norm.gated_silu(x, x),
-    "gated_silu_quantized": lambda x: norm.gated_silu_quantized(x, x, jnp.float8_e5m2, True),
+    "gated_silu, quantised": lambda x: norm.gated_silu(
+        x, x, quantisation=norm.Quantisation(jnp.float8_e5m2, True)
+    ),
     "quantize_rows": norm.quantize_rows,
     "quantize_columns": norm.quantize_columns,
 }

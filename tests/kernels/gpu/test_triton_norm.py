@@ -3,6 +3,8 @@
 Bitwise: fused kernels against unfused ones, and the quantisers against `quant.quantize`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,31 +120,28 @@ def test_activation_at_its_ends():
 
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 700))
 formats = st.sampled_from([E4M3, E5M2])
+quantisations = st.builds(kernels.Quantisation, formats, st.booleans())
 
 
 @_few
-@given(shapes, formats, st.booleans(), st.booleans(), st.integers(-30, 30))
-def test_fused_norm_is_the_norm_then_the_quantiser(shape, dtype, power_of_two, keep, exponent):
+@given(shapes, quantisations, st.integers(-30, 30))
+def test_fused_norm_is_the_norm_then_the_quantiser(shape, quantisation, exponent):
     x = _normal(*shape, seed=shape[1])
     weight = _normal(shape[1], seed=2, dtype=jnp.float32) * 2.0**exponent
     y = kernels.rms_norm(x, weight, EPS)
-    kept, *fused = kernels.rms_norm_quantized(x, weight, EPS, dtype, power_of_two, keep)
-    _assert_all_same(fused, kernels.quantize_rows(y, dtype, power_of_two))
-    assert (kept is not None) == keep
-    if keep:
-        _assert_same(kept, y)
+    kept, *fused = kernels.rms_norm(x, weight, EPS, quantisation=quantisation)
+    _assert_all_same(fused, kernels.quantize_rows(y, **dataclasses.asdict(quantisation)))
+    _assert_same(kept, y)
 
 
 @_few
-@given(shapes, formats, st.booleans(), st.booleans())
-def test_fused_activation_is_the_activation_then_the_quantiser(shape, dtype, power_of_two, keep):
+@given(shapes, quantisations)
+def test_fused_activation_is_the_activation_then_the_quantiser(shape, quantisation):
     gate, up = _normal(*shape, seed=shape[1]) * 4, _normal(*shape, seed=3)
     y = kernels.gated_silu(gate, up)
-    kept, *fused = kernels.gated_silu_quantized(gate, up, dtype, power_of_two, keep)
-    _assert_all_same(fused, kernels.quantize_rows(y, dtype, power_of_two))
-    assert (kept is not None) == keep
-    if keep:
-        _assert_same(kept, y)
+    kept, *fused = kernels.gated_silu(gate, up, quantisation=quantisation)
+    _assert_all_same(fused, kernels.quantize_rows(y, **dataclasses.asdict(quantisation)))
+    _assert_same(kept, y)
 
 
 def _hard_rows(width: int, dtype) -> jnp.ndarray:
@@ -219,8 +218,12 @@ def test_rows_do_not_see_each_other():
     up = _normal(41, 200, seed=5)
 
     def everything(x, up):
-        normed = kernels.rms_norm_quantized(x, weight, EPS)
-        return normed, kernels.gated_silu_quantized(x, up), kernels.quantize_rows(x)
+        named = {"quantisation": kernels.Quantisation()}
+        normed, gated = (
+            kernels.rms_norm(x, weight, EPS, **named),
+            kernels.gated_silu(x, up, **named),
+        )
+        return normed, gated, kernels.quantize_rows(x)
 
     whole = everything(x.at[20].set(jnp.nan), up)
     for rows in (slice(0, 1), slice(3, 20), slice(21, 41)):
@@ -232,11 +235,11 @@ def test_rows_do_not_see_each_other():
 def test_nothing_hides_a_bad_row():
     """A norm spreads NaN over its row, an activation over one block, neither further."""
     x, weight = _normal(6, 300).at[2, 7].set(jnp.nan).at[4, 290].set(jnp.inf), jnp.ones(300)
-    for one in kernels.rms_norm_quantized(x, weight, EPS)[1:]:
+    for one in kernels.rms_norm(x, weight, EPS, quantisation=kernels.Quantisation())[1:]:
         lost = np.isnan(np.asarray(one, np.float32))
         lost = lost.T if lost.shape[0] == 3 else lost
         assert lost[2].all() and not lost[[0, 1, 3, 5]].any()
-    _, q, scale = kernels.gated_silu_quantized(x, jnp.ones_like(x))
+    _, q, scale = kernels.gated_silu(x, jnp.ones_like(x), quantisation=kernels.Quantisation())
     want = np.zeros((6, 3), bool)
     want[2, 0] = want[4, 2] = True
     np.testing.assert_array_equal(np.isnan(np.asarray(scale)).T, want)
