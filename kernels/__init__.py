@@ -4,13 +4,13 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
-from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, guard, round_bf16, rounded
+from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, prevent_fma, round_bf16, rounded
 from fp8rl_jax.kernels.dispatch import (
     IMPLEMENTATIONS,
     attention,
     attention_vjp,
     block_matmul,
-    choose,
+    by_platform,
     gpu_kernels,
     resolve,
     triton_installed,
@@ -31,14 +31,14 @@ __all__ = [
     "attention",
     "attention_vjp",
     "block_matmul",
-    "choose",
+    "by_platform",
     "dequantized",
     "folded",
     "from_bits",
     "from_bytes",
     "gpu_kernels",
-    "guard",
     "max_last",
+    "prevent_fma",
     "resolve",
     "round_bf16",
     "rounded",

@@ -9,17 +9,17 @@ from jax import lax
 K_BLOCK = 128  # of a contraction, and columns of a weight, that share a scale
 KV_CHUNK = 64  # cache slots that attention reads at a time: a page
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
-_GUARD = -3.4e38
+_BELOW_ALL = -3.4e38
 
 
-def guard(product: jax.Array) -> jax.Array:
+def prevent_fma(product: jax.Array) -> jax.Array:
     """Returns `product` unchanged, in a form that XLA cannot contract into a fused multiply-add.
 
     LLVM contracts ``a * b + c`` depending on how many users ``a * b`` has, which differs between
     a forward-only program and a train step. A maximum with a number below every finite product
     stands between the two. NaN passes; -inf becomes -3.4e38.
     """
-    return jnp.maximum(product, jnp.float32(_GUARD))
+    return jnp.maximum(product, jnp.float32(_BELOW_ALL))
 
 
 def round_bf16(x: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def resolve(implementation: str) -> str:
     return implementation
 
 
-def choose(implementation: str, kernel: Callable, plain: Callable, *operands):
+def by_platform(implementation: str, kernel: Callable, plain: Callable, *operands):
     """``kernel(*operands)`` or ``plain(*operands)``, by implementation and platform."""
     chosen = resolve(implementation)
     if chosen == "auto":
@@ -97,7 +97,7 @@ def block_matmul(
     def plain(*operands):
         return rounded(reference.matmul.block_matmul(*operands), dtype)
 
-    return choose(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
+    return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
 
 def attention(
@@ -122,7 +122,7 @@ def attention(
         )
 
     scale = keywords.pop("scale")
-    return choose(implementation, kernel, plain, arrays, table, keywords)
+    return by_platform(implementation, kernel, plain, arrays, table, keywords)
 
 
 def attention_vjp(
@@ -157,4 +157,4 @@ def attention_vjp(
             *operands, positions, cotangent, scale=scale
         )
 
-    return choose(implementation, kernel, plain, arrays, scales)
+    return by_platform(implementation, kernel, plain, arrays, scales)

@@ -76,7 +76,7 @@ class _NoRun:
 
 @pytest.fixture(scope="module", autouse=True)
 def _count_compilations():
-    products.bf16_way()  # tries this CPU's products, once a process
+    products.bf16_dot_mode()  # tries this CPU's products, once a process
     jax.monitoring.register_event_duration_secs_listener(_note)
     yield
     jax.monitoring.unregister_event_duration_listener(_note)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import choose, gpu_kernels, resolve
+from fp8rl_jax.kernels import by_platform, gpu_kernels, resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
@@ -40,7 +40,7 @@ def _forward(recipe: Recipe, plain: Plain, hidden, head, master, targets, invers
     def kernel(*operands):
         return gpu_kernels().head.head_logprobs(*operands)
 
-    logp, entropy, logsumexp = choose(recipe.kernels, kernel, plain, *operands)
+    logp, entropy, logsumexp = by_platform(recipe.kernels, kernel, plain, *operands)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
     return (logp, entropy), (operands, logsumexp, like, master is None)
 
@@ -58,7 +58,7 @@ def _backward(recipe: Recipe, plain: Plain, residual, cotangents):
         gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
         return tuple(x.astype(jnp.float32) for x in gradients)
 
-    found = choose(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
+    found = by_platform(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
     dhidden, dhead = (x.astype(kind.dtype) for x, kind in zip(found, like, strict=True))
     return (dhidden, dhead, None, None, None) if own else (dhidden, None, dhead, None, None)
 
@@ -124,6 +124,6 @@ def drawn_logprobs(
         return plain(scaled, tokens)
 
     def run(*operands):
-        return (choose(recipe.kernels, kernel, elsewhere, *operands),)
+        return (by_platform(recipe.kernels, kernel, elsewhere, *operands),)
 
     return by_own_rows(run, (logits, scaled, tokens, inverse_temperature), (), 0)[0]

@@ -3,8 +3,8 @@
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
 norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
 forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
-`lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `guard` on every product that
-feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
+`lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `prevent_fma` on every product
+that feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
 multiple of 16, because its vector and scalar code differ; model widths usually are.)
 
 Each has a derivative of its own that reads the values as they came in, in the compute dtype: left
@@ -32,10 +32,10 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import (
     as_bits,
-    choose,
+    by_platform,
     from_bits,
     gpu_kernels,
-    guard,
+    prevent_fma,
     stored,
     sum_last,
     sum_rows,
@@ -235,7 +235,7 @@ def _with_rows(
         y = plain(dataclasses.replace(recipe, kernels="reference"), *operands)
         return y, quantize_activation(_rows(y), operand, None, "reference")[0]
 
-    return choose(recipe.kernels, kernel, unfused, *operands)
+    return by_platform(recipe.kernels, kernel, unfused, *operands)
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -245,8 +245,8 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
-    mean_square = sum_last(guard(x * x))[..., None] * np.float32(1 / x.shape[-1])
-    return lax.rsqrt(guard(mean_square) + np.float32(eps))
+    mean_square = sum_last(prevent_fma(x * x))[..., None] * np.float32(1 / x.shape[-1])
+    return lax.rsqrt(prevent_fma(mean_square) + np.float32(eps))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -264,7 +264,7 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
         x = x.astype(jnp.float32)
         return compute_value(x * _inverse_rms(x, eps) * weight, recipe)
 
-    return choose(recipe.kernels, kernel, plain, x, weight)
+    return by_platform(recipe.kernels, kernel, plain, x, weight)
 
 
 def _rms_norm_forward(recipe, eps, x, weight):
@@ -346,7 +346,7 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         return compute_value(gate / (1.0 + jnp.exp(-gate)) * up, recipe)
 
-    return choose(recipe.kernels, kernel, plain, gate, up)
+    return by_platform(recipe.kernels, kernel, plain, gate, up)
 
 
 def _gated_silu_forward(recipe, gate, up):

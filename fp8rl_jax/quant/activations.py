@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fp8rl_jax.kernels import K_BLOCK, choose, gpu_kernels, resolve
+from fp8rl_jax.kernels import K_BLOCK, by_platform, gpu_kernels, resolve
 from fp8rl_jax.quant import formats, scaling
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
@@ -72,4 +72,4 @@ def quantize_activation(
     def plain(x):
         return quantize_operand(x, operand, None)[0]
 
-    return choose(implementation, kernel, plain, x), None
+    return by_platform(implementation, kernel, plain, x), None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, guard, pad_to
+from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, pad_to, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.products import FLOAT32_SIZE, small_product
@@ -212,10 +212,10 @@ def attention(
         # XLA:CPU multiplies a few rows by keys that lie feature by feature several times faster,
         # with the same bits.
         keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
-        score = guard(_scalar_products(q, keys) * multiplier)
+        score = prevent_fma(_scalar_products(q, keys) * multiplier)
         if q_rope is not None:
             rope = read["k_rope"](step).swapaxes(2, 3)
-            score = score + guard(_scalar_products(q_rope, rope) * jnp.float32(scale))
+            score = score + prevent_fma(_scalar_products(q_rope, rope) * jnp.float32(scale))
         slot = step * width + jnp.arange(width)
         mask = (slot[None, None, :] <= position[:, :, None])[:, None]
         return masked(score, mask), mask
@@ -223,7 +223,7 @@ def attention(
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`sums` and those of a step's chunks, one after the other."""
         score, mask = scores(step)
-        weight = guard(jnp.exp(score - top[..., None]) * mask)
+        weight = prevent_fma(jnp.exp(score - top[..., None]) * mask)
         weight_sums = sum_last(_by_chunk(weight, 3))
         if v_scale is not None:
             weight = weight * read["v_scale"](step)

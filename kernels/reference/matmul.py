@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, guard, pad_to
+from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.products import BF16_DEPTH, in_bf16, padded_rows, product
 
@@ -115,7 +115,7 @@ def block_matmul(
         if rhs_scale is not None:
             right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
             scale = right_scale if scale is None else scale * right_scale
-        return partial_sum if scale is None else guard(partial_sum * scale)
+        return partial_sum if scale is None else prevent_fma(partial_sum * scale)
 
     total = partial(0)
     if blocks <= _UNROLL_K:

@@ -1,33 +1,33 @@
-"""How XLA multiplies on a CPU, with which options, and the law that its sums then follow.
+"""CPU products with a known order of summation, and the XLA options that give it.
 
 Zero drift on a CPU needs products whose bits depend on nothing but a row, a column and the length
 of the contraction. Two of XLA's libraries give them, each within limits:
 
 * **bf16 operands, by YNNPACK**, in the order of an instruction. No float32 copies are made. E4M3
-  and E5M2 are bf16 numbers, so FP8 goes this way. There are two `WAYS`, tried in this order:
+  and E5M2 are bf16 numbers, so FP8 goes this way. There are two `DOT_MODES`, the first tried first:
 
   - **TDPBF16PS** of Intel's AMX, several times faster with many rows: per 32 of K one chain of even
     and one of odd k, each ``acc = fma(x[k], w[k], acc)`` from 0, and their sum added to the total.
     YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 8, but gives the last
-    one or two of 16 n + 1 and 16 n + 2 rows to a kernel of the second way.
+    one or two of 16 n + 1 and 16 n + 2 rows to a kernel of the second mode.
   - **VDPBF16PS**: ``acc = fma(x[k + 1], w[k + 1], acc)``, then the same with ``k``, for k = 0, 2,
     4 ..., which all YNNPACK kernels of this type follow under YNN_FLAG_CONSISTENT_ARITHMETIC
     ("numerically consistent with all other kernels of the same type": XNNPACK,
     ynnpack/kernels/dot/dot.h), on CPUs without that instruction, too.
 
 * **float32 operands, by Eigen or YNNPACK**: ``acc = fma(x[k], w[k], acc)`` with k ascending, for a
-  contraction of at most 128 and, by YNNPACK in the second way, a right operand of at most 2**15
-  numbers. YNNPACK cuts larger ones into parts by the number of rows, and follows no law of float32
-  in the first way. `product` keeps float32 away from it, and so does `small_product`, attention's,
-  in the first way.
+  contraction of at most 128 and, by YNNPACK in the second mode, a right operand of at most 2**15
+  numbers. YNNPACK cuts larger ones into parts by the number of rows, and keeps to no order of
+  float32 in the first mode. `product` keeps float32 away from it, and so does `small_product`,
+  attention's, in the first mode.
 
 Longer contractions are sums of such blocks (matmul.py). XLA documents none of this, so
-`bf16_way` computes a few products on the machine at hand, once a process, and compares them with
-the law of each way; where neither holds, YNNPACK is switched off and everything is multiplied in
-float32 by Eigen. So it is on a CPU without an instruction for bf16, where YNNPACK would make
-float32 copies of every operand, at half of Eigen's speed (docs/cpu_speed.md). `fp8rl_jax.exact_jit`
-compiles with the options that belong to the answer. The answer follows from what the CPU is and
-never from a time, which may be another one when a run is resumed.
+`bf16_dot_mode` computes a few products on the machine at hand, once a process, and compares them
+with the order of each mode; where neither holds, YNNPACK is switched off and everything is
+multiplied in float32 by Eigen. So it is on a CPU without an instruction for bf16, where YNNPACK
+would make float32 copies of every operand, at half of Eigen's speed (docs/cpu_speed.md).
+`fp8rl_jax.exact_jit` compiles with the options that belong to the answer. The answer follows from
+what the CPU is and never from a time, which may be another one when a run is resumed.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def _one_by_one(x: np.ndarray, w: np.ndarray, order: np.ndarray) -> np.ndarray:
     return total
 
 
-def pairs_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def pairs_order(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """(M, K) times (K, N), K even, in float32, each sum in the order of VDPBF16PS, see above."""
     return _one_by_one(x, w, np.arange(x.shape[-1]).reshape(-1, 2)[:, ::-1].ravel())
 
 
-def amx_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def amx_order(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """(M, K) times (K, N) in float32, each sum in the order of TDPBF16PS, see above."""
     total = np.zeros((x.shape[0], w.shape[1]), np.float32)
     for start in range(0, x.shape[1], 32):
@@ -91,48 +91,48 @@ def amx_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return total
 
 
-def float32_law(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """(..., M, K) times (..., K, N) in float32, each sum in the order of float32's law above."""
+def float32_order(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """(..., M, K) times (..., K, N) in float32, each sum in the order of float32 above."""
     return _one_by_one(x, w, np.arange(x.shape[-1]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One of YNNPACK's ways to multiply bf16.
+class DotMode:
+    """One of YNNPACK's modes of multiplying bf16.
 
     Attributes:
       options: of XLA:CPU. Lone dots go to YNNPACK.
-      law: (M, K) times (K, N) in float32, summed in this way's order.
-      step: rows must come in multiples of it, and `_FEW_ROWS` at least, for this law to hold.
-      float32: whether its products of float32 follow `float32_law`, too.
+      order: (M, K) times (K, N) in float32, each sum in this mode's order.
+      step: rows must come in multiples of it, and `_FEW_ROWS` at least, for this order to hold.
+      float32: whether its products of float32 follow `float32_order`, too.
     """
 
     options: Mapping[str, bool | str]
-    law: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    order: Callable[[np.ndarray, np.ndarray], np.ndarray]
     step: int
     float32: bool
 
     def padded(self, rows: int) -> int:
-        """The least number of rows, from `rows` on, that it keeps to the law for."""
+        """The least number of rows, from `rows` on, that it keeps to the order for."""
         return -(-max(rows, _FEW_ROWS) // self.step) * self.step
 
 
 _LONE_DOTS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-_AMX = Way(_LONE_DOTS, amx_law, step=8, float32=False)
+_AMX = DotMode(_LONE_DOTS, amx_order, step=8, float32=False)
 # Of YNNPACK's kernels those that agree with each other.
-_PAIRS = Way(
+_PAIRS = DotMode(
     {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False},
-    pairs_law,
+    pairs_order,
     step=1,
     float32=True,
 )
-WAYS = {"amx": _AMX, "pairs": _PAIRS}
+DOT_MODES = {"amx": _AMX, "pairs": _PAIRS}
 _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
 
 
-def _holds(way: Way) -> bool:
+def _holds(mode: DotMode) -> bool:
     """Whether the deepest products of bf16, of transposed operands too, and of float32 are those of
-    the law in some of their columns, with few and with many rows."""
+    the order in some of their columns, with few and with many rows."""
     rng = np.random.default_rng(0)
     most, some = 208, slice(None, None, 17)
 
@@ -142,25 +142,25 @@ def _holds(way: Way) -> bool:
 
     bf16 = operands(BF16_DEPTH, 1500, jnp.bfloat16)
     float32 = [operands(depth, FLOAT32_SIZE // depth, np.float32) for depth in (64, 128)]
-    laws = [way.law(bf16[0].astype(np.float32), bf16[1][:, some].astype(np.float32))] * 2
-    laws += [float32_law(x, w[:, some]) for x, w in float32]
+    wanted = [mode.order(bf16[0].astype(np.float32), bf16[1][:, some].astype(np.float32))] * 2
+    wanted += [float32_order(x, w[:, some]) for x, w in float32]
 
     def multiply(x, w, x_turned, w_turned, float32):
         last_with_first = (((1,), (0,)), ((), ()))
         return [
             _bf16_product(x, w),
             _bf16_product(x_turned.T, w_turned.T),
-            *(_small_product(way, *each, last_with_first) for each in float32),
+            *(_small_product(mode, *each, last_with_first) for each in float32),
         ]
 
     for rows in (_FEW_ROWS, most):
         x, w = bf16[0][:rows], bf16[1]
         given = x, w, x.T, w.T, [(x[:rows], w) for x, w in float32]
         # Compiled ahead of time: this may run while something else is being traced.
-        program = jax.jit(multiply, compiler_options=dict(way.options)).lower(*given).compile()
-        for found, law in zip(program(*given), laws, strict=True):
+        program = jax.jit(multiply, compiler_options=dict(mode.options)).lower(*given).compile()
+        for found, want in zip(program(*given), wanted, strict=True):
             # One sum in 100,000 may round twice in float64; another order changes every fourth.
-            if (np.asarray(found)[:, some] != law[:rows]).mean() > 1e-3:
+            if (np.asarray(found)[:, some] != want[:rows]).mean() > 1e-3:
                 return False
     return True
 
@@ -182,23 +182,25 @@ def _has_bf16_instructions() -> bool:
 
 
 @functools.cache
-def bf16_way() -> Way | None:
-    """How products of bf16 are made on this machine: the first way whose law holds, if any."""
+def bf16_dot_mode() -> DotMode | None:
+    """How products of bf16 are made on this machine: the first mode whose order holds, if any."""
     if jax.default_backend() != "cpu" or not _has_bf16_instructions():
         return None
-    return next((way for way in WAYS.values() if _knows(way.options) and _holds(way)), None)
+    return next(
+        (mode for mode in DOT_MODES.values() if _knows(mode.options) and _holds(mode)), None
+    )
 
 
 @functools.cache
 def compiler_options() -> dict[str, bool | str]:
-    """Options of XLA:CPU that the law needs; none on other platforms, or where jaxlib knows none.
+    """Options of XLA:CPU that the order needs; none on other platforms, or where jaxlib knows none.
 
     The names belong to jaxlib 0.10 and 0.11.
     """
     if jax.default_backend() != "cpu":
         return {}
-    if way := bf16_way():
-        return dict(way.options)
+    if mode := bf16_dot_mode():
+        return dict(mode.options)
     return dict(_EIGEN) if _knows(_EIGEN) else {}
 
 
@@ -223,8 +225,10 @@ def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(x, w, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _small_product(way: Way | None, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    if way is not None and not way.float32:
+def _small_product(
+    mode: DotMode | None, x: jax.Array, w: jax.Array, dimension_numbers
+) -> jax.Array:
+    if mode is not None and not mode.float32:
         # YNNPACK takes no left operand that lies column by column.
         ((of_x,), of_w), (batch, batch_w) = dimension_numbers
         rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))
@@ -234,19 +238,19 @@ def _small_product(way: Way | None, x: jax.Array, w: jax.Array, dimension_number
 
 
 def small_product(x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` of float32 operands in the order of float32's law.
+    """`lax.dot_general` of float32 operands in the order of `float32_order`.
 
     Args:
       x, w: float32; 2 rows at least, one axis of at most 128 contracted, and at most `FLOAT32_SIZE`
         numbers of `w` for each entry of the batch.
       dimension_numbers: as `lax.dot_general` takes them.
     """
-    return _small_product(bf16_way(), x, w, dimension_numbers)
+    return _small_product(bf16_dot_mode(), x, w, dimension_numbers)
 
 
 def multiplies_bf16() -> bool:
-    """Whether products of bf16 are made as such on this machine, in the order of a law."""
-    return bf16_way() is not None
+    """Whether products of bf16 are made as such on this machine, in a known order."""
+    return bf16_dot_mode() is not None
 
 
 def wide_type() -> jnp.dtype:
@@ -256,8 +260,8 @@ def wide_type() -> jnp.dtype:
 
 def padded_rows(rows: int) -> int:
     """How many rows `product` must be given for `rows` to have their own bits."""
-    way = bf16_way()
-    return way.padded(rows) if way else max(rows, _FEW_ROWS)
+    mode = bf16_dot_mode()
+    return mode.padded(rows) if mode else max(rows, _FEW_ROWS)
 
 
 def in_bf16(*dtypes) -> bool:
@@ -266,7 +270,7 @@ def in_bf16(*dtypes) -> bool:
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N) in float32, in the order of the law.
+    """(M, K) times (K, N) in float32, in the known order.
 
     Args:
       x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` where `in_bf16`, else 128; M as
@@ -281,7 +285,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N) in float32, for any K and in an order that keeps to no law."""
+    """(M, K) times (K, N) in float32, for any K and in no particular order."""
     if in_bf16(x.dtype, w.dtype):
         # XLA would fold a transpose of the result into the product, as one of its operands.
         return lax.optimization_barrier(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.kernels import block_matmul, choose, resolve
+from fp8rl_jax.kernels import block_matmul, by_platform, resolve
 from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS
 from fp8rl_jax.kernels.reference.matmul import block_matmul as reference
 
@@ -44,7 +44,7 @@ def test_auto_follows_the_platform(monkeypatch):
     monkeypatch.setattr("fp8rl_jax.kernels.dispatch.triton_installed", lambda: True)
 
     def run(x):
-        return choose("auto", lambda x: x * 2, lambda x: x * 3, x)
+        return by_platform("auto", lambda x: x * 2, lambda x: x * 3, x)
 
     assert jax.jit(run)(jnp.float32(1)) == 3
     hopper = pytest.importorskip("hopper")

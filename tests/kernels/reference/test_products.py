@@ -1,4 +1,4 @@
-"""Products on a CPU follow their law, whatever the number of rows and however operands lie."""
+"""Products on a CPU keep to their order, whatever the number of rows and however operands lie."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fp8rl_jax.kernels import block_matmul
 from fp8rl_jax.kernels.reference import products
 from fp8rl_jax.kernels.reference.products import (
     BF16_DEPTH,
-    WAYS,
-    float32_law,
+    DOT_MODES,
+    float32_order,
     padded_rows,
     product,
     small_product,
@@ -32,23 +32,23 @@ _ROWS = (8, 9, 31, 33, 64, 65, 130, 513, 2050)
 
 @functools.cache
 def _holds(name: str) -> bool:
-    return products._knows(WAYS[name].options) and products._holds(WAYS[name])
+    return products._knows(DOT_MODES[name].options) and products._holds(DOT_MODES[name])
 
 
-@pytest.fixture(autouse=True, params=WAYS)
-def way(request, monkeypatch):
-    """Every way that this machine has, also where it would take another one."""
+@pytest.fixture(autouse=True, params=DOT_MODES)
+def mode(request, monkeypatch):
+    """Every mode that this machine has, also where it would take another one."""
     if not _holds(request.param):
         pytest.skip(f"this CPU does not multiply bf16 in the order of {request.param}")
-    monkeypatch.setattr(products, "bf16_way", lambda: WAYS[request.param])
+    monkeypatch.setattr(products, "bf16_dot_mode", lambda: DOT_MODES[request.param])
     products.compiler_options.cache_clear()
-    yield WAYS[request.param]
+    yield DOT_MODES[request.param]
     products.compiler_options.cache_clear()
 
 
 @pytest.fixture
 def multiply():
-    """`product` of any number of rows, compiled; a new function, as it is traced for one way."""
+    """`product` of any number of rows, compiled; a new function, as it is traced for one mode."""
 
     def padded(x, w):
         rows = x.shape[0]
@@ -65,20 +65,20 @@ def _numbers(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
 
 
-def _nearly_all_equal(found, law: np.ndarray) -> None:
-    """One sum in 100,000 may be rounded twice in the law's float64."""
-    assert (np.asarray(found) != law).mean() < 1e-4
+def _nearly_all_equal(found, want: np.ndarray) -> None:
+    """One sum in 100,000 may be rounded twice in the float64 of `want`."""
+    assert (np.asarray(found) != want).mean() < 1e-4
 
 
 @pytest.mark.parametrize("depth", [128, BF16_DEPTH, slow(384)])
 @pytest.mark.parametrize("columns", [200, *map(slow, (64, 1536))])
-def test_bf16_law(way, multiply, depth, columns):
+def test_order_of_bf16(mode, multiply, depth, columns):
     x, w = _normal(65, depth), _normal(depth, columns)
-    others = [float32_law, *(other.law for other in WAYS.values() if other is not way)]
-    law = way.law(_numbers(x), _numbers(w))
+    others = [float32_order, *(other.order for other in DOT_MODES.values() if other is not mode)]
+    want = mode.order(_numbers(x), _numbers(w))
     for other in others:
-        assert (law != other(_numbers(x), _numbers(w))).mean() > 0.1
-    _nearly_all_equal(multiply(x, w), law)
+        assert (want != other(_numbers(x), _numbers(w))).mean() > 0.1
+    _nearly_all_equal(multiply(x, w), want)
 
 
 @pytest.mark.parametrize(("depth", "columns"), [(128, 96), slow(BF16_DEPTH, 512)])
@@ -101,9 +101,9 @@ def test_bf16_law_at_many_sizes(multiply):
         x, w = _normal(rows, depth), _normal(depth, columns)
         found = np.asarray(multiply(x, w))
         some = rng.integers(0, rows, 40), rng.integers(0, columns, 40)
-        law = products.bf16_way().law(_numbers(x)[some[0]], _numbers(w)[:, some[1]])
+        want = products.bf16_dot_mode().order(_numbers(x)[some[0]], _numbers(w)[:, some[1]])
         # Of 1,600 sums one is a rounding; a row or a column of another order is 40 of them.
-        assert (found[np.ix_(*some)] != law).sum() <= 1, (rows, depth, columns)
+        assert (found[np.ix_(*some)] != want).sum() <= 1, (rows, depth, columns)
 
 
 def test_operands_may_lie_in_any_way():
@@ -136,33 +136,33 @@ def test_fp8_is_multiplied_as_bf16(multiply, dtype):
 
 
 @pytest.mark.parametrize("rows", [8, 33, 600])
-def test_float32_law(multiply, rows):
+def test_float32_order(multiply, rows):
     """Also at widths at which YNNPACK would cut the contraction into parts."""
     rng = np.random.default_rng(rows)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 128), (128, 1536)))
-    _nearly_all_equal(multiply(x, w), float32_law(x, w))
+    _nearly_all_equal(multiply(x, w), float32_order(x, w))
 
 
 @pytest.mark.parametrize("rows", [2, 65, *map(slow, (12, 514))])
 @pytest.mark.parametrize(("depth", "columns"), [(64, 64), (64, 16), (128, 256), (64, 512)])
 def test_small_float32_products(rows, depth, columns):
-    """Attention's follow the same law, by YNNPACK or not."""
+    """Attention's keep to the same order, by YNNPACK or not."""
     assert depth * columns <= products.FLOAT32_SIZE
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((2, 3, rows, depth)).astype(np.float32)
     w = rng.standard_normal((2, 3, depth, columns)).astype(np.float32)
     numbers = (((3,), (2,)), ((0, 1), (0, 1)))
     found = exact_jit(lambda x, w: small_product(x, w, numbers))(x, w)
-    _nearly_all_equal(found, float32_law(x, w))
+    _nearly_all_equal(found, float32_order(x, w))
     # As weights and values come: the axis of chunks behind that of rows.
     numbers = (((3,), (2,)), ((0, 2), (0, 1)))
     found = exact_jit(lambda x, w: small_product(x, w, numbers))(x.swapaxes(1, 2), w)
-    _nearly_all_equal(found, float32_law(x, w))
+    _nearly_all_equal(found, float32_order(x, w))
 
 
-def test_what_is_compiled(way):
+def test_what_is_compiled(mode):
     """bf16 is multiplied as bf16 by YNNPACK; float32 is kept away from it if it is large, or if
-    YNNPACK follows no law of it."""
+    YNNPACK keeps to no order of it."""
 
     def compiled(dtype) -> str:
         x, w = jnp.ones((32, 128), dtype), jnp.ones((1536, 128), dtype)
@@ -175,7 +175,7 @@ def test_what_is_compiled(way):
 
     numbers, x, w = (((2,), (1,)), ((0,), (0,))), jnp.ones((4, 16, 64)), jnp.ones((4, 64, 64))
     small = exact_jit(lambda x, w: small_product(x, w, numbers)).lower(x, w).compile().as_text()
-    assert ("__ynn_fusion" in small) == way.float32
+    assert ("__ynn_fusion" in small) == mode.float32
 
 
 def test_long_contractions_are_sums_of_blocks():
@@ -195,34 +195,34 @@ def test_float16_is_not_bf16():
 
 
 @pytest.mark.parametrize("case", ["bf16", "float32"])
-def test_another_order_is_noticed(way, monkeypatch, case):
-    """Each law by itself: sums in the opposite order are not it."""
-    law = way.law if case == "bf16" else float32_law
-    backwards = lambda x, w: law(x[..., ::-1], w[..., ::-1, :])
+def test_another_order_is_noticed(mode, monkeypatch, case):
+    """Each order by itself: sums in the opposite order are not it."""
+    order = mode.order if case == "bf16" else float32_order
+    backwards = lambda x, w: order(x[..., ::-1], w[..., ::-1, :])
     if case == "bf16":
-        way = dataclasses.replace(way, law=backwards)
+        mode = dataclasses.replace(mode, order=backwards)
     else:
-        monkeypatch.setattr(products, "float32_law", backwards)
-    assert not products._holds(way)
+        monkeypatch.setattr(products, "float32_order", backwards)
+    assert not products._holds(mode)
 
 
 def test_the_first_way_that_holds_is_taken(monkeypatch):
     monkeypatch.undo()
-    held = [way for name, way in WAYS.items() if _holds(name)]
-    assert products.bf16_way() is held[0]
+    held = [mode for name, mode in DOT_MODES.items() if _holds(name)]
+    assert products.bf16_dot_mode() is held[0]
     assert products.compiler_options() == held[0].options
 
 
 @pytest.fixture
 def _without_bf16(monkeypatch):
-    """A machine on which no law holds."""
+    """A machine on which no order holds."""
     monkeypatch.undo()
-    monkeypatch.setattr(products, "_holds", lambda way: False)
-    for found in (products.bf16_way, products.compiler_options):
+    monkeypatch.setattr(products, "_holds", lambda mode: False)
+    for found in (products.bf16_dot_mode, products.compiler_options):
         found.cache_clear()
     yield
     monkeypatch.undo()
-    for found in (products.bf16_way, products.compiler_options):
+    for found in (products.bf16_dot_mode, products.compiler_options):
         found.cache_clear()
 
 
@@ -231,7 +231,7 @@ def test_without_the_law_everything_is_float32(_without_bf16):
     assert products.compiler_options() == {"xla_cpu_experimental_ynn_fusion_type": ""}
     x, w = _normal(40, 512), _normal(512, 192)
     multiply = exact_jit(lambda x, w: block_matmul(x, w))  # not what is compiled already
-    blocks = [float32_law(_numbers(x[:, k : k + 128]), _numbers(w[k : k + 128]))
+    blocks = [float32_order(_numbers(x[:, k : k + 128]), _numbers(w[k : k + 128]))
               for k in range(0, 512, 128)]  # fmt: skip
     want = ((blocks[0] + blocks[1]) + blocks[2]) + blocks[3]
     _nearly_all_equal(multiply(x, w), want)
@@ -243,12 +243,12 @@ def test_without_bf16_instructions_everything_is_float32(monkeypatch):
     """YNNPACK would multiply bf16 there too, at half of Eigen's speed."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "_has_bf16_instructions", lambda: False)
-    for found in (products.bf16_way, products.compiler_options):
+    for found in (products.bf16_dot_mode, products.compiler_options):
         found.cache_clear()
     try:
-        assert products.bf16_way() is None
+        assert products.bf16_dot_mode() is None
         assert products.compiler_options() == {"xla_cpu_experimental_ynn_fusion_type": ""}
     finally:
         monkeypatch.undo()
-        for found in (products.bf16_way, products.compiler_options):
+        for found in (products.bf16_dot_mode, products.compiler_options):
             found.cache_clear()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import guard, max_last, sum_last, sum_rows
+from fp8rl_jax.kernels import max_last, prevent_fma, sum_last, sum_rows
 
 
 def _in_order(x: np.ndarray) -> np.float32:
@@ -37,7 +37,7 @@ def test_order(width):
     want = np.array([_in_order(row) for row in x])
     np.testing.assert_array_equal(exact_jit(sum_last)(x), want)
     squares = np.array([_in_order(row * row) for row in x])
-    found = exact_jit(lambda x: jnp.sqrt(sum_last(guard(x * x))))
+    found = exact_jit(lambda x: jnp.sqrt(sum_last(prevent_fma(x * x))))
     np.testing.assert_array_equal(found(x), np.sqrt(squares))
     np.testing.assert_array_equal(found(x[2:3]), np.sqrt(squares[2:3]))
     if width > 16:
