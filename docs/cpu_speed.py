@@ -74,7 +74,7 @@ def _head_by_autodiff() -> None:
 
 
 def _by_eigen() -> None:
-    _replace("bf16_way", lambda: None)
+    _replace("bf16_dot_mode", lambda: None)
 
 
 VARIANTS: dict[str, Callable[[], None]] = {

@@ -2,9 +2,9 @@
 
 On CPU, XLA's fusions by YNNPACK choose kernels by the number of rows, which is the largest source
 of drift between a decode step and a train step. Here it gets lone products alone, and keeps to one
-order of summation for all of them (kernels/cpu_products.py), per compilation. Options cannot be set
-inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options but
-this. Eager calls and other people's jits carry no zero-drift promise.
+order of summation for all of them (kernels/reference/products.py), per compilation. Options cannot
+be set inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options
+but this. Eager calls and other people's jits carry no zero-drift promise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels.cpu_products import compiler_options
+from fp8rl_jax.kernels.reference.products import compiler_options
 
 _FAST_MATH = re.compile(
     r"--(xla_(?:cpu|gpu)_(?:enable_fast_math|enable_fast_min_max))"
@@ -29,16 +29,13 @@ def exact_jit(fun: Callable, **kwargs) -> Callable:
     return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
 
 
-def check_xla_flags(environment: str | None = None) -> None:
+def check_xla_flags() -> None:
     """Refuses XLA flags under which equal programs give unequal bits.
 
-    Args:
-      environment: the value of XLA_FLAGS; read from the environment when None.
-
     Raises:
-      UserError: a fast-math flag is switched on.
+      UserError: a fast-math flag is switched on in XLA_FLAGS.
     """
-    flags = os.environ.get("XLA_FLAGS", "") if environment is None else environment
+    flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip().startswith("-") and os.path.isfile(flags):
         with open(flags) as file:  # XLA takes the name of a file, too
             flags = file.read()

@@ -4,27 +4,21 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
-from fp8rl_jax.kernels.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
+from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, prevent_fma, round_bf16, rounded
 from fp8rl_jax.kernels.dispatch import (
     IMPLEMENTATIONS,
     attention,
     attention_vjp,
     block_matmul,
-    choose,
-    fast_attention_forward,
+    by_platform,
+    gpu_kernels,
     resolve,
+    triton_installed,
 )
-from fp8rl_jax.kernels.e4m3 import to_e4m3, widened
-from fp8rl_jax.kernels.reductions import folded, max_last, stored, sum_last, sum_rows
-from fp8rl_jax.kernels.reference import (
-    EXP_LANES,
-    K_BLOCK,
-    KV_CHUNK,
-    dequantized,
-    guard,
-    round_bf16,
-    rounded,
-)
+from fp8rl_jax.kernels.reference.attention import dequantized
+from fp8rl_jax.kernels.reference.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
+from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
+from fp8rl_jax.kernels.reference.reductions import folded, max_last, stored, sum_last, sum_rows
 
 __all__ = [
     "EXP_LANES",
@@ -37,14 +31,14 @@ __all__ = [
     "attention",
     "attention_vjp",
     "block_matmul",
-    "choose",
+    "by_platform",
     "dequantized",
-    "fast_attention_forward",
     "folded",
     "from_bits",
     "from_bytes",
-    "guard",
+    "gpu_kernels",
     "max_last",
+    "prevent_fma",
     "resolve",
     "round_bf16",
     "rounded",
@@ -52,5 +46,6 @@ __all__ = [
     "sum_last",
     "sum_rows",
     "to_e4m3",
+    "triton_installed",
     "widened",
 ]

@@ -11,22 +11,29 @@ for by name, because nobody has compared its bits with the Triton kernel's on a 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import (
-    attention_gradient,
-    fast_attention,
-    matmul,
-    reference,
-    strict_attention,
-)
-from fp8rl_jax.kernels.triton_call import installed, varying_as
+from fp8rl_jax.kernels import reference
+from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
+
+
+def triton_installed() -> bool:
+    """Whether Triton and jax-triton can be found. Imports neither."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "jax_triton"))
+
+
+def gpu_kernels():
+    """The package `kernels.gpu`, imported where a program first takes a kernel: it needs Triton."""
+    from fp8rl_jax.kernels import gpu
+
+    return gpu
 
 
 def resolve(implementation: str) -> str:
@@ -39,12 +46,12 @@ def resolve(implementation: str) -> str:
         raise ValueError(
             f"implementation {implementation!r}: write one of {', '.join(IMPLEMENTATIONS)}"
         )
-    if implementation == "auto" and not (jax.default_backend() == "gpu" and installed()):
+    if implementation == "auto" and not (jax.default_backend() == "gpu" and triton_installed()):
         return "reference"
     return implementation
 
 
-def choose(implementation: str, kernel: Callable, plain: Callable, *operands):
+def by_platform(implementation: str, kernel: Callable, plain: Callable, *operands):
     """``kernel(*operands)`` or ``plain(*operands)``, by implementation and platform."""
     chosen = resolve(implementation)
     if chosen == "auto":
@@ -53,10 +60,10 @@ def choose(implementation: str, kernel: Callable, plain: Callable, *operands):
 
 
 def _mosaic_takes(lhs, rhs, rhs_scale, dtype) -> bool:
-    from fp8rl_jax.kernels.mosaic_matmul import supports
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import supports
 
     (rows, depth), columns = lhs.shape, rhs.shape[1]
-    by_block = rhs_scale is not None and rhs_scale.shape[1] == -(-columns // reference.K_BLOCK)
+    by_block = rhs_scale is not None and rhs_scale.shape[1] == -(-columns // K_BLOCK)
     return by_block and supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
 
 
@@ -69,7 +76,7 @@ def block_matmul(
     implementation: str = "auto",
     dtype=jnp.float32,
 ) -> jax.Array:
-    """`reference.block_matmul` by the implementation of choice, rounded once to `dtype`.
+    """`reference.matmul.block_matmul` by the implementation of choice, rounded once to `dtype`.
 
     Args:
       lhs, rhs, lhs_scale, rhs_scale: as for the reference.
@@ -82,97 +89,72 @@ def block_matmul(
 
     def kernel(lhs, rhs, lhs_scale, rhs_scale):
         if implementation == "mosaic" and _mosaic_takes(lhs, rhs, rhs_scale, dtype):
-            from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+            from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
 
             return fp8_matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
-        return matmul.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
+        return gpu_kernels().matmul.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
-        return reference.rounded(reference.block_matmul(*operands), dtype)
+        return rounded(reference.matmul.block_matmul(*operands), dtype)
 
-    return choose(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
+    return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
 
 def attention(
     *arrays: jax.Array,
     implementation: str = "auto",
-    fast: bool = False,
     table: jax.Array | None = None,
     keys_by_feature: bool = False,
     **keywords,
 ) -> jax.Array:
     """`reference.attention` by the implementation of choice; its arguments and result.
 
-    `implementation` is one of `IMPLEMENTATIONS`. With `fast` several queries go by `fast_attention`
-    where kernels multiply, unless the cache lies in pages; one query, and the reference, are the
-    same as without. Only the reference reads keys by feature.
+    `implementation` is one of `IMPLEMENTATIONS`. Only the reference reads keys by feature.
     """
 
     def kernel(arrays, table, keywords):
         assert not keys_by_feature
-        if fast and table is None and arrays[0].shape[1] > 1:
-            return fast_attention.attention(*arrays, scale=scale, **keywords)[0]
-        return strict_attention.attention(*arrays, scale=scale, table=table, **keywords)
+        return gpu_kernels().attention.attention(*arrays, scale=scale, table=table, **keywords)
 
     def plain(arrays, table, keywords):
-        return reference.attention(
+        return reference.attention.attention(
             *arrays, scale=scale, table=table, keys_by_feature=keys_by_feature, **keywords
         )
 
     scale = keywords.pop("scale")
-    return choose(implementation, kernel, plain, arrays, table, keywords)
-
-
-def fast_attention_forward(
-    *arrays: jax.Array, implementation: str = "auto", **keywords
-) -> tuple[jax.Array, jax.Array]:
-    """Fast attention of any number of queries, and each row's logsumexp for `attention_vjp`.
-
-    Arguments as of `attention`. The logsumexp (B, T, H) is 0 under the reference, whose gradients
-    do not read it.
-    """
-
-    def kernel(arrays, keywords):
-        return fast_attention.attention(*arrays, scale=scale, **keywords)
-
-    def plain(arrays, keywords):
-        out = reference.attention(*arrays, scale=scale, **keywords)
-        return out, varying_as(jnp.zeros(out.shape[:3], jnp.float32), *arrays)
-
-    scale = keywords.pop("scale")
-    return choose(implementation, kernel, plain, arrays, keywords)
+    return by_platform(implementation, kernel, plain, arrays, table, keywords)
 
 
 def attention_vjp(
     *arrays: jax.Array,
     scale: float,
     implementation: str = "auto",
-    forward: tuple[jax.Array, jax.Array] | None = None,
     **scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_vjp` by the implementation of choice.
+    """`reference.attention_gradient.attention_vjp` by the implementation of choice.
 
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v as `attention` reads them.
       scale: of the scores.
       implementation: one of `IMPLEMENTATIONS`.
-      forward: what `fast_attention_forward` returned for these operands, or None.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
       Gradients with respect to the dequantised q, k and v, float32.
     """
 
-    def kernel(arrays, scales, forward):
-        return attention_gradient.attention_vjp(*arrays, scale=scale, forward=forward, **scales)
+    def kernel(arrays, scales):
+        gradient = gpu_kernels().attention_gradient
+        return gradient.attention_vjp(*arrays, scale=scale, **scales)
 
-    def plain(arrays, scales, forward):
-        del forward
+    def plain(arrays, scales):
         *operands, positions, cotangent = arrays
         operands = (
-            reference.dequantized(x, scales.get(f"{name}_scale"))
+            reference.attention.dequantized(x, scales.get(f"{name}_scale"))
             for name, x in zip("qkv", operands, strict=True)
         )
-        return reference.attention_vjp(*operands, positions, cotangent, scale=scale)
+        return reference.attention_gradient.attention_vjp(
+            *operands, positions, cotangent, scale=scale
+        )
 
-    return choose(implementation, kernel, plain, arrays, scales, forward)
+    return by_platform(implementation, kernel, plain, arrays, scales)

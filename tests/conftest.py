@@ -116,7 +116,7 @@ def tiny_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Triton's interpreter in the place of `triton_call` (tests/kernels/interpreter.py)."""
+    """Triton's interpreter in the place of `triton_call` (tests/kernels/gpu/interpreter.py)."""
     pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
     from interpreter import Interpreter
 

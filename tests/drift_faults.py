@@ -171,7 +171,7 @@ FAULTS = {
         culprit="scaling", words=("whole tensor", "fp8_delayed"),
     ),
     "another KV chunk": Fault(
-        _F32, learner=_patch(sys.modules["fp8rl_jax.kernels.reference"], "KV_CHUNK", 8),
+        _F32, learner=_patch(sys.modules["fp8rl_jax.kernels.reference.attention"], "KV_CHUNK", 8),
         culprit="self_attn/attention", layer=0, words=("keys", "chunks"), may_vanish=True,
     ),
     "1 / sqrt in one norm": Fault(

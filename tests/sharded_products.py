@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import deviceless
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import block_matmul, cpu_products
-from fp8rl_jax.kernels.cpu_products import WAYS
+from fp8rl_jax.kernels import block_matmul
+from fp8rl_jax.kernels.reference import products
+from fp8rl_jax.kernels.reference.products import DOT_MODES
 
 
 def _operands(rows: int, dtype) -> list[jax.Array]:
@@ -46,16 +47,16 @@ def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype) -> dict:
 
 def main() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    ways = [way for way in WAYS.values() if cpu_products._holds(way)] or [None]
+    modes = [mode for mode in DOT_MODES.values() if products._holds(mode)] or [None]
     dtypes = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
     # Rows of each device, over all devices or, by half of them, twice.
     layouts = [(1, ("data", "fsdp")), (2, ("data", "fsdp")), (18, ("data", "fsdp")), (1, ("fsdp",))]
     results = {}
-    for (number, way), dtype, (each, axes) in itertools.product(enumerate(ways), dtypes, layouts):
-        cpu_products.bf16_way = lambda way=way: way
-        cpu_products.compiler_options.cache_clear()
+    for (number, mode), dtype, (each, axes) in itertools.product(enumerate(modes), dtypes, layouts):
+        products.bf16_dot_mode = lambda mode=mode: mode
+        products.compiler_options.cache_clear()
         results[f"{number}, {each} rows, {axes}, {dtype.__name__}"] = _on(mesh, each, axes, dtype)
-    print(json.dumps({"devices": mesh.size, "ways": len(ways), "results": results}))
+    print(json.dumps({"devices": mesh.size, "modes": len(modes), "results": results}))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main() -> None:
     if case.get("by_hand"):
         # As on GPUs under `auto`: kernels are traced too, and the reference runs in their place.
         dispatch.jax = types.SimpleNamespace(default_backend=lambda: "gpu")
-        dispatch.installed = lambda: True
+        dispatch.triton_installed = lambda: True
     results, one, rollout = [], None, None
     for sizes in case["meshes"]:
         rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))

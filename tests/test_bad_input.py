@@ -24,7 +24,7 @@ from fp8rl_jax import cli, train
 from fp8rl_jax.cli import main
 from fp8rl_jax.config import all_fields, checks, load_config
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels import cpu_products
+from fp8rl_jax.kernels.reference import products
 from fp8rl_jax.policy import evaluate
 from fp8rl_jax.training import sft
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -76,7 +76,7 @@ class _NoRun:
 
 @pytest.fixture(scope="module", autouse=True)
 def _count_compilations():
-    cpu_products.bf16_way()  # tries this CPU's products, once a process
+    products.bf16_dot_mode()  # tries this CPU's products, once a process
     jax.monitoring.register_event_duration_secs_listener(_note)
     yield
     jax.monitoring.unregister_event_duration_listener(_note)

@@ -59,8 +59,7 @@ _VALUES = {
     "kernels=cuda": ["'cuda'", "auto", "reference", "triton", "mosaic"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
     "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
-    "attention_kernel=Fast": ["'Fast'", "strict", "fast"],
-    "attention_kernel=": ["''", "strict", "fast"],
+    "attention_kernel=fast": ["'fast'", "leave it out"],
     "kv_margin=0.99": ["0.99", "at least 1"],
     "kv_margin=nan": ["nan", "finite"],
     "kv_margin=inf": ["inf", "finite"],
@@ -146,10 +145,6 @@ _SEVERAL = {
     "bf16 learner": (["learner=bf16", _REQUIRED], [*_DIFFER, "fp8_blockwise", "bf16"]),
     "other scales": (["learner=fp8_blockwise_pow2", _REQUIRED], [*_DIFFER, "fp8_blockwise_pow2"]),
     "delayed learner": (["learner=fp8_delayed", _REQUIRED], [*_DIFFER, "fp8_delayed"]),
-    "fast attention": (
-        ["attention_kernel=fast", _REQUIRED],
-        ["'fast'", "decode", "precision.zero_drift", "'strict'", "zero_drift='report'"],
-    ),
     "FP8 and its imitation": (["learner=fake", _REQUIRED], [*_DIFFER, "fp8_blockwise", "fake"]),
     "no gradients quantised": (
         [*_both("fake_forward"), "gradient_policy=zzzzz"], ["gradient_policy"]
@@ -185,7 +180,6 @@ _FIELD_AT_FAULT = {
     "modules": (["bf16_modules=lm_head"], "bf16_modules"),
     "attention": (["attention=fp8", "kv_cache=bf16"], "attention"),
     "tensorwise": (_TENSORWISE, "rollout"),
-    "fast attention": (["attention_kernel=fast", _REQUIRED], "attention_kernel"),
     "dynamic activations": (
         [*_both("fp8_delayed"), "activation_policy=dynamic"],
         "activation_policy",
@@ -213,12 +207,6 @@ def test_what_was_refused_is_not_offered(refused_fields):
     assert "fp8_delayed" not in message.partition("use ")[2], message
 
 
-@pytest.mark.parametrize("kernel", ["strict", "fast"])
-def test_auto_promises_nothing_of_fast_attention(kernel):
-    config = load_config("tiny.py", [f"--config.precision.attention_kernel={kernel}"])
-    assert resolve_config(config).zero_drift == (kernel == "strict")
-
-
 _ON_A_GPU = {
     "no jax-triton": ("auto", False, ["jax-triton", "fp8rl_jax[cuda]", "'reference'"]),
     "mosaic and learner": ("mosaic", True, ["'mosaic'", "'triton'", "zero_drift='report'"]),
@@ -232,7 +220,7 @@ def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
     kernels, installed, words = _ON_A_GPU[case]
     config = load_config("tiny.py", [f"--config.precision.kernels={kernels}"])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(checks, "installed", lambda: installed)
+    monkeypatch.setattr(checks, "triton_installed", lambda: installed)
     if words is None:
         checks.check_platform(resolve_config(config))
         return
@@ -264,9 +252,7 @@ _GOOD = [
     ["bf16_modules= down_proj , [qk]_proj "],
     ["bf16_modules=*"],
     [*_BF16, "attention=fp8", "kv_cache=fp8"],
-    ["attention_kernel=fast"],
-    ["attention_kernel=fast", "attention=fp8", "zero_drift=report"],
-    ["attention_kernel=strict", _REQUIRED],
+    ["attention_kernel=strict"],
     ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1"],
     ["kv_cache=bf16", "health=False", "kernels=reference"],
     ["kv_cache=fp8_calibrated", "learner=bf16"],

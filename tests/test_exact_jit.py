@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8rl_jax.exact_jit import compiler_options, exact_jit
-from fp8rl_jax.kernels.cpu_products import multiplies_bf16
+from fp8rl_jax.kernels.reference.products import multiplies_bf16
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="an option of XLA:CPU")
 

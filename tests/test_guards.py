@@ -1,8 +1,9 @@
-"""No product of the forward pass feeds an addition without `guard`, no rounding can be undone.
+"""No product feeds an addition without `prevent_fma`, and no rounding can be undone.
 
 LLVM contracts ``a * b + c`` into one rounding where ``a * b`` has a single user, which differs
-between the sampler and a train step. Whether a missing `guard` shows depends on shapes, compiler
-and CPU, and comparisons of bits may miss it: here the traced program is read. Nothing compiles.
+between the sampler and a train step. Whether a missing `prevent_fma` shows depends on shapes,
+compiler and CPU, and comparisons of bits may miss it: here the forward pass is traced and read.
+Nothing compiles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from random_model import DENSE, LATENT
 
-from fp8rl_jax.kernels.reference import guard, round_bf16
+from fp8rl_jax.kernels import prevent_fma, round_bf16
 from fp8rl_jax.models import forward, init_cache, init_params, rope_tables
 from fp8rl_jax.models.logprobs import scaled_logits
 from fp8rl_jax.quant import get_recipe
@@ -96,7 +97,7 @@ def test_forward(model, recipe):
     traced = jax.make_jaxpr(run)(
         params, tokens, cache, tokens, rope_tables(model, 150), jnp.ones(2)
     )
-    # FP8 numbers are bf16 numbers: kernels/e4m3.py rounds nothing.
+    # FP8 numbers are bf16 numbers: kernels/reference/e4m3.py rounds nothing.
     conversions = [place for place in _simplifiable(traced.jaxpr) if "e4m3.py" not in place]
     found = _unguarded(traced.jaxpr)[0] + conversions
     assert not found, "\n".join(found)
@@ -119,7 +120,7 @@ def test_a_missing_guard_is_found():
         return jax.lax.fori_loop(0, 3, lambda _, y: y + y * y, x)
 
     def guarded(x):
-        return guard(x * x) + guard(x * x).sum()
+        return prevent_fma(x * x) + prevent_fma(x * x).sum()
 
     counts = [len(_unguarded(jax.make_jaxpr(f)(x).jaxpr)[0]) for f in (bare, looped, guarded)]
     assert counts == [1, 1, 0]

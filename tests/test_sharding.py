@@ -63,7 +63,7 @@ def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""
     many = _script(8, "sharded_products.py")
-    assert many["devices"] == 8 and len(many["results"]) == 12 * many["ways"]
+    assert many["devices"] == 8 and len(many["results"]) == 12 * many["modes"]
     for case, found in many["results"].items():
         assert found == {"differ": 0, "divided": True, "collectives": {}}, case
 

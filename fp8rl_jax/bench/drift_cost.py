@@ -67,12 +67,11 @@ def naive_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
-    fast: bool = False,
     table: jax.Array | None = None,
     keys_by_feature: bool = False,
 ) -> jax.Array:
     """`kernels.attention` as one softmax; arguments and result are the same."""
-    del implementation, fast
+    del implementation
 
     def rows(x: jax.Array | None) -> jax.Array | None:
         if x is None or table is None or not x.ndim:

@@ -33,8 +33,8 @@ from jax import lax
 from fp8rl_jax.bench.kernel_shapes import HEADS, KV_HEADS, WIDTH, Attention, Product, groups
 from fp8rl_jax.deviceless import products
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
-from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad, matmul
-from fp8rl_jax.kernels.strict_attention import attention, takes_one_split
+from fp8rl_jax.kernels.gpu.attention import attention, takes_one_split
+from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling

@@ -27,7 +27,7 @@ from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench import kernel_times
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels.triton_call import installed
+from fp8rl_jax.kernels import triton_installed
 
 SECONDS = 300.0  # nothing further is begun after so long
 _OF_ATTENTION = 0.4  # share of the seconds after which no further attention is begun
@@ -46,7 +46,7 @@ def require_gpu(command: str) -> None:
             f"{command}: JAX finds no GPU here but {jax.default_backend()!r}: run it on a machine "
             "with an NVIDIA H100 or H200, and unset JAX_PLATFORMS"
         )
-    if not installed():
+    if not triton_installed():
         raise UserError(
             f"{command}: this machine has a GPU, and its kernels need jax-triton and Triton, of "
             "which one is not installed: pip install 'fp8rl_jax[cuda]'"

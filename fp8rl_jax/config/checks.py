@@ -12,7 +12,7 @@ from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
-from fp8rl_jax.kernels.triton_call import installed
+from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import same_forward
 
@@ -147,12 +147,6 @@ def _check_precision(resolved: Resolved) -> None:
         )
     if not resolved.zero_drift:
         return
-    if "fast" in (rollout.attention_kernel, learner.attention_kernel):
-        raise UserError(
-            "precision.attention_kernel is 'fast', which gives a sequence other bits than decode "
-            "gives its tokens, and precision.zero_drift is 'required': write 'strict', or set "
-            "precision.zero_drift='report'"
-        )
     if not same_forward(rollout, learner):
         raise UserError(
             f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
@@ -183,7 +177,7 @@ def _check_kernels(resolved: Resolved) -> None:
             f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "
             "'reference'"
         )
-    if kernels != "reference" and backend == "gpu" and not installed():
+    if kernels != "reference" and backend == "gpu" and not triton_installed():
         raise UserError(
             f"precision.kernels is {kernels!r}, and jax-triton is not installed: install it with "
             "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "

@@ -94,10 +94,6 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kernels": Field("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
                          "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
                          choices=("auto", "reference", "triton", "mosaic")),
-        "attention_kernel": Field("strict", "strict: the same bits in decode, prefill and learner; "
-                                  "fast: on a GPU wide tiles for prefill and learner, which drift "
-                                  "(jnp and latent attention have one form)",
-                                  choices=("strict", "fast")),
         "health": Field(True, "count saturated, underflowed and non-finite values"),
         "self_check": Field(True, "before a run that relies on zero drift, try it on two layers"),
     },

@@ -41,7 +41,10 @@ def default_config() -> ml_collections.ConfigDict:
 # Sections that had another name.
 _RENAMED = {"warmup": "sft"}
 # Fields that are gone, with the value at which a run is still the same without them.
-_REMOVED = {"rollout.cache_slots": 0, "precision.kv_percentile": 100.0}
+_REMOVED = {
+    "rollout.cache_slots": 0, "precision.kv_percentile": 100.0,
+    "precision.attention_kernel": "strict",
+}  # fmt: skip
 
 
 @functools.cache
@@ -60,16 +63,29 @@ def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: one of these had an effect.
     """
-    kept = {_RENAMED.get(section, section): dict(fields) for section, fields in content.items()}
-    for path, neutral in _REMOVED.items():
-        section, _, name = path.partition(".")
-        value = kept.get(section, {}).pop(name, neutral)
-        if value != neutral:
-            raise UserError(
-                f"{where}: {path} is {value!r}, and this version no longer has that field: use the "
-                "version that the run was made with"
-            )
+    kept: dict[str, Any] = {}
+    for section, fields in content.items():
+        section = _RENAMED.get(section, section)
+        kept[section] = {
+            name: value
+            for name, value in fields.items()
+            if not _removed(f"{section}.{name}", value, where)
+        }
     return kept
+
+
+def _removed(path: str, value: Any, where: str) -> bool:
+    """Whether a field is gone, and had no effect.
+
+    Raises:
+      UserError: it is gone and had an effect.
+    """
+    if path in _REMOVED and value != _REMOVED[path]:
+        raise UserError(
+            f"{where}: {path} is {value!r}, and this version no longer has that field: leave it "
+            "out, or use the version that the run was made with"
+        )
+    return path in _REMOVED
 
 
 def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
@@ -139,6 +155,8 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
         for name, value in fields.items():
             path = f"{section}.{name}"
+            if _removed(path, value, where):
+                continue
             if not _known(path):
                 raise _unknown(path, where)
             field = FIELDS[section][name]
@@ -234,6 +252,8 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
     section, dot, rest = name.partition(".")
     name = _current(section, "command line") + dot + rest
+    if _removed(name, literal(text), "command line"):
+        return
     if not dot or not _known(name):
         raise _unknown(name, "command line")
     if not equals:

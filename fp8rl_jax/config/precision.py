@@ -29,7 +29,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
 
     Policies, layers and modules in bf16 change recipes that quantise; the others have nothing to
-    change. The KV cache, FP8 attention, kernels and attention's kernel change any recipe.
+    change. The KV cache, FP8 attention and kernels change any recipe.
 
     Args:
       precision: the section of the configuration.
@@ -56,8 +56,6 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
         recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)
-    if precision.attention_kernel != "strict":
-        recipe = dataclasses.replace(recipe, attention_kernel=precision.attention_kernel)
     return _change_layers(recipe, precision, layers) if recipe.quantized else recipe
 
 

@@ -29,12 +29,12 @@ class Evidence:
 def explain(evidence: Evidence) -> dict[str, str | int | None]:
     """The verdict: culprit, layer, sentence, advice.
 
-    `culprit` is 'none', 'weights', 'recipe', 'layers', 'kv', 'scaling', 'attention_kernel',
-    'logprob', 'head', 'unknown', or the name of an operation.
+    `culprit` is 'none', 'weights', 'recipe', 'layers', 'kv', 'scaling', 'logprob',
+    'head', 'unknown', or the name of an operation.
     """
     if not evidence.drifts:
         return _no_drift(evidence)
-    for cause in (_layers, _recipes, _weights, _scaling, _fast_attention, _operation, _logprob):
+    for cause in (_layers, _recipes, _weights, _scaling, _operation, _logprob):
         verdict = cause(evidence)
         if verdict is not None:
             return verdict
@@ -118,8 +118,6 @@ def _recipes(evidence: Evidence) -> dict | None:
     if _same(evidence):
         return None
     one, other = evidence.rollout_recipe, evidence.learner_recipe
-    if same_forward(*(dataclasses.replace(r, attention_kernel="strict") for r in (one, other))):
-        return _attention_kernels(evidence)
     without_kv = (
         dataclasses.replace(r, kv="none", kv_policy=one.kv_policy, fp8_attention=False)
         for r in (one, other)
@@ -138,10 +136,6 @@ def _recipes(evidence: Evidence) -> dict | None:
     ]
     if one.kv != other.kv or one.fp8_attention != other.fp8_attention:
         parts.append(f"KV cache: rollout {_kv(one)}, learner {_kv(other)}")
-    if one.attention_kernel != other.attention_kernel:
-        parts.append(
-            f"attention kernel: rollout {one.attention_kernel}, learner {other.attention_kernel}"
-        )
     if one.fake != other.fake:
         parts.append("products: in FP8 on one side, of dequantised bf16 on the other")
     if one.compute_dtype != other.compute_dtype:
@@ -195,33 +189,6 @@ def _scaling(evidence: Evidence) -> dict | None:
         "and a decode step has other ones than a train step.",
         "take scales per row block (fp8_blockwise), or scales fixed beforehand (fp8_delayed, "
         "static)",
-    )
-
-
-_ATTENTION = "self_attn/attention"
-
-
-def _fast_attention(evidence: Evidence) -> dict | None:
-    """Fast attention on both sides, where nothing before the first attention differs."""
-    first = evidence.result["first"]
-    found = first["op"] == _ATTENTION if first else not evidence.result["tapped_programs"]
-    fast = evidence.learner_recipe.attention_kernel == "fast"
-    return _attention_kernels(evidence) if fast and found else None
-
-
-def _attention_kernels(evidence: Evidence) -> dict:
-    """The verdict on sides of which one or both attend by the fast kernel."""
-    first = evidence.result["first"]
-    one, other = evidence.rollout_recipe.attention_kernel, evidence.learner_recipe.attention_kernel
-    return _verdict(
-        "attention_kernel",
-        f"precision.attention_kernel is {one!r} in the rollout and {other!r} in the learner: the "
-        "fast kernel, of prefill and learner on a GPU, adds up keys in other tiles than the strict "
-        "one, which decodes always"
-        + (f"; the first value that differs is {first['op']}." if first else "."),
-        "set precision.attention_kernel='strict' on both sides for equal bits; with 'fast' let "
-        "importance weights (algo.correction) bound the drift",
-        first["layer"] if first else None,
     )
 
 

@@ -52,7 +52,7 @@ def _attend(
     return kernels.attention(
         q, kv.k, kv.v, positions, scale=scale, table=cache.table,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, implementation=recipe.kernels,
-        fast=recipe.attention_kernel == "fast", keys_by_feature=kv.keys_by_feature,
+        keys_by_feature=kv.keys_by_feature,
     )  # fmt: skip
 
 
@@ -97,27 +97,18 @@ def self_attention(
 
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    if recipe.attention_kernel == "strict":
-        out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
-        forward = None
-    else:
-        (stored_q, q_scale), (k_scale, v_scale) = query, _scales(kv, scales)
-        forward = kernels.fast_attention_forward(
-            stored_q, kv.k, kv.v, positions, scale=scale, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, implementation=recipe.kernels,
-        )  # fmt: skip
-        out = forward[0]
-    kept = kernels.as_bits((query, kv, positions, scales, forward))
+    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
+    kept = kernels.as_bits((query, kv, positions, scales))
     return out, (kept, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
     kept, like = residual
-    (q, q_scale), kv, positions, scales, forward = kernels.from_bits(kept)
+    (q, q_scale), kv, positions, scales = kernels.from_bits(kept)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         q, kv.k, kv.v, positions, cotangent, scale=scale, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, forward=forward, implementation=recipe.kernels,
+        v_scale=v_scale, implementation=recipe.kernels,
     )  # fmt: skip
     return (*(g.astype(like.dtype) for g in grads), None, None)
 

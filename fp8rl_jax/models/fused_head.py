@@ -2,7 +2,7 @@
 
 The learner's side is differentiable here: one `custom_vjp` around the kernels' two passes. The
 sampler has the logits of its few rows in memory, because it draws from them, and takes the kernel
-that reads them; both give a row the same bits (kernels/head_logprobs.py). Where a program may run
+that reads them; both give a row the same bits (kernels/gpu/head.py). Where a program may run
 elsewhere too (`Recipe.kernels` of "auto"), that takes the plain definition of logprobs.py.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import choose, head_logprobs, resolve
+from fp8rl_jax.kernels import by_platform, gpu_kernels, resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
@@ -36,7 +36,11 @@ def _logprobs(recipe: Recipe, plain: Plain, hidden, head, master, targets, inver
 
 def _forward(recipe: Recipe, plain: Plain, hidden, head, master, targets, inverse):
     operands = (compute_value(hidden, recipe), compute_value(head, recipe), targets, inverse)
-    logp, entropy, logsumexp = choose(recipe.kernels, head_logprobs.head_logprobs, plain, *operands)
+
+    def kernel(*operands):
+        return gpu_kernels().head.head_logprobs(*operands)
+
+    logp, entropy, logsumexp = by_platform(recipe.kernels, kernel, plain, *operands)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
     return (logp, entropy), (operands, logsumexp, like, master is None)
 
@@ -45,7 +49,7 @@ def _backward(recipe: Recipe, plain: Plain, residual, cotangents):
     operands, logsumexp, like, own = residual
 
     def kernel(operands, logsumexp, dlogp):
-        return head_logprobs.head_logprobs_vjp(*operands, logsumexp, dlogp)
+        return gpu_kernels().head.head_logprobs_vjp(*operands, logsumexp, dlogp)
 
     def elsewhere(operands, logsumexp, dlogp):
         def logp(hidden, head):
@@ -54,7 +58,7 @@ def _backward(recipe: Recipe, plain: Plain, residual, cotangents):
         gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
         return tuple(x.astype(jnp.float32) for x in gradients)
 
-    found = choose(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
+    found = by_platform(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
     dhidden, dhead = (x.astype(kind.dtype) for x, kind in zip(found, like, strict=True))
     return (dhidden, dhead, None, None, None) if own else (dhidden, None, dhead, None, None)
 
@@ -114,12 +118,12 @@ def drawn_logprobs(
     """
 
     def kernel(logits, scaled, tokens, inverse):
-        return head_logprobs.logprobs_of_logits(logits, tokens, inverse)[0]
+        return gpu_kernels().head.logprobs_of_logits(logits, tokens, inverse)[0]
 
     def elsewhere(logits, scaled, tokens, inverse):
         return plain(scaled, tokens)
 
     def run(*operands):
-        return (choose(recipe.kernels, kernel, elsewhere, *operands),)
+        return (by_platform(recipe.kernels, kernel, elsewhere, *operands),)
 
     return by_own_rows(run, (logits, scaled, tokens, inverse_temperature), (), 0)[0]

@@ -3,8 +3,8 @@
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
 norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
 forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
-`lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `guard` on every product that
-feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
+`lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `prevent_fma` on every product
+that feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
 multiple of 16, because its vector and scalar code differ; model widths usually are.)
 
 Each has a derivative of its own that reads the values as they came in, in the compute dtype: left
@@ -30,8 +30,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import as_bits, choose, from_bits, guard, stored, sum_last, sum_rows
-from fp8rl_jax.kernels import norm as kernel_norm
+from fp8rl_jax.kernels import (
+    as_bits,
+    by_platform,
+    from_bits,
+    gpu_kernels,
+    prevent_fma,
+    stored,
+    sum_last,
+    sum_rows,
+)
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import swaps_any, tap
 from fp8rl_jax.quant import (
@@ -210,8 +218,8 @@ def _with_rows(
 
     Args:
       recipe: one that `fuses_rows`.
-      fused: the kernel: (*operands, dtype, power_of_two, y_dtype) -> (y, q, scale), as in
-        kernels/norm.py.
+      fused: the kernel: (*operands, dtype, quantisation) -> (y, q, scale), as in
+        kernels/gpu/norm.py.
       plain: (recipe, *operands) -> (B, T, D), for other platforms.
     """
     operand = recipe.activation
@@ -219,14 +227,15 @@ def _with_rows(
     assert operand is not None and settings is not None
 
     def kernel(*operands):
-        y, q, scale = fused(*operands, **settings, y_dtype=recipe.compute_dtype)
+        quantisation = gpu_kernels().norm.Quantisation(**settings)
+        y, q, scale = fused(*operands, recipe.compute_dtype, quantisation)
         return y.reshape(operands[0].shape), QArray(q, scale.T, operand.block)
 
     def unfused(*operands):
         y = plain(dataclasses.replace(recipe, kernels="reference"), *operands)
         return y, quantize_activation(_rows(y), operand, None, "reference")[0]
 
-    return choose(recipe.kernels, kernel, unfused, *operands)
+    return by_platform(recipe.kernels, kernel, unfused, *operands)
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -236,8 +245,8 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
-    mean_square = sum_last(guard(x * x))[..., None] * np.float32(1 / x.shape[-1])
-    return lax.rsqrt(guard(mean_square) + np.float32(eps))
+    mean_square = sum_last(prevent_fma(x * x))[..., None] * np.float32(1 / x.shape[-1])
+    return lax.rsqrt(prevent_fma(mean_square) + np.float32(eps))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -248,14 +257,14 @@ def rms_norm(recipe: Recipe, eps: float, x: jax.Array, weight: jax.Array) -> jax
     """
 
     def kernel(x, weight):
-        y = kernel_norm.rms_norm(_rows(x), weight, eps, recipe.compute_dtype)
+        y = gpu_kernels().norm.rms_norm(_rows(x), weight, eps, recipe.compute_dtype)
         return y.reshape(x.shape)
 
     def plain(x, weight):
         x = x.astype(jnp.float32)
         return compute_value(x * _inverse_rms(x, eps) * weight, recipe)
 
-    return choose(recipe.kernels, kernel, plain, x, weight)
+    return by_platform(recipe.kernels, kernel, plain, x, weight)
 
 
 def _rms_norm_forward(recipe, eps, x, weight):
@@ -282,8 +291,8 @@ def rms_norm_quantized(
 ) -> tuple[jax.Array, QArray]:
     """`rms_norm`, and its rows quantised (`_with_rows`), which have no gradient."""
 
-    def fused(x, weight, **settings):
-        return kernel_norm.rms_norm_quantized(_rows(x), weight, eps, **settings)
+    def fused(x, weight, *settings):
+        return gpu_kernels().norm.rms_norm(_rows(x), weight, eps, *settings)
 
     def plain(recipe, x, weight):
         return rms_norm(recipe, eps, x, weight)
@@ -330,14 +339,14 @@ def gated_silu(recipe: Recipe, gate: jax.Array, up: jax.Array) -> jax.Array:
     """
 
     def kernel(gate, up):
-        y = kernel_norm.gated_silu(_rows(gate), _rows(up), recipe.compute_dtype)
+        y = gpu_kernels().norm.gated_silu(_rows(gate), _rows(up), recipe.compute_dtype)
         return y.reshape(gate.shape)
 
     def plain(gate, up):
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         return compute_value(gate / (1.0 + jnp.exp(-gate)) * up, recipe)
 
-    return choose(recipe.kernels, kernel, plain, gate, up)
+    return by_platform(recipe.kernels, kernel, plain, gate, up)
 
 
 def _gated_silu_forward(recipe, gate, up):
@@ -364,8 +373,8 @@ def gated_silu_quantized(
 ) -> tuple[jax.Array, QArray]:
     """`gated_silu`, and its rows quantised (`_with_rows`), which have no gradient."""
 
-    def fused(gate, up, **settings):
-        return kernel_norm.gated_silu_quantized(_rows(gate), _rows(up), **settings)
+    def fused(gate, up, *settings):
+        return gpu_kernels().norm.gated_silu(_rows(gate), _rows(up), *settings)
 
     return _with_rows(recipe, fused, gated_silu, gate, up)
 

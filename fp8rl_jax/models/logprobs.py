@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, guard, max_last, sum_last
+from fp8rl_jax.kernels import EXP_LANES, max_last, prevent_fma, sum_last
 from fp8rl_jax.models import fused_head, tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import replicate
@@ -46,7 +46,7 @@ def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
 
 
 def _scaled(logits: jax.Array, inverse: jax.Array) -> jax.Array:
-    scaled = guard(logits * inverse[:, None])
+    scaled = prevent_fma(logits * inverse[:, None])
     missing = -logits.shape[1] % EXP_LANES
     return jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
@@ -74,8 +74,8 @@ def _logprobs_of_logits(
     total = sum_last(weight)
     logsumexp = jnp.log(total) + top[:, 0]
     chosen = jnp.take_along_axis(scaled, targets[:, None], axis=1)[:, 0]
-    finite = guard(scaled - top)  # -inf times a weight of 0 would be NaN
-    entropy = jnp.log(total) - sum_last(guard(weight * finite)) / total
+    finite = prevent_fma(scaled - top)  # -inf times a weight of 0 would be NaN
+    entropy = jnp.log(total) - sum_last(prevent_fma(weight * finite)) / total
     return chosen - logsumexp, lax.stop_gradient(entropy), logsumexp
 
 

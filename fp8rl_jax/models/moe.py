@@ -29,7 +29,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import as_bits, from_bits, guard
+from fp8rl_jax.kernels import as_bits, from_bits, prevent_fma
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, gated_silu
 from fp8rl_jax.models.rows import by_own_rows
@@ -146,9 +146,9 @@ def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> j
       (M, D) in the compute dtype. Kept for the backward pass: y, rounded to it.
     """
     rows = y.reshape(-1, y.shape[-1])
-    total = guard(rows[tiles.place[:, 0]] * weights[:, :1])
+    total = prevent_fma(rows[tiles.place[:, 0]] * weights[:, :1])
     for slot in range(1, weights.shape[1]):
-        total = total + guard(rows[tiles.place[:, slot]] * weights[:, slot : slot + 1])
+        total = total + prevent_fma(rows[tiles.place[:, slot]] * weights[:, slot : slot + 1])
     return compute_value(total, recipe)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.kernels import guard
+from fp8rl_jax.kernels import prevent_fma
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe, compute_value
 
@@ -102,7 +102,11 @@ def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> 
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     rotated = jnp.concatenate(
-        [guard(first * cos) - guard(second * sin), guard(second * cos) + guard(first * sin)], -1
+        [
+            prevent_fma(first * cos) - prevent_fma(second * sin),
+            prevent_fma(second * cos) + prevent_fma(first * sin),
+        ],
+        -1,
     )
     return compute_value(rotated, recipe)
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, guard, sum_last
+from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, prevent_fma, sum_last
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, replicate
 from fp8rl_jax.models.rows import by_own_rows
@@ -103,7 +103,7 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
         return (1.0 / (1.0 + jnp.exp(-padded)))[:, :experts]
     top = lax.stop_gradient(padded.max(-1, keepdims=True))
     raised = jnp.exp(padded - top)
-    return guard(raised * (1.0 / sum_last(raised)[:, None]))[:, :experts]
+    return prevent_fma(raised * (1.0 / sum_last(raised)[:, None]))[:, :experts]
 
 
 def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -133,9 +133,9 @@ def weigh(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Arr
             total = total + weights[:, slot : slot + 1]
         if config.scoring_func == "sigmoid":
             total = total + _TINY
-        weights = guard(weights * (1.0 / total))
+        weights = prevent_fma(weights * (1.0 / total))
     if config.routed_scaling_factor != 1.0:
-        weights = guard(weights * jnp.float32(config.routed_scaling_factor))
+        weights = prevent_fma(weights * jnp.float32(config.routed_scaling_factor))
     return weights
 
 

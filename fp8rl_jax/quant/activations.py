@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fp8rl_jax.kernels import K_BLOCK, choose, norm, resolve
+from fp8rl_jax.kernels import K_BLOCK, by_platform, gpu_kernels, resolve
 from fp8rl_jax.quant import formats, scaling
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
@@ -22,7 +22,7 @@ _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
 
 def kernel_settings(operand: Operand) -> dict[str, Any] | None:
-    """{'dtype', 'power_of_two'} for kernels/norm.py; None for an operand that no kernel knows."""
+    """{'dtype', 'power_of_two'} for the kernels; None for an operand that no kernel knows."""
     powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
     if operand.policy not in powers or operand.block not in (_ROW, _COLUMN):
         return None
@@ -62,14 +62,14 @@ def quantize_activation(
     def kernel(x):
         rows = formats.round_bf16(x).reshape(-1, x.shape[-1])
         if operand.block == _ROW:
-            q, scale = norm.quantize_rows(rows, **settings)
+            q, scale = gpu_kernels().norm.quantize_rows(rows, **settings)
             scale = scale.T.reshape(*x.shape[:-1], -1)
         else:
-            q, scale = norm.quantize_columns(rows, **settings)
+            q, scale = gpu_kernels().norm.quantize_columns(rows, **settings)
             q, scale = q.T, scale.reshape(*x.shape[:-2], -1, x.shape[-1])
         return QArray(q.reshape(x.shape), scale, operand.block)
 
     def plain(x):
         return quantize_operand(x, operand, None)[0]
 
-    return choose(implementation, kernel, plain, x), None
+    return by_platform(implementation, kernel, plain, x), None

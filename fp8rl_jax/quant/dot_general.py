@@ -40,11 +40,11 @@ from fp8rl_jax.kernels import (
     as_bits,
     as_bytes,
     block_matmul,
-    choose,
+    by_platform,
     from_bits,
     from_bytes,
 )
-from fp8rl_jax.kernels.cpu_products import product_at_once
+from fp8rl_jax.kernels.reference.products import product_at_once
 from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray
@@ -149,7 +149,7 @@ def _gradient(recipe: Recipe, x: QArray | jax.Array, w: QArray | jax.Array) -> j
             values = [formats.round_bf16(value) for value in values]
         return product_at_once(*values)
 
-    return choose(recipe.kernels, kernel, plain, x, w)
+    return by_platform(recipe.kernels, kernel, plain, x, w)
 
 
 def _kind(w: Weight) -> str:
@@ -187,7 +187,7 @@ def matmul(
     if isinstance(w, LayerOf):
         if gather is None and grouped_kernels.applies(recipe):
             operands = share(x, w, rows)
-            return choose(recipe.kernels, *_named_layer(recipe, dtype), *operands)
+            return by_platform(recipe.kernels, *_named_layer(recipe, dtype), *operands)
         w = w.taken()
     return _matmul(recipe, gather, dtype, *share(x, w, rows))
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bits, choose, from_bits
+from fp8rl_jax.kernels import as_bits, by_platform, from_bits
 from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.dot_general import matmul, matmul_backward, matmul_forward
 from fp8rl_jax.quant.qarray import QArray
@@ -63,7 +63,7 @@ def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax
     if not grouped_kernels.applies(recipe):
         return by_tile(x, w, experts)
     at_once = functools.partial(grouped_kernels.forward, recipe)
-    return choose(recipe.kernels, at_once, by_tile, x, w, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, w, experts)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
@@ -139,7 +139,7 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
         return (jax.tree.map(lambda _: dw, sums), probes), dx.astype(like.dtype)
 
     if grouped_kernels.differentiates(recipe, x.shape[1]):
-        (sums, probes), dx = choose(recipe.kernels, at_once, by_tile, x, w, experts, dy)
+        (sums, probes), dx = by_platform(recipe.kernels, at_once, by_tile, x, w, experts, dy)
     else:
         (sums, probes), dx = by_tile(x, w, experts, dy)
     if isinstance(w, QArray):

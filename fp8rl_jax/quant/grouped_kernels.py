@@ -11,8 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import K_BLOCK
-from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad
+from fp8rl_jax.kernels import K_BLOCK, gpu_kernels
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray
@@ -48,8 +47,8 @@ def _product(
 ) -> jax.Array:
     if recipe.fake:
         x_value, w_value = (formats.round_bf16(operand.dequantize()) for operand in (x, w))
-        return grouped_matmul(x_value, w_value, experts, dtype=dtype)
-    return grouped_matmul(x.qvalue, w.qvalue, experts, x.scale, w.scale, dtype)
+        return gpu_kernels().matmul.grouped_matmul(x_value, w_value, experts, dtype=dtype)
+    return gpu_kernels().matmul.grouped_matmul(x.qvalue, w.qvalue, experts, x.scale, w.scale, dtype)
 
 
 def _quantized_weight(recipe: Recipe, w: Weight) -> QArray:
@@ -77,7 +76,7 @@ def forward(
     value = compute_value(x, recipe)
     if recipe.activation is None:
         weight = compute_value(plain_value(bind(w).value), recipe)
-        return grouped_matmul(value, weight, experts, dtype=dtype)
+        return gpu_kernels().matmul.grouped_matmul(value, weight, experts, dtype=dtype)
     if rows is None:
         rows = _quantized(recipe, value, recipe.activation)
     return _product(recipe, rows, _quantized_weight(recipe, w), experts, dtype)
@@ -122,8 +121,8 @@ def backward(
         parameter = bound.value if bound.master is None else bound.master
         kept = parameter if recipe.quantized else bound.value  # as for the dense rule
         weight = compute_value(plain_value(kept), recipe)
-        dx = grouped_matmul(dy, weight.swapaxes(1, 2), experts)
-        dw = grouped_wgrad(x, dy, experts, count)
+        dx = gpu_kernels().matmul.grouped_matmul(dy, weight.swapaxes(1, 2), experts)
+        dw = gpu_kernels().matmul.grouped_wgrad(x, dy, experts, count)
     else:
         rows = _quantized(recipe, dy, recipe.gradient)
         if probes is not None:
@@ -135,8 +134,10 @@ def backward(
         ]
         if recipe.fake:
             values = [formats.round_bf16(q.dequantize()) for q in columns]
-            dw = grouped_wgrad(*values, experts, count)
+            dw = gpu_kernels().matmul.grouped_wgrad(*values, experts, count)
         else:
             values = [q.qvalue for q in columns]
-            dw = grouped_wgrad(*values, experts, count, *(q.scale for q in columns))
+            dw = gpu_kernels().matmul.grouped_wgrad(
+                *values, experts, count, *(q.scale for q in columns)
+            )
     return dx, dw, {name: probe for name, probe in seen.items() if probe is not None}

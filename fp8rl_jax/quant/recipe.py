@@ -22,7 +22,6 @@ BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 E4M3, E5M2 = jnp.dtype(formats.E4M3), jnp.dtype(formats.E5M2)
 DYNAMIC = scaling.dynamic()
 KV_KINDS = ("none", "dynamic", "calibrated")
-ATTENTION_KERNELS = ("strict", "fast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +85,6 @@ class Recipe:
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
       kernels: who multiplies: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
         'reference', 'triton' or 'mosaic' (kernels/dispatch.py). Their bits differ.
-      attention_kernel: 'strict', the same bits in decode, prefill and learner, or 'fast', other
-        bits for several queries than for one. Where the reference multiplies they are one.
 
     Raises:
       UserError: a combination that cannot work.
@@ -106,7 +103,6 @@ class Recipe:
     last_layers: int = 0
     bf16_modules: tuple[str, ...] = ()
     kernels: str = "auto"
-    attention_kernel: str = "strict"
 
     def __post_init__(self):
         if (self.weight is None) != (self.activation is None):
@@ -119,11 +115,6 @@ class Recipe:
             raise UserError(
                 f"recipe {self.name!r}: kernels is {self.kernels!r}; write one of "
                 + ", ".join(IMPLEMENTATIONS)
-            )
-        if self.attention_kernel not in ATTENTION_KERNELS:
-            raise UserError(
-                f"recipe {self.name!r}: attention_kernel is {self.attention_kernel!r}; write one "
-                f"of {', '.join(ATTENTION_KERNELS)}"
             )
         if self.fp8_attention and self.kv == "none":
             raise UserError(

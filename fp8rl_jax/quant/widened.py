@@ -1,4 +1,4 @@
-"""FP8 weights held in the type in which a CPU multiplies them (kernels/cpu_products.py).
+"""FP8 weights held in the type in which a CPU multiplies them (kernels/reference/products.py).
 
 A decode loop reads every weight once a token. On a CPU each read would convert FP8 again, which
 takes longer than the product of a few rows. The conversion is exact, so doing it once, before the
@@ -13,7 +13,7 @@ import dataclasses
 import jax
 
 from fp8rl_jax.kernels import widened
-from fp8rl_jax.kernels.cpu_products import wide_type
+from fp8rl_jax.kernels.reference.products import wide_type
 from fp8rl_jax.quant.qarray import QArray
 
 

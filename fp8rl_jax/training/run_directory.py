@@ -121,7 +121,7 @@ def first_difference(theirs: dict, ours: dict):
     defaults = flatten(default_config())
     before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
     for name in sorted({*before, *now} - set(_MAY_CHANGE)):
-        was = before.get(name, defaults.get(name))
-        if was != now.get(name):
-            return name, was, now.get(name)
+        was, value = (fields.get(name, defaults.get(name)) for fields in (before, now))
+        if was != value:
+            return name, was, value
     return None

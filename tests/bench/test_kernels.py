@@ -18,7 +18,7 @@ from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_shapes import Attention, Matrix, Product
 from fp8rl_jax.bench.kernel_times import Source
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels import reference
+from fp8rl_jax.kernels.reference import attention
 
 _HEAD, _FP8 = "bf16", "fp8"
 _PUBLISHED = {
@@ -213,7 +213,7 @@ def test_operands_of_attention(use, kind, monkeypatch):
 
     def plain(q, one_split, **named):
         assert not one_split  # short caches
-        return reference.attention(q, **named)
+        return attention.attention(q, **named)
 
     monkeypatch.setattr(kernel_times, "attention", plain)
     out = jax.eval_shape(run, *operands[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 
@@ -11,11 +10,9 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.drift import Programs, affordable, analyse, attribute
-from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, tap_names
-from fp8rl_jax.quant import get_recipe
 
 
 @pytest.mark.slow
@@ -39,40 +36,6 @@ def test_planted_fault_is_named(name):
         assert verdict["culprit"] in guilty
         before = LAYER_TAPS[: LAYER_TAPS.index(verdict["culprit"])]
         assert not set(before) & set(guilty) or fault.everywhere
-
-
-def _explained(rollout: str, learner: str, first: dict | None, tapped: bool = True) -> dict:
-    """The verdict on a drift between FP8 sides with these attention kernels."""
-    recipes = (
-        dataclasses.replace(get_recipe("fp8"), attention_kernel=kernel)
-        for kernel in (rollout, learner)
-    )
-    result = {
-        "first": first, "logits": None, "weights": {"differing": []}, "unobservable": [],
-        "tapped_programs": tapped,
-    }  # fmt: skip
-    return explain(Evidence(*recipes, drifts=True, result=result, alternatives={}))
-
-
-_FIRST = {"layer": 0, "differ": 0.5, "max": 1e-3, "float32_only": None}
-
-
-@pytest.mark.parametrize(
-    ("kernels", "first", "tapped", "culprit"),
-    [
-        (("strict", "fast"), "self_attn/attention", True, "attention_kernel"),
-        (("fast", "fast"), "self_attn/attention", True, "attention_kernel"),
-        (("fast", "fast"), None, False, "attention_kernel"),
-        (("fast", "fast"), "self_attn/q_rope", True, "self_attn/q_rope"),
-        (("strict", "strict"), "self_attn/attention", True, "self_attn/attention"),
-    ],
-)
-def test_fast_attention_is_named(kernels, first, tapped, culprit):
-    """Where attention is the first to differ, or nothing could be looked at; else what differs."""
-    verdict = _explained(*kernels, first and {"op": first, **_FIRST}, tapped)
-    assert verdict["culprit"] == culprit
-    text = f"{verdict['sentence']} {verdict['advice']}"
-    assert ("precision.attention_kernel='strict'" in text) == (culprit == "attention_kernel")
 
 
 _OF_EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")

@@ -16,7 +16,7 @@ from gpu_checks import assert_bitwise_equal, assert_close, assert_finite, report
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels.strict_attention import attention
+from fp8rl_jax.kernels.gpu.attention import attention
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from gpu_checks import (
 )
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import head_logprobs as head
-from fp8rl_jax.kernels.matmul import matmul
+from fp8rl_jax.kernels.gpu import head
+from fp8rl_jax.kernels.gpu.matmul import matmul
 
 pytestmark = pytest.mark.gpu
 

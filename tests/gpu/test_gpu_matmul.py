@@ -29,8 +29,8 @@ from gpu_checks import (
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import tiles
-from fp8rl_jax.kernels.matmul import matmul
+from fp8rl_jax.kernels.gpu import tiles
+from fp8rl_jax.kernels.gpu.matmul import matmul
 
 pytestmark = pytest.mark.gpu
 
@@ -160,7 +160,7 @@ def test_rows(kind, counts, source):
 @reports
 def test_mosaic(source):
     """The Mosaic matmul against the Triton one: nothing relies on equal bits."""
-    from fp8rl_jax.kernels.mosaic_matmul import fp8_matmul
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
 
     for shape in ((300, 1024, 1152), (4096, 4096, 4096)):
         case = Dense("fp8", *shape)

@@ -9,7 +9,7 @@ import pytest
 from gpu_checks import assert_bitwise_equal, assert_close, print_time, reports
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import norm
+from fp8rl_jax.kernels.gpu import norm
 from fp8rl_jax.quant import quantize
 
 pytestmark = pytest.mark.gpu
@@ -21,9 +21,9 @@ ROWS, WIDTHS = 333, (128, 1000, 4096)
 NAMES = ("rms_norm", "gated_silu")
 
 
-def kernel(name: str, suffix: str = ""):
+def kernel(name: str, **more):
     settings = (EPS,) if name == "rms_norm" else ()
-    return lambda x, y: getattr(norm, name + suffix)(x, y, *settings)
+    return lambda x, y: getattr(norm, name)(x, y, *settings, **more)
 
 
 def operands(name: str, source, rows: int, width: int) -> tuple:
@@ -48,7 +48,7 @@ def test_rows_and_quantisation(name, width, source, rows=ROWS):
     whole, what = plain(*given), f"{name} {rows} x {width}"
     want = float64(name, *given)
     assert_close(what, whole, want, np.abs(want), _BOUND)
-    fused = exact_jit(kernel(name, "_quantized"))(*given)
+    fused = exact_jit(kernel(name, quantisation=norm.Quantisation()))(*given)
     assert_bitwise_equal(
         f"{what}: quantised at once", fused, (whole, *exact_jit(norm.quantize_rows)(whole))
     )
@@ -91,6 +91,6 @@ def test_speed(name, source, rows=4096, width=12_288):
         return operands(name, source, rows, width)
 
     arrays = jax.tree.leaves((make(), jax.eval_shape(library, *make())))
-    fused = kernel(name, "_quantized")
+    fused = kernel(name, quantisation=norm.Quantisation())
     moved = sum(x.size * x.dtype.itemsize for x in arrays)
     print_time(f"{name} {rows} x {width}, quantised", 0.0, moved, make, fused, XLA=library)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.kernels import block_matmul, choose, resolve
+from fp8rl_jax.kernels import block_matmul, by_platform, resolve
 from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS
-from fp8rl_jax.kernels.reference import block_matmul as reference
+from fp8rl_jax.kernels.reference.matmul import block_matmul as reference
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -41,10 +41,10 @@ def test_unknown_names_are_refused():
 def test_auto_follows_the_platform(monkeypatch):
     """As on a machine with a GPU: the kernel for CUDA, the reference for what runs on its CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("fp8rl_jax.kernels.dispatch.installed", lambda: True)
+    monkeypatch.setattr("fp8rl_jax.kernels.dispatch.triton_installed", lambda: True)
 
     def run(x):
-        return choose("auto", lambda x: x * 2, lambda x: x * 3, x)
+        return by_platform("auto", lambda x: x * 2, lambda x: x * 3, x)
 
     assert jax.jit(run)(jnp.float32(1)) == 3
     hopper = pytest.importorskip("hopper")
@@ -54,7 +54,7 @@ def test_auto_follows_the_platform(monkeypatch):
 
 def test_without_jax_triton_auto_is_the_reference(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("fp8rl_jax.kernels.dispatch.installed", lambda: False)
+    monkeypatch.setattr("fp8rl_jax.kernels.dispatch.triton_installed", lambda: False)
     assert resolve("auto") == "reference"
 
 

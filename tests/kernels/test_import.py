@@ -132,12 +132,14 @@ def test_bare_checkout(checkout, tmp_path):
     package, kernels, reference, _ = _show([checkout], tmp_path)
     assert package == str(checkout / "fp8rl_jax" / "__init__.py")
     assert kernels == str(checkout / "kernels" / "__init__.py")
-    assert reference == str(checkout / "kernels" / "reference.py")
+    assert reference == str(checkout / "kernels" / "reference" / "__init__.py")
 
 
 def test_broken_kernels_are_named(checkout, tmp_path):
     """An error inside kernels is shown as itself, and a second import does not half-succeed."""
-    (checkout / "kernels" / "reference.py").write_text("raise RuntimeError('broken here')\n")
+    (checkout / "kernels" / "reference" / "__init__.py").write_text(
+        "raise RuntimeError('broken here')\n"
+    )
     code = (
         f"import sys\nsys.path[:0] = {[str(checkout), *_libraries()]!r}\n"
         "for _ in range(2):\n"
@@ -148,6 +150,18 @@ def test_broken_kernels_are_named(checkout, tmp_path):
     assert output.split("\n")[:2] == ["broken here", "broken here"]
 
 
+def test_without_triton(tmp_path):
+    """Nothing that runs on a CPU imports Triton or the kernels that need it."""
+    code = (
+        f"import sys\nsys.path[:0] = {[str(_ROOT), *_libraries()]!r}\n"
+        "sys.modules |= {'triton': None, 'jax_triton': None}  # importing them fails\n"
+        "import fp8rl_jax.train, fp8rl_jax.cli.main\n"
+        "from fp8rl_jax.kernels import triton_installed\n"
+        "print([name for name in sys.modules if name.startswith('fp8rl_jax.kernels.gpu')])\n"
+    )
+    assert _run([sys.executable, "-S", "-P", "-c", code], tmp_path) == "[]\n"
+
+
 @pytest.mark.slow
 def test_editable_installation(editable, tmp_path):
     """Both packages come from the checkout; `kernels` is no name of its own."""
@@ -155,7 +169,7 @@ def test_editable_installation(editable, tmp_path):
     package, kernels, reference, other = _run([python, "-c", _SHOW], tmp_path).split("\n")[:4]
     assert package == str(checkout / "fp8rl_jax" / "__init__.py")
     assert kernels == str(checkout / "kernels" / "__init__.py")
-    assert reference == str(checkout / "kernels" / "reference.py")
+    assert reference == str(checkout / "kernels" / "reference" / "__init__.py")
     if not any(pathlib.Path(path, "kernels").exists() for path in _libraries()):
         assert other == "None"
     assert (python.parent / "fp8rl").is_file()
@@ -169,7 +183,7 @@ def test_second_checkout_beside_an_editable_installation(editable, checkout, tmp
     ).split("\n")[:4]
     assert package == str(checkout / "fp8rl_jax" / "__init__.py")
     assert kernels == str(checkout / "kernels" / "__init__.py")
-    assert reference == str(checkout / "kernels" / "reference.py")
+    assert reference == str(checkout / "kernels" / "reference" / "__init__.py")
 
 
 def test_wheel(wheel, build_path, tmp_path):
@@ -180,7 +194,7 @@ def test_wheel(wheel, build_path, tmp_path):
     package, kernels, reference, _ = _show([site], tmp_path)
     assert package == str(site / "fp8rl_jax" / "__init__.py")
     assert kernels == str(site / "fp8rl_jax" / "kernels" / "__init__.py")
-    assert reference == str(site / "fp8rl_jax" / "kernels" / "reference.py")
+    assert reference == str(site / "fp8rl_jax" / "kernels" / "reference" / "__init__.py")
     code = f"import sys\nsys.path.insert(0, {str(site)!r})\nimport kernels"
     with pytest.raises(AssertionError, match="No module named 'kernels'"):
         _run([sys.executable, "-S", "-P", "-c", code], tmp_path)

@@ -1,7 +1,7 @@
 """Norms and gates that quantise their result in passing give the bits of those that do not.
 
 In jnp, which is what other platforms than a GPU would run of a program for both;
-tests/kernels/test_model.py has the kernels.
+tests/kernels/gpu/test_model.py has the kernels.
 """
 
 import dataclasses

@@ -1,0 +1,453 @@
+"""Strict attention by Triton: the same bits in decode, prefill and learner.
+
+The arguments and the meaning are those of `reference.attention`; the bits are not, but follow a
+contract of their own. A tile is 16 rows: queries of one sequence and the heads of one group, which
+share keys and values. Keys come in blocks of 64 cache slots, blocks in splits of 512. Tile, block
+and split are part of the numeric contract.
+
+* `_one_split`: online softmax over the blocks of a split in ascending order, in float32.
+* `_join`: a split's (maximum, sum, weighted values) added to those of the splits before it.
+
+`attention_kernel` walks all splits of a tile in one program (prefill and learner: many tiles), or
+writes each split's three results for `join_kernel` to join (decode: few tiles, long caches). Same
+functions, same order, hence the same bits.
+
+Invariants, for the bits of a row:
+  * its position, query, visible keys and values decide them. Rows of a tile do not meet: a row of a
+    tensor core's result depends on that row of the left operand, and only the loop's end is shared;
+  * what lies behind its position adds nothing: a score there is -inf, its weight exactly 0, the
+    maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
+    the tile or a longer cache, change nothing;
+  * where a block of keys lies, in a cache of the sequence's own or in a page of a pool, decides
+    nothing. A page is a block, so one number of the table is read for it, and none of the pages
+    behind the last position of the tile;
+  * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
+    NaN, and 0 * NaN is;
+  * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
+    layout of the score's tile. It has the same in all three uses (tests/kernels/gpu/test_sass.py).
+
+Operands of the tensor core are bf16: E4M3 is exact in it, and so is a product of two bf16 in
+float32. Queries, keys and values are read where they lie, E4M3 included: a decode step moves one
+byte per number of the cache. Prefill and learner must do the same. To widen E4M3 to bf16
+beforehand, once for all tiles, would be exact and faster, but Triton gives the tensor core operands
+that it loads as bytes in another order of features and keys (`kWidth` 4 instead of 2), so the sums
+would have other bits.
+
+Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual; the sum
+takes weights unrounded. A product of a block leaves the tensor core before it is added, by one
+multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or the
+features of a head. Operands in float32 must be so together; their products are FMAs, not TF32.
+Scores are in units of log 2: exp2 is one instruction.
+
+Not done: gradients (attention_gradient.py); `vmap` (under `shard_map` each device calls the kernel
+on its sequences, or on its heads); wider tiles for many queries, whose keys each tile reads again
+(from the L2); skipping the mask in blocks that all rows see. A NaN or infinity in the values of a
+token makes NaN of the rows before it in the same tile, as 0 * NaN does in the reference.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fp8rl_jax.kernels.arrays import KV_CHUNK
+from fp8rl_jax.kernels.gpu.triton_call import triton_call
+
+ROWS = tl.constexpr(16)
+BLOCK = tl.constexpr(KV_CHUNK)
+SPLIT = tl.constexpr(512)
+LOWEST = tl.constexpr(-3.4e38)
+
+
+@triton.jit
+def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr):
+    """Of a tile's rows: place in (B, T, H), whether they exist, positions; and the last position.
+
+    A row that does not exist has a position of -1 and sees nothing.
+    """
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    GROUP: tl.constexpr = H // HKV
+    row = tile * ROWS + tl.arange(0, ROWS)
+    exists = row < T * GROUP
+    query = row // GROUP
+    position = tl.load(positions + batch * T + query, mask=exists, other=-1)
+    place = (batch * T + query) * H + kv_head * GROUP + row % GROUP
+    return place, exists, position, tl.minimum(tl.max(position, 0), S - 1)
+
+
+@triton.jit
+def vectors(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Vectors of D numbers at places, zeros up to WIDTH and where none exists, as an operand."""
+    feature = tl.arange(0, WIDTH)
+    mask = exists[:, None]
+    if D != WIDTH:
+        mask = mask & (feature < D)[None, :]
+    part = tl.load(x + place[:, None] * D + feature[None, :], mask=mask, other=0.0)
+    if x.dtype.element_ty == tl.float8e4nv:
+        # In three exact steps: from float16 to bf16 itself leads a slow instruction (F2F).
+        part = part.to(tl.float16).to(tl.float32).to(tl.bfloat16)
+    return part
+
+
+@triton.jit
+def store_vectors(x, values, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes vectors of D numbers to places, where any exists."""
+    feature = tl.arange(0, WIDTH)
+    mask = exists[:, None] & (feature < D)[None, :]
+    tl.store(x + place[:, None] * D + feature[None, :], values, mask=mask)
+
+
+@triton.jit
+def multiply(a, b):
+    return tl.dot(a, b, input_precision="ieee")  # read for float32 operands alone
+
+
+@triton.jit
+def _scale_at(x, first, place, there, SCALES: tl.constexpr):
+    """Scales at places counted from the first: one for each (2), or for all (1)."""
+    if SCALES == 2:
+        scale = tl.load(x + first + place, mask=there, other=0.0)
+    else:
+        scale = tl.broadcast_to(tl.load(x), there.shape)
+    return scale
+
+
+@triton.jit
+def _nothing(V_WIDTH: tl.constexpr):
+    """Maximum, sum and weighted values of no keys."""
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
+
+
+@triton.jit
+def _one_split(
+    split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope, table,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
+    top, total, values = _nothing(V_WIDTH)
+    page = 0
+    if PAGED:
+        page = tl.load(table + split * (SPLIT // BLOCK))
+    for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        there = slot <= last
+        if PAGED:
+            first = tl.cast(page, tl.int64) * (BLOCK * HKV)
+            place = tl.arange(0, BLOCK) * HKV
+            # A block ahead: in its own turn it would take a stage of the pipeline from the keys.
+            page = tl.load(table + tl.minimum(start + BLOCK, last) // BLOCK)
+        else:
+            first = 0
+            place = slot * HKV
+        key = vectors(k + first * D, place, there, D, WIDTH)
+        score = multiply(query, key.T)
+        multiplier = tl.full((1, BLOCK), SCALE, tl.float32)
+        if K_SCALES > 0:
+            multiplier *= _scale_at(k_scale, first, place, there, K_SCALES)[None, :]
+        if Q_SCALES > 0:
+            multiplier = multiplier * query_scale[:, None]
+        score *= multiplier
+        if DR > 0:
+            key_rope = vectors(k_rope + first * DR, place, there, DR, R_WIDTH)
+            score += multiply(query_rope, key_rope.T) * SCALE
+        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
+        above = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - above[:, None])
+        rescale = tl.exp2(top - above)
+        total = tl.fma(total, rescale, tl.sum(weight, 1))
+        if V_SCALES > 0:
+            weight *= _scale_at(v_scale, first, place, there, V_SCALES)[None, :]
+        value = vectors(v + first * DV, place, there, DV, V_WIDTH)
+        part = multiply(weight.to(value.dtype), value)
+        values = tl.fma(values, tl.broadcast_to(rescale[:, None], values.shape), part)
+        top = above
+    return top, total, values
+
+
+@triton.jit
+def _join(top, total, values, more_top, more_total, more_values):
+    """Two splits as one; a split without visible keys changes nothing."""
+    above = tl.maximum(top, more_top)
+    rescale, more_rescale = tl.exp2(top - above), tl.exp2(more_top - above)
+    total = tl.fma(total, rescale, more_total * more_rescale)
+    wide = tl.broadcast_to(rescale[:, None], values.shape)
+    return above, total, tl.fma(values, wide, more_values * more_rescale[:, None])
+
+
+@triton.jit
+def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: tl.constexpr):
+    # -0.0 and 0.0 differ in their bits, and another block of nothing makes the one the other.
+    result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
+    store_vectors(out, result, place, exists, DV, V_WIDTH)
+
+
+@triton.jit
+def attention_kernel(
+    q,  # (B, T, H, D)
+    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); likewise v, scales and k_rope
+    v,  # (B, S, HKV, DV)
+    positions,  # (B, T) int32
+    q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
+    k_scale,  # (B, S, HKV), likewise
+    v_scale,  # (B, S, HKV), likewise
+    q_rope,  # (B, T, H, DR), unused if DR is 0
+    k_rope,  # (B, S, HKV, DR)
+    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED
+    out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
+    top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
+    total,  # likewise
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
+    V_WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores, over log 2
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    PAGED: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
+):
+    SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
+    # The tiles with the most keys first: they end last.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
+    place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
+    # The rest is counted from the first token's keys, of the sequence or of a page, in 32 bits.
+    batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    if PAGED:
+        table += batch * (S // BLOCK)
+    else:
+        first += batch * S * HKV
+    k += first * D
+    v += first * DV
+    k_rope += first * DR
+    if K_SCALES == 2:
+        k_scale += first
+    if V_SCALES == 2:
+        v_scale += first
+    query = vectors(q, place, exists, D, WIDTH)
+    query_rope, query_scale = query, position
+    if DR > 0:
+        query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
+    if Q_SCALES > 0:
+        query_scale = _scale_at(q_scale, 0, place, exists, Q_SCALES)
+
+    if ONE_SPLIT:
+        split = tl.program_id(0) % SPLITS
+        if split * SPLIT <= last:
+            row_top, row_total, values = _one_split(
+                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
+                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
+                K_SCALES, V_SCALES, PAGED,
+            )  # fmt: skip
+            place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
+            tl.store(top + place, row_top, mask=exists)
+            tl.store(total + place, row_total, mask=exists)
+            store_vectors(out, values, place, exists, DV, V_WIDTH)
+    else:
+        row_top, row_total, values = _nothing(V_WIDTH)
+        for split in range(0, last // SPLIT + 1):
+            more_top, more_total, more_values = _one_split(
+                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
+                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
+                K_SCALES, V_SCALES, PAGED,
+            )  # fmt: skip
+            row_top, row_total, values = _join(
+                row_top, row_total, values, more_top, more_total, more_values
+            )
+        _store_result(out, place, exists, row_total, values, DV, V_WIDTH)
+
+
+@triton.jit
+def join_kernel(
+    positions,  # (B, T) int32
+    parts,  # (SPLITS, B, T, H, DV), as `attention_kernel` wrote it with ONE_SPLIT
+    top,  # (SPLITS, B, T, H)
+    total,  # likewise
+    out,  # (B, T, H, DV) float32
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    DV: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+):
+    place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
+    feature = tl.arange(0, V_WIDTH)
+    mask = exists[:, None] & (feature < DV)[None, :]
+    row_top, row_total, values = _nothing(V_WIDTH)
+    at = place
+    for _ in range(0, last // SPLIT + 1):
+        part = tl.load(parts + at[:, None] * DV + feature[None, :], mask=mask, other=0.0)
+        more_top = tl.load(top + at, mask=exists, other=LOWEST)
+        more_total = tl.load(total + at, mask=exists, other=0.0)
+        row_top, row_total, values = _join(row_top, row_total, values, more_top, more_total, part)
+        at += tl.num_programs(2) * (T * H)
+    _store_result(out, place, exists, row_total, values, DV, V_WIDTH)
+
+
+_TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
+# Programs up to which each split gets its own: four on each of Hopper's 132 multiprocessors.
+_FEW_PROGRAMS = 4 * 132
+
+
+def head_width(features: int) -> int:
+    """Features as a tile holds them: a power of two, 16 or more."""
+    return max(16, 1 << (features - 1).bit_length())
+
+
+def warps_and_stages(widest: int, float32: bool) -> tuple[int, int]:
+    """Of a program, by the widest vector of a head; the warps are part of the numeric contract.
+
+    More of them for float32, whose operands take twice the registers. Keys and values of two stages
+    must fit into 227 KiB of shared memory beside each other.
+    """
+    if float32:
+        return (8, 3) if widest <= 64 else (16, 2)
+    return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
+
+
+def _in_float32(*operands: jax.Array | None) -> bool:
+    return any(x is not None and x.dtype == jnp.float32 for x in operands)
+
+
+def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -> None:
+    """Raises ValueError for shapes that do not fit, and for another dtype.
+
+    `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
+    """
+    (batch, queries, heads, features), (sequences, slots, kv_heads, _) = q.shape, k.shape
+    if table is not None:
+        if table.ndim != 2 or table.shape[0] != batch or table.dtype != jnp.int32:
+            raise ValueError(
+                f"attention: table {table.dtype}{table.shape} must be int32 of ({batch}, pages of "
+                "a sequence)"
+            )
+        if slots != KV_CHUNK:
+            raise ValueError(f"attention: pages of keys {k.shape} must have {KV_CHUNK} slots")
+        sequences = batch
+    if heads % kv_heads or sequences != batch or k.shape[3] != features:
+        raise ValueError(f"attention: queries {q.shape} do not fit keys {k.shape}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"attention: values {v.shape} do not fit keys {k.shape}")
+    if ropes[1] is not None and ropes[1].shape[:3] != k.shape[:3]:
+        raise ValueError(f"attention: k_rope {ropes[1].shape} does not fit keys {k.shape}")
+    if positions.shape != (batch, queries):
+        raise ValueError(f"attention: positions {positions.shape} do not fit queries {q.shape}")
+    for x in (q, k, v, *(x for x in ropes if x is not None)):
+        if x.dtype not in _TYPES:
+            raise ValueError(f"attention takes E4M3, bf16 or float32, got {x.dtype}")
+    if max(features, v.shape[3]) > (256 if _in_float32(q, k, v, *ropes) else 512):
+        raise ValueError(
+            f"attention: heads of {features} and {v.shape[3]} features; the kernel takes 512, and "
+            "256 in float32"
+        )
+    if slots * kv_heads * max(features, v.shape[3]) >= 2**31:  # the kernel counts in 32 bits
+        raise ValueError(
+            f"attention: a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers"
+        )
+    for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
+        if scale is not None and scale.ndim and scale.shape != like.shape[:3]:
+            raise ValueError(f"attention: {name} {scale.shape} must be () or {like.shape[:3]}")
+
+
+def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
+    """Whether each split of the keys gets a program of its own: few tiles and long caches."""
+    tiles = -(-queries * heads // kv_heads // ROWS.value)
+    return slots > SPLIT.value and tiles * kv_heads * batch <= _FEW_PROGRAMS
+
+
+def _kind(scale: jax.Array | None) -> int:
+    """0 for no scale, 1 for one of them all, 2 for one per token and head."""
+    return 0 if scale is None else 2 if scale.ndim else 1
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
+    table: jax.Array | None = None,
+    one_split: bool | None = None,
+) -> jax.Array:
+    """`reference.attention` by the Triton kernels.
+
+    Args:
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope: as for the reference.
+      table: (B, N) int32; then k, v, k_scale, v_scale and k_rope are pages of a pool, (P, 64, ...)
+        instead of (B, S, ...), and slot j of sequence b is slot j % 64 of page table[b, j // 64].
+        Entries behind a sequence's last position may be any number. Page ids are not checked: one
+        outside of the pool reads other memory.
+      one_split: whether a program takes one split of the keys; None for the choice by shape. Never
+        changes a bit.
+
+    Returns:
+      (B, T, H, Dv) float32. NaN for a query of negative position.
+
+    Raises:
+      ValueError: shapes that do not fit, or another dtype.
+    """
+
+    ropes = (q_rope, k_rope)
+    check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
+    (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
+    if table is not None:
+        slots *= table.shape[1]
+    tiles = -(-queries * heads // kv_heads // ROWS.value)
+    splits = -(-slots // SPLIT.value)
+    if one_split is None:
+        one_split = takes_one_split(batch, queries, heads, kv_heads, slots)
+    float32 = _in_float32(q, k, v, *ropes)
+    if float32:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
+
+    rope_features = 0 if q_rope is None else q_rope.shape[3]
+    unused = jnp.zeros((1,), jnp.float32)
+    q_scale_, k_scale_, v_scale_, q_rope_, k_rope_, table_ = (
+        unused if x is None else x for x in (q_scale, k_scale, v_scale, *ropes, table)
+    )
+    per_row = (splits,) if one_split else ()
+    rows = (batch, queries, heads)
+
+    def result(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    statistics = result(*per_row, *rows) if one_split else result(1)
+    shape = {"T": queries, "S": slots, "H": heads, "HKV": kv_heads, "DV": v_features}
+    shape["V_WIDTH"] = head_width(v_features)
+    warps, stages = warps_and_stages(max(features, v_features), float32)
+    parts, top, total = triton_call(
+        attention_kernel, q, k, v, positions, q_scale_, k_scale_, v_scale_, q_rope_, k_rope_,
+        table_, out=(result(*per_row, *rows, v_features), statistics, statistics),
+        grid=(tiles * (splits if one_split else 1), kv_heads, batch), warps=warps,
+        stages=stages,
+        D=features, DR=rope_features, WIDTH=head_width(features),
+        R_WIDTH=head_width(rope_features or 1),
+        SCALE=scale / math.log(2), Q_SCALES=_kind(q_scale), K_SCALES=_kind(k_scale),
+        V_SCALES=_kind(v_scale), PAGED=table is not None, ONE_SPLIT=one_split, **shape,
+    )  # fmt: skip
+    if not one_split:
+        return parts
+    return triton_call(
+        join_kernel, positions, parts, top, total,
+        out=result(*rows, v_features),
+        grid=(tiles, kv_heads, batch), warps=warps, stages=1, **shape,
+    )  # fmt: skip

@@ -1,0 +1,289 @@
+"""Gradients of attention by Triton, for heads of up to 256 features (Dao, 2307.08691, algorithm 2).
+
+The backward pass makes no bitwise promise between rollout and learner, so its kernels have wide
+tiles. It is deterministic: no sum depends on the order in which programs run. Wider heads (latent
+attention), whose gradients of a block of keys do not fit into registers, go block by block in jnp
+(reference/attention_gradient.py).
+
+Weights are recomputed from a row's logsumexp: ``p = exp(score - logsumexp)``, and the softmax's
+gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both, as the logsumexp of
+strict attention is nowhere. Then ``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``,
+``dq = ds k``, ``dk = ds^T q``: three products in `query_gradient_kernel`, a program for each tile
+of rows, and four in `key_gradient_kernel`, a program for each block of keys, which adds up all rows
+of its group itself. Two kernels that both recompute p in place of one with atomic additions of dq:
+each sum has one order, so the results are the same every time.
+
+Gradients are with respect to the dequantised values. The stored bytes enter the products, with the
+scales folded into scores, dp and ds; p and ds are rounded to bf16 for their products.
+
+A block of keys finds the queries that see it from the positions alone, which may have any order:
+it begins with the first that sees any slot of it and drops the mask behind the last that does not
+see all of it.
+
+Memory grows with T + S: beside the operands in bf16 and the float32 results, two numbers a row.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fp8rl_jax.kernels.gpu import fast_attention
+from fp8rl_jax.kernels.gpu.attention import multiply, store_vectors, vectors
+from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
+from fp8rl_jax.kernels.reference import attention_gradient as reference
+from fp8rl_jax.kernels.reference.attention import dequantized
+
+_SCAN = tl.constexpr(1024)  # positions that are read at a time
+_LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _add_to_query(
+    dquery, start, end, query, query_scale, dout, logsumexp, delta, position, k, v, k_scale,
+    v_scale,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    slot = start + tl.arange(0, KEYS)
+    there = slot < end
+    place = slot * HKV
+    key = vectors(k, place, there, D, WIDTH)
+    score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
+    weight = tl.exp2(score - logsumexp[:, None])
+    if MASKED:
+        weight = tl.where(slot[None, :] <= position[:, None], weight, 0.0)
+    value = vectors(v, place, there, DV, V_WIDTH)
+    dweight = multiply(dout, value.T)
+    if KV_SCALED:
+        dweight *= tl.load(v_scale + place, mask=there, other=0.0)[None, :]
+    dscore = weight * (dweight - delta[:, None])
+    if KV_SCALED:
+        dscore *= tl.load(k_scale + place, mask=there, other=0.0)[None, :]
+    return tl.dot(dscore.to(key.dtype), key, dquery, input_precision="ieee")
+
+
+@triton.jit
+def query_gradient_kernel(
+    q,  # (B, T, H, D) bf16 or float32, as k, v and dout
+    k,  # (B, S, HKV, D)
+    v,  # (B, S, HKV, DV)
+    positions,  # (B, T) int32
+    q_scale,  # (B, T, H) float32, unused without Q_SCALED
+    k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
+    v_scale,  # likewise
+    dout,  # (B, T, H, DV)
+    logsumexp,  # (B, T, H) float32, over log 2
+    delta,  # (B, T, H) float32
+    dq,  # (B, T, H, D) float32
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
+    V_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores, over log 2
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
+    k += first_key * D
+    v += first_key * DV
+    if KV_SCALED:
+        k_scale += first_key
+        v_scale += first_key
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place, exists, position = tile_rows(positions + batch * T, tile, ROWS, T, S, H, HKV)
+    query = vectors(q + first_row * D, place, exists, D, WIDTH)
+    row_dout = vectors(dout + first_row * DV, place, exists, DV, V_WIDTH)
+    row_logsumexp = tl.load(logsumexp + first_row + place, mask=exists, other=0.0)
+    row_delta = tl.load(delta + first_row + place, mask=exists, other=0.0)
+    query_scale = position
+    if Q_SCALED:
+        query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
+    dquery = tl.zeros((ROWS, WIDTH), tl.float32)
+    unmasked, end = seen_by(position, exists, S, KEYS)
+    for start in range(0, unmasked, KEYS):
+        dquery = _add_to_query(
+            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
+            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
+            False,
+        )  # fmt: skip
+    for start in range(unmasked, end, KEYS):
+        dquery = _add_to_query(
+            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
+            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
+            True,
+        )  # fmt: skip
+    store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
+
+
+@triton.jit
+def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
+    """Of a block of keys that begins at `slot`: the first query that sees any slot of it, and the
+    one behind the last that does not see all of it. T for none, and at least the first."""
+    first, unmasked = T, 0
+    for start in range(0, T, _SCAN):
+        query = start + tl.arange(0, _SCAN)
+        position = tl.load(positions + query, mask=query < T, other=-1)
+        sees = (position >= slot) & (query < T)
+        first = tl.minimum(first, tl.min(tl.where(sees, query, T), 0))
+        partly = (position < slot + KEYS - 1) & (query < T)
+        unmasked = tl.maximum(unmasked, tl.max(tl.where(partly, query + 1, 0), 0))
+    return first, tl.maximum(first, unmasked)
+
+
+@triton.jit
+def _add_to_keys(
+    dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout, logsumexp,
+    delta, positions,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile of rows adds; scores and weights are (keys, rows) here, to be left operands."""
+    place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
+    query = vectors(q, place, exists, D, WIDTH)
+    score = multiply(key, query.T)
+    if KV_SCALED:
+        score *= key_scale[:, None]
+    else:
+        score *= SCALE
+    if Q_SCALED:
+        query_scale = tl.load(q_scale + place, mask=exists, other=0.0)[None, :]
+        score *= query_scale
+    weight = tl.exp2(score - tl.load(logsumexp + place, mask=exists, other=0.0)[None, :])
+    if MASKED:
+        weight = tl.where(slot[:, None] <= position[None, :], weight, 0.0)
+    row_dout = vectors(dout, place, exists, DV, V_WIDTH)
+    dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
+    dweight = multiply(value, row_dout.T)
+    if KV_SCALED:
+        dweight *= value_scale[:, None]
+    dscore = weight * (dweight - tl.load(delta + place, mask=exists, other=0.0)[None, :])
+    if Q_SCALED:
+        dscore *= query_scale
+    dkey = tl.dot(dscore.to(query.dtype), query, dkey, input_precision="ieee")
+    return dkey, dvalue
+
+
+@triton.jit
+def key_gradient_kernel(
+    q,  # as of `query_gradient_kernel`
+    k,
+    v,
+    positions,
+    q_scale,
+    k_scale,
+    v_scale,
+    dout,
+    logsumexp,
+    delta,
+    dk,  # (B, S, HKV, D) float32
+    dv,  # (B, S, HKV, DV) float32
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    GROUP: tl.constexpr = H // HKV
+    first_row, first_key = batch * T * H + kv_head * GROUP, batch * S * HKV + kv_head
+    positions += batch * T
+    q += first_row * D
+    dout += first_row * DV
+    logsumexp += first_row
+    delta += first_row
+    if Q_SCALED:
+        q_scale += first_row
+    start = tl.program_id(0) * KEYS
+    slot = start + tl.arange(0, KEYS)
+    there = slot < S
+    place = slot * HKV
+    key = vectors(k + first_key * D, place, there, D, WIDTH)
+    value = vectors(v + first_key * DV, place, there, DV, V_WIDTH)
+    key_scale, value_scale = slot, slot
+    if KV_SCALED:
+        key_scale = tl.load(k_scale + first_key + place, mask=there, other=0.0) * SCALE
+        value_scale = tl.load(v_scale + first_key + place, mask=there, other=0.0)
+    dkey, dvalue = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, V_WIDTH), tl.float32)
+    first, unmasked = _first_and_unmasked(positions, start, T, KEYS)
+    tiles = (T * GROUP + ROWS - 1) // ROWS
+    border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
+    for tile in range(first * GROUP // ROWS, border):
+        dkey, dvalue = _add_to_keys(
+            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
+            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
+            Q_SCALED, KV_SCALED, True,
+        )  # fmt: skip
+    for tile in range(border, tiles):
+        dkey, dvalue = _add_to_keys(
+            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
+            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
+            Q_SCALED, KV_SCALED, False,
+        )  # fmt: skip
+    store_vectors(dk + first_key * D, dkey * (SCALE * _LOG_2), place, there, D, WIDTH)
+    store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)
+
+
+# Of the kernel for dq, and of that for dk and dv, as `fast_attention.TILES`.
+QUERY_TILES = {
+    "bfloat16": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+    "float32": {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
+}
+KEY_TILES = {
+    "bfloat16": {64: Tile(128, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+    "float32": {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+}
+
+
+def attention_vjp(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients with respect to the dequantised q, k and v.
+
+    Args:
+      q, k, v, positions, scale, q_scale, k_scale, v_scale: as for `reference.attention`.
+      cotangent: (B, T, H, Dv), of the output; rounded to bf16 unless an operand is float32.
+
+    Returns:
+      (dq, dk, dv) float32, shaped as q, k, v.
+    """
+    if not fast_attention.supports(q, v):
+        whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
+        return reference.attention_vjp_by_blocks(*whole, positions, cotangent, scale=scale)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales)
+    out, logsumexp = fast_attention.forward(operands)
+    delta = (cotangent.astype(jnp.float32) * out).sum(-1)
+    delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
+    of_rows = operands.in_their_type(cotangent), logsumexp, delta
+    (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
+    dk, dv = operands.call(
+        key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"
+    )
+    return dq, dk, dv

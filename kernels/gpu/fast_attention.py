@@ -1,0 +1,283 @@
+"""Attention by tiles of 64 or 128 rows, and each row's logsumexp: what the gradients start from.
+
+The arguments and the meaning are those of strict attention (attention.py). Its gradients make no
+bitwise promise, so they recompute the result by this faster kernel, which also writes the
+logsumexp of each row's scores.
+
+The online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles that the wide
+tensor core instruction (wgmma) takes, where strict attention has 16 rows. A row is a query and one
+head of a group; keys come in blocks. Scores are in units of log 2, so that exp2 serves. The mask is
+by positions, which may have any order: blocks of keys that all rows of a tile see go without it,
+blocks that none sees are left out.
+
+Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
+beforehand, once for all tiles and exactly, because this instruction reads bf16 from shared memory.
+Scales of quantised queries, keys and values are folded, as in strict attention: those of keys and
+queries multiply scores, those of values multiply weights. Weights are rounded to bf16 for their
+product with values.
+
+A row's bits are not those of strict attention: there are no splits, a block may be of 128 keys, and
+the tensor core itself adds a block's product to the sum so far. Nothing is promised of them.
+
+Not done: heads wider than 256 features, so latent attention; `vmap`.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fp8rl_jax.kernels.arrays import rounded
+from fp8rl_jax.kernels.gpu.attention import (
+    LOWEST,
+    check_operands,
+    head_width,
+    multiply,
+    store_vectors,
+    vectors,
+)
+from fp8rl_jax.kernels.gpu.triton_call import triton_call
+
+
+@triton.jit
+def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: tl.constexpr):
+    """Of a tile's rows: place in (T, H) of one sequence and group, whether they exist, positions.
+
+    A row that does not exist has a position of -1. Positions are at most S - 1.
+    """
+    GROUP: tl.constexpr = H // HKV
+    row = tile * ROWS + tl.arange(0, ROWS)
+    exists = row < T * GROUP
+    query = row // GROUP
+    position = tl.load(positions + query, mask=exists, other=-1)
+    return query * H + row % GROUP, exists, tl.minimum(position, S - 1)
+
+
+@triton.jit
+def scores_of(
+    query, key, query_scale, k_scale, place, there,
+    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+):  # fmt: skip
+    """(rows, keys) scores over log 2, without a mask."""
+    score = multiply(query, key.T)
+    if KV_SCALED:
+        score *= (tl.load(k_scale + place, mask=there, other=0.0) * SCALE)[None, :]
+    else:
+        score *= SCALE
+    if Q_SCALED:
+        score *= query_scale[:, None]
+    return score
+
+
+@triton.jit
+def seen_by(position, exists, S, KEYS: tl.constexpr):
+    """Slots where a tile's loop over keys takes up its mask, at a block's start, and ends.
+
+    What lies behind the end is not read: garbage may be NaN, and 0 * NaN is.
+    """
+    all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
+    some_see = tl.max(position, 0) + 1
+    unmasked = tl.maximum(all_see, 0) // KEYS * KEYS
+    return unmasked, some_see
+
+
+@triton.jit
+def _add_block(
+    top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values with those of a block of keys."""
+    slot = start + tl.arange(0, KEYS)
+    there = slot < end
+    place = slot * HKV
+    key = vectors(k, place, there, D, WIDTH)
+    score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
+    if MASKED:
+        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
+    above = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp2(score - above[:, None])
+    rescale = tl.exp2(top - above)
+    total = tl.fma(total, rescale, tl.sum(weight, 1))
+    if KV_SCALED:
+        weight *= tl.load(v_scale + place, mask=there, other=0.0)[None, :]
+    value = vectors(v, place, there, DV, V_WIDTH)
+    values = tl.dot(
+        weight.to(value.dtype), value, values * rescale[:, None], input_precision="ieee"
+    )
+    return above, total, values
+
+
+@triton.jit
+def fast_attention_kernel(
+    q,  # (B, T, H, D) bf16 or float32, as the next two
+    k,  # (B, S, HKV, D)
+    v,  # (B, S, HKV, DV)
+    positions,  # (B, T) int32
+    q_scale,  # (B, T, H) float32, unused without Q_SCALED
+    k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
+    v_scale,  # likewise
+    out,  # (B, T, H, DV) float32
+    logsumexp,  # (B, T, H) float32, over log 2
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
+    V_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores, over log 2
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    # Within a sequence 32 bits count; the tiles with the most keys come first, as they end last.
+    first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
+    k += first_key * D
+    v += first_key * DV
+    if KV_SCALED:
+        k_scale += first_key
+        v_scale += first_key
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place, exists, position = tile_rows(positions + batch * T, tile, ROWS, T, S, H, HKV)
+    query = vectors(q + first_row * D, place, exists, D, WIDTH)
+    query_scale = position
+    if Q_SCALED:
+        query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
+    unmasked, end = seen_by(position, exists, S, KEYS)
+    for start in range(0, unmasked, KEYS):
+        top, total, values = _add_block(
+            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
+            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, False,
+        )  # fmt: skip
+    for start in range(unmasked, end, KEYS):
+        top, total, values = _add_block(
+            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
+            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, True,
+        )  # fmt: skip
+    values *= (1.0 / total)[:, None]
+    store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
+    tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
+
+
+WIDEST = 256  # features of a head
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and keys that meet at a time, warps of a program, and depth of its pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the operands' type and the widest vector of a head.
+TILES = {
+    "bfloat16": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "float32": {64: Tile(32, 32, 8, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)},
+}
+
+
+def tile_for(table: dict[int, Tile], widest: int) -> Tile:
+    """The tile for a head whose widest vector has so many features."""
+    return table[min(width for width in table if width >= widest)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What the kernels of attention and its gradients read, all in one type.
+
+    Attributes:
+      arrays: q, k, v in bf16 or float32, positions, and the scales of q, k and v: one for each
+        vector, or a placeholder.
+      constants: of every kernel: shapes, the scores' scale, and which scales there are.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    constants: dict[str, int | float | bool]
+
+    def in_their_type(self, x: jax.Array) -> jax.Array:
+        """`x`, rounded to bf16 where the operands are."""
+        return rounded(x, self.arrays[0].dtype)
+
+    def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
+        """A kernel's results.
+
+        Args:
+          kernel: takes `arrays`, then `more`.
+          tables: {dtype: {width: Tile}}.
+          more: further operands.
+          out: shapes of the results, float32.
+          over: 'rows' or 'keys', of which each program has a tile.
+        """
+        q, _, v = self.arrays[:3]
+        (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
+        tile = tile_for(tables[q.dtype.name], max(features, v_features))
+        programs = {
+            "rows": -(-queries * heads // kv_heads // tile.rows), "keys": -(-slots // tile.keys)
+        }  # fmt: skip
+        return triton_call(
+            kernel, *self.arrays, *more,
+            out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out),
+            grid=(programs[over], kv_heads, batch), warps=tile.warps, stages=tile.stages,
+            ROWS=tile.rows, KEYS=tile.keys, **self.constants,
+        )  # fmt: skip
+
+
+def supports(q: jax.Array, v: jax.Array) -> bool:
+    """Whether the kernels take heads of these widths."""
+    return max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None) -> Operands:
+    """Operands of the kernels; arguments as for `reference.attention`, of heads that `supports`.
+
+    Raises:
+      ValueError: shapes that do not fit, or another dtype.
+    """
+    check_operands(q, k, v, positions, (q_scale, k_scale, v_scale))
+    if math.prod(q.shape[1:3]) * max(q.shape[3], v.shape[3]) >= 2**31:  # counted in 32 bits
+        raise ValueError(
+            f"attention: a sequence's queries {q.shape[1:]} must be fewer than 2**31 numbers"
+        )
+    dtype = jnp.float32 if any(x.dtype == jnp.float32 for x in (q, k, v)) else jnp.bfloat16
+    q_scaled, kv_scaled = q_scale is not None, k_scale is not None or v_scale is not None
+    scales = [
+        jnp.broadcast_to(jnp.float32(1) if given is None else given, like.shape[:3])
+        if used
+        else jnp.zeros((1,), jnp.float32)
+        for given, like, used in (
+            (q_scale, q, q_scaled), (k_scale, k, kv_scaled), (v_scale, v, kv_scaled)
+        )
+    ]  # fmt: skip
+    constants = {
+        "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "HKV": k.shape[2],
+        "D": q.shape[3], "DV": v.shape[3], "WIDTH": head_width(q.shape[3]),
+        "V_WIDTH": head_width(v.shape[3]), "SCALE": scale / math.log(2),
+        "Q_SCALED": q_scaled, "KV_SCALED": kv_scaled,
+    }  # fmt: skip
+    return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales), constants)
+
+
+def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logsumexp of each row's scores.
+
+    Returns:
+      (B, T, H, Dv) float32, NaN for a query of negative position, and (B, T, H) float32 over log 2.
+    """
+
+    q, _, v = operands.arrays[:3]
+    return operands.call(
+        fast_attention_kernel, TILES, out=((*q.shape[:3], v.shape[3]), q.shape[:3])
+    )

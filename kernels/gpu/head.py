@@ -1,0 +1,419 @@
+"""Log-probabilities from hidden states without logits in memory, by Triton.
+
+``logp(t) = x_t - log sum_v exp(x_v)`` with ``x = (hidden @ head) / temperature``: the definition of
+models/logprobs.py, computed as ``(x_t - max) - log sum_v exp(x_v - max)``. A learner scores whole
+responses with `head_logprobs`; a sampler, which has the logits of its few rows in memory because it
+draws from them, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of
+rows and the place of the row among them, provided that the logits are `matmul.matmul`'s.
+
+For each row and each 128 columns of the vocabulary (a tile, part of the numeric contract) a kernel
+keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
+exp(x - m) * (x - m). `combine_kernel` makes the row's log-probability and entropy of them. The
+logits come out of the tensor core (`head_statistics_kernel`) or out of memory
+(`logits_statistics_kernel`), and the three numbers have the same bits both ways:
+
+* The product is `matmul_kernel`'s without scales: the same instruction, K ascending.
+* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order in which the
+  tile lies in registers, which differs between an accumulator and a load. So terms become integers
+  first (`_steps`); those have no order.
+* A row of `combine_kernel` is one program, the same one whatever the number of rows.
+
+A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
+a sum of integers would not.
+
+Memory: the forward pass keeps 12 bytes per row and 128 columns. The backward pass writes the
+gradient of the logits for `CHUNK` tokens at a time, twice (each of the two products that follow
+reads it along its own contraction), in the operands' type: with bf16 and a vocabulary of 151,936
+that is 2.5 GB, as much as the float32 gradient of a head of width 4,096.
+
+Gradients make no bitwise promise; those of bf16 operands take the logits' gradient in bf16. There
+is none of the entropy, which is a metric. Kernels have no rule for `vmap` or differentiation:
+the caller joins the two passes in a `custom_vjp`.
+
+Not done: a vocabulary split over devices (its parts' three numbers could be gathered and combined,
+were the parts multiples of 128 columns). A tile's arithmetic runs beside the product of another
+program on the multiprocessor, if there is one, not beside its own program's next.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+
+from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.gpu.matmul import matmul, tile_of
+from fp8rl_jax.kernels.gpu.tiles import HEAD_COLUMNS, head_tile
+from fp8rl_jax.kernels.gpu.triton_call import align, per_load, triton_call
+
+_LOWEST = tl.constexpr(-3.4e38)
+
+
+@triton.jit
+def _logits_tile(
+    x, w, row, column,
+    K: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """(BM, BN) float32 of x (., K) by w (., K) transposed, at rows and columns that exist."""
+    depth = tl.arange(0, BK)
+    x_at = x + tl.cast(row, tl.int64)[:, None] * K + depth[None, :]
+    w_at = w + tl.cast(column, tl.int64)[:, None] * K + depth[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range((K + BK - 1) // BK):
+        if K % BK == 0:
+            x_part = tl.load(x_at)
+            w_part = tl.load(w_at)
+        else:
+            inside = (depth < K - k * BK)[None, :]
+            x_part = tl.load(x_at, mask=inside, other=0.0)
+            w_part = tl.load(w_at, mask=inside, other=0.0)
+        acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
+        x_at += BK
+        w_at += BK
+    return acc
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger one; NaN if either is NaN (`tl.max` would drop it)."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _steps(x, ONE: tl.constexpr, BITS: tl.constexpr):
+    """x as an integer, in the steps in which float32 counts from ONE, whose bits are BITS.
+
+    The addition rounds x to such a step, and neighbouring floats have neighbouring bits. Two
+    instructions at full rate, which a conversion to int64 does not have.
+    """
+    return (x + ONE).to(tl.int32, bitcast=True) - BITS
+
+
+@triton.jit
+def _sum_coarse(x):
+    """Sum along axis 1 of up to 128 values from 0 to 1, in steps of 2**-23; as int32."""
+    tl.static_assert(x.shape[1] <= 128)
+    return tl.sum(_steps(x, 1.0, 0x3F800000), 1)
+
+
+@triton.jit
+def _sum_fine(x):
+    """The same sum as float32, in steps of 2**-46.
+
+    In coarse steps alone a tile that one column dominates could lose 127 others of 2**-24 each:
+    7.6e-6 of a log-probability.
+    """
+    rest = x - ((x + 1.0) - 1.0)  # what rounding to coarse steps left: exact, up to 2**-24
+    rest = tl.sum(_steps(rest, 1.5 * 2.0**-23, 0x34400000), 1)
+    return _sum_coarse(x).to(tl.float32) * 2.0**-23 + rest.to(tl.float32) * 2.0**-46
+
+
+@triton.jit
+def _store_statistics(
+    scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's three numbers per row, and the target's logit if it lies in the tile."""
+    target = tl.load(targets + row)
+    here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
+    tl.store(tl.broadcast_to((chosen + row)[:, None], scaled.shape), scaled, mask=here)
+    scaled = tl.where(column_ok[None, :], scaled, float("-inf"))
+    # A tile of nothing but -inf: a finite number to subtract.
+    maximum = _larger(tl.reduce(scaled, 1, _larger), _LOWEST)
+    below = scaled - maximum[:, None]
+    weight = tl.exp(below)
+    at = tl.cast(row, tl.int64) * TILES + tile
+    tl.store(top + at, maximum, mask=row_ok)
+    tl.store(total + at, _sum_fine(weight), mask=row_ok)
+    # Terms lie between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
+    # coarse steps will do.
+    terms = tl.where(weight > 0, -weight * below, 0.0)
+    tl.store(moment + at, _sum_coarse(terms).to(tl.float32) * -(2.0**-23), mask=row_ok)
+
+
+@triton.jit
+def head_statistics_kernel(
+    x,  # (M, K)
+    w,  # (N, K)
+    targets,  # (M,) int32
+    inverse_temperature,  # (M,) float32
+    top,  # (M, TILES) float32: maximum of a tile's scaled logits
+    total,  # (M, TILES) float32: sum of exp(scaled - top)
+    moment,  # (M, TILES) float32: sum of exp(scaled - top) * (scaled - top)
+    chosen,  # (M,) float32: the target's scaled logit
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, TILES, BAND)
+    row = row_tile * BM + tl.arange(0, BM)
+    row_ok = row < M
+    row = tl.where(row_ok, row, 0)
+    column = tile * BN + tl.arange(0, BN)
+    column_ok = column < N
+    acc = _logits_tile(x, w, row, tl.where(column_ok, column, 0), K, PRECISION, BM, BN, BK)
+    scaled = acc * tl.load(inverse_temperature + row)[:, None]
+    _store_statistics(
+        scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen, TILES
+    )
+
+
+@triton.jit
+def logits_statistics_kernel(
+    logits,  # (M, N) float32
+    targets,  # the rest as for head_statistics_kernel
+    inverse_temperature,
+    top,
+    total,
+    moment,
+    chosen,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    tile = tl.program_id(0)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    row_ok = row < M
+    row = tl.where(row_ok, row, 0)
+    column = tile * BN + tl.arange(0, BN)
+    column_ok = column < N
+    at = logits + tl.cast(row, tl.int64)[:, None] * N + column[None, :]
+    values = tl.load(at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
+    scaled = values * tl.load(inverse_temperature + row)[:, None]
+    _store_statistics(
+        scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen, TILES
+    )
+
+
+@triton.jit
+def combine_kernel(
+    top,  # (M, TILES), as is
+    total,
+    moment,
+    chosen,  # (M,)
+    targets,  # (M,) int32
+    logp,  # (M,) float32
+    entropy,  # (M,) float32, in nats
+    logsumexp,  # (M,) float32, of the scaled logits
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,  # TILES or more, a power of two
+):
+    row = tl.program_id(0)
+    tile = tl.arange(0, WIDTH)
+    at = tl.cast(row, tl.int64) * TILES + tile
+    tops = tl.load(top + at, mask=tile < TILES, other=_LOWEST)
+    totals = tl.load(total + at, mask=tile < TILES, other=0.0)
+    moments = tl.load(moment + at, mask=tile < TILES, other=0.0)
+    maximum = tl.reduce(tops, 0, _larger)
+    below = tops - maximum
+    weight = tl.exp(below)
+    count = tl.sum(totals * weight, 0)
+    shifted = (moments + totals * below) * weight  # around the row's maximum
+    mean = tl.sum(tl.where(weight > 0, shifted, 0.0), 0) / count
+    log_count = tl.log(count)
+
+    target = tl.load(targets + row)
+    exists = (target >= 0) & (target < N)
+    value = tl.load(chosen + row, mask=exists, other=float("nan"))
+    tl.store(logp + row, (value - maximum) - log_count)
+    tl.store(entropy + row, log_count - mean)
+    tl.store(logsumexp + row, maximum + log_count)
+
+
+@triton.jit
+def head_gradient_kernel(
+    x,  # (M, K)
+    w,  # (N, K)
+    targets,  # (M,) int32
+    inverse_temperature,  # (M,) float32
+    logsumexp,  # (M,) float32, as combine_kernel wrote it
+    dlogp,  # (M,) float32
+    dlogits,  # (M, WIDTH): gradient with respect to the unscaled logits; zeros from column N on
+    dlogits_t,  # (WIDTH, M): the same, transposed
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # N or more
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, (WIDTH + BN - 1) // BN, BAND)
+    row = row_tile * BM + tl.arange(0, BM)
+    row_ok = row < M
+    safe_row = tl.where(row_ok, row, 0)
+    column = tile * BN + tl.arange(0, BN)
+    column_ok = column < N
+    acc = _logits_tile(x, w, safe_row, tl.where(column_ok, column, 0), K, PRECISION, BM, BN, BK)
+    inverse = tl.load(inverse_temperature + safe_row)
+    scale = (tl.load(dlogp + safe_row) * inverse)[:, None]
+    probability = tl.exp(acc * inverse[:, None] - tl.load(logsumexp + safe_row)[:, None])
+    hit = column[None, :] == tl.load(targets + safe_row)[:, None]
+    gradient = scale * (tl.where(hit, 1.0, 0.0) - probability)
+    gradient = tl.where(column_ok[None, :], gradient, 0.0).to(dlogits.dtype.element_ty)
+
+    mask = row_ok[:, None] & (column < WIDTH)[None, :]
+    wide, tall = tl.cast(row, tl.int64), tl.cast(column, tl.int64)
+    tl.store(dlogits + wide[:, None] * WIDTH + column[None, :], gradient, mask=mask)
+    tl.store(dlogits_t + tall[None, :] * M + row[:, None], gradient, mask=mask)
+
+
+CHUNK = 4096  # tokens whose gradient of the logits exists at once
+_LOGITS_ROWS = 8  # that a program reads from memory
+
+
+def _kind(hidden: jax.Array, head: jax.Array) -> str:
+    for dtype, kind in ((jnp.bfloat16, "bf16"), (jnp.float32, "float32")):
+        if hidden.dtype == head.dtype == dtype:
+            return kind
+    raise ValueError(
+        f"hidden states and head must both be bf16 or both float32, got {hidden.dtype} and "
+        f"{head.dtype}; convert one of them"
+    )
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _tiles(columns: int) -> int:
+    return -(-columns // HEAD_COLUMNS)
+
+
+def _statistics_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Maximum, sum and moment of each row and tile; the target's logit of each row."""
+    return (*[_float32(rows, _tiles(columns))] * 3, _float32(rows))
+
+
+def _combine(statistics, targets: jax.Array, columns: int):
+
+    rows, tiles = statistics[0].shape
+    return triton_call(
+        combine_kernel, *statistics, targets,
+        out=(_float32(rows),) * 3,
+        grid=(rows,), warps=4, stages=1,
+        N=columns, TILES=tiles, WIDTH=1 << (tiles - 1).bit_length(),
+    )  # fmt: skip
+
+
+def head_logprobs(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probability of each row's target, the row's entropy, and its log-sum-exp.
+
+    Args:
+      hidden: (M, D) bf16 or float32.
+      head: (D, V) of the same type. Read as (V, D): free for a transposed embedding.
+      targets: (M,) int32; outside 0 .. V - 1 the log-probability is NaN.
+      inverse_temperature: (M,) float32.
+
+    Returns:
+      logp (M,) float32; entropy (M,) float32 in nats; log of the sum of the exponentials of the
+      scaled logits (M,) float32, for `head_logprobs_vjp`.
+
+    Raises:
+      ValueError: operands of another type.
+    """
+
+    kind = _kind(hidden, head)
+    rows, columns = hidden.shape[0], head.shape[1]
+    hidden, head = align(hidden), align(head.T)
+    tile = head_tile(kind, rows)
+    statistics = triton_call(
+        head_statistics_kernel, hidden, head, targets, inverse_temperature,
+        out=_statistics_shapes(rows, columns),
+        grid=(-(-rows // tile.rows) * _tiles(columns),), warps=tile.warps, stages=tile.stages,
+        M=rows, N=columns, K=hidden.shape[1], **tile.constants(kind),
+    )  # fmt: skip
+    return _combine(statistics, targets, columns)
+
+
+def logprobs_of_logits(
+    logits: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same three from (M, V) float32 logits, before temperature; bit for bit the same.
+
+    Raises:
+      ValueError: logits of another type.
+    """
+
+    if logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32, got {logits.dtype}; the head's product gives it")
+    rows, columns = logits.shape
+    statistics = triton_call(
+        logits_statistics_kernel, logits, targets, inverse_temperature,
+        out=_statistics_shapes(rows, columns),
+        grid=(_tiles(columns), -(-rows // _LOGITS_ROWS)), warps=4, stages=1,
+        M=rows, N=columns, BM=_LOGITS_ROWS, BN=HEAD_COLUMNS,
+    )  # fmt: skip
+    return _combine(statistics, targets, columns)
+
+
+def head_logprobs_vjp(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    inverse_temperature: jax.Array,
+    logsumexp: jax.Array,
+    dlogp: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of ``sum(dlogp * logp)``, recomputing the logits.
+
+    Args:
+      hidden, head, targets, inverse_temperature: as for `head_logprobs`.
+      logsumexp: (M,) float32, its third result.
+      dlogp: (M,) float32. A row of 0 gets a gradient of 0 if its logits are finite.
+
+    Returns:
+      dhidden (M, D) and dhead (D, V), float32.
+
+    Raises:
+      ValueError: operands of another type.
+    """
+
+    kind = _kind(hidden, head)
+    (rows, depth), columns, dtype = hidden.shape, head.shape[1], hidden.dtype
+    pack = per_load(dtype)
+    chunk = min(CHUNK, rows + -rows % pack)
+    width = columns + -columns % pack
+    hidden, head = align(hidden), pad_to(head, 0, pack)
+    head_t, head = head.T, align(head)
+    tile = head_tile(kind, chunk)
+
+    def gradients(rows_of_chunk: Sequence[jax.Array]):
+        x = rows_of_chunk[0]
+        dlogits, dlogits_t = triton_call(
+            head_gradient_kernel, x, head_t, *rows_of_chunk[1:],
+            out=tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((chunk, width), (width, chunk))),
+            grid=(-(-chunk // tile.rows) * _tiles(width),), warps=tile.warps, stages=tile.stages,
+            M=chunk, N=columns, K=x.shape[1], WIDTH=width, **tile.constants(kind),
+        )  # fmt: skip
+        return matmul(x.T, dlogits_t.T), matmul(dlogits, head.T)
+
+    def add(total: jax.Array, rows_of_chunk: Sequence[jax.Array]):
+        dhead, dhidden = gradients(rows_of_chunk)
+        return total + dhead, dhidden
+
+    # Added rows have dlogp = 0: they add nothing.
+    per_row = (hidden, targets, inverse_temperature, logsumexp, dlogp)
+    chunks = tuple(pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row)
+    if chunks[0].shape[0] == 1:
+        dhead, dhidden = gradients([x[0] for x in chunks])
+    else:
+        zeros = varying_as(jnp.zeros((hidden.shape[1], width), jnp.float32), *per_row, head)
+        dhead, dhidden = lax.scan(add, zeros, chunks)
+    return dhidden.reshape(-1, hidden.shape[1])[:rows, :depth], dhead[:depth, :columns]

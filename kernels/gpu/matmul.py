@@ -1,0 +1,339 @@
+"""Matmuls by Triton: blockwise-scaled FP8, bf16 and float32, dense and grouped.
+
+Operands come as in `reference.matmul.block_matmul`, (M, K) and (K, N). The kernels read both along
+K ("K-major"): rows of x and rows of the transposed weight, which is the only order that Hopper's
+FP8 tensor cores take. Where the second operand's buffer lies column by column the transpose costs
+nothing, and a rollout's weights are laid out so once per refit; elsewhere XLA copies it.
+
+With scales, each 128 of K gives a float32 partial sum that leaves the tensor core, is multiplied by
+its scales and added in float32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2: the tensor core
+itself adds with about 14 bits). Without, sums stay in the tensor core, K ascending.
+
+A program computes one tile of the result. Rows and columns past the end are computed on copies of
+row and column 0 and not stored: they cost no memory traffic, and poison nothing.
+
+Kernels have no rule for `vmap` of their own: a batched product runs as a loop.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.custom_batching import sequential_vmap
+
+from fp8rl_jax.kernels.arrays import K_BLOCK
+from fp8rl_jax.kernels.gpu.tiles import Tile, matmul_tile
+from fp8rl_jax.kernels.gpu.triton_call import align, triton_call
+
+
+@triton.jit
+def tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: tl.constexpr):
+    """Row tile and column tile of a program.
+
+    Programs that run at the same time take few row tiles and few column tiles: both stay in L2.
+    """
+    first = (program // (BAND * COLUMN_TILES)) * BAND
+    height = tl.minimum(ROW_TILES - first, BAND)
+    within = program % (BAND * COLUMN_TILES)
+    return first + within % height, within // height
+
+
+@triton.jit
+def matmul_kernel(
+    x,  # (TOTAL, K)
+    w,  # (E, N, K)
+    x_scale,  # (KB, TOTAL) float32
+    w_scale,  # (E, ceil(N / 128), KB) float32, or (E, KB, N) with COLUMN_SCALES
+    experts,  # (TOTAL / GROUP,) int32: which w a group of rows takes; E or more for none: zeros
+    out,  # (TOTAL, N)
+    TOTAL: tl.constexpr,
+    GROUP: tl.constexpr,  # rows that share a weight; TOTAL for a dense product
+    N: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    COLUMN_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
+    ROW_TILES: tl.constexpr = (TOTAL // GROUP) * TILES_IN_GROUP
+    COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+
+    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
+    group = row_tile // TILES_IN_GROUP
+    local = (row_tile % TILES_IN_GROUP) * BM + tl.arange(0, BM)
+    row_ok = local < GROUP
+    row = group * GROUP + tl.where(row_ok, local, 0)
+    column = column_tile * BN + tl.arange(0, BN)
+    column_ok = column < N
+    safe_column = tl.where(column_ok, column, 0)
+
+    steps = STEPS
+    expert = 0
+    if GROUPED:
+        expert = tl.load(experts + group)
+        steps = tl.where(expert < E, STEPS, 0)
+        expert = tl.minimum(expert, E - 1)
+    expert = tl.cast(expert, tl.int64)
+
+    depth = tl.arange(0, BK)
+    x_at = x + tl.cast(row, tl.int64)[:, None] * K + depth[None, :]
+    w_at = w + (expert * N + safe_column)[:, None] * K + depth[None, :]
+    x_scale_at = x_scale + row
+    if COLUMN_SCALES:
+        w_scale_at = w_scale + expert * STEPS * N + safe_column
+    else:
+        w_scale_at = w_scale + (expert * ((N + 127) // 128) + column_tile * BN // 128) * STEPS
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(steps):
+        if K % BK == 0:
+            x_part = tl.load(x_at)
+            w_part = tl.load(w_at)
+        else:
+            inside = (depth < K - k * BK)[None, :]
+            x_part = tl.load(x_at, mask=inside, other=0.0)
+            w_part = tl.load(w_at, mask=inside, other=0.0)
+        if SCALED:
+            partial = tl.dot(x_part, w_part.T)
+            if COLUMN_SCALES:
+                partial *= tl.load(x_scale_at)[:, None]
+                scale = tl.load(w_scale_at)[None, :]
+                w_scale_at += N
+            else:
+                scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
+                w_scale_at += 1
+            acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
+            x_scale_at += TOTAL
+        else:
+            acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
+        x_at += BK
+        w_at += BK
+
+    out_at = out + tl.cast(row, tl.int64)[:, None] * N + column[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+
+
+@triton.jit
+def grouped_wgrad_kernel(
+    x,  # (K, TOTAL): the layer's input along tokens
+    dy,  # (N, TOTAL): the gradient of its output along tokens
+    x_scale,  # (TOTAL / 128, K) float32
+    dy_scale,  # (TOTAL / 128, N) float32
+    starts,  # (E + 1,) int32: blocks of 128 tokens of expert e are starts[e] .. starts[e + 1] - 1
+    out,  # (E, K, N)
+    TOTAL: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    ROW_TILES: tl.constexpr = (K + BM - 1) // BM
+    COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
+    LOADS: tl.constexpr = 128 // BK
+
+    expert = tl.program_id(1)
+    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
+    row = row_tile * BM + tl.arange(0, BM)
+    row_ok = row < K
+    safe_row = tl.where(row_ok, row, 0)
+    column = column_tile * BN + tl.arange(0, BN)
+    column_ok = column < N
+    safe_column = tl.where(column_ok, column, 0)
+
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    token = first * 128 + tl.arange(0, BK)
+    x_at = x + tl.cast(safe_row, tl.int64)[:, None] * TOTAL + token[None, :]
+    dy_at = dy + tl.cast(safe_column, tl.int64)[:, None] * TOTAL + token[None, :]
+    x_scale_at = x_scale + tl.cast(first, tl.int64) * K + safe_row
+    dy_scale_at = dy_scale + tl.cast(first, tl.int64) * N + safe_column
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in range((last - first) * LOADS):
+        x_part = tl.load(x_at)
+        dy_part = tl.load(dy_at)
+        if SCALED:
+            partial = tl.dot(x_part, dy_part.T)
+            partial *= tl.load(x_scale_at)[:, None]
+            scale = tl.load(dy_scale_at)[None, :]
+            acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
+            x_scale_at += K
+            dy_scale_at += N
+        else:
+            acc = tl.dot(x_part, dy_part.T, acc, input_precision=PRECISION)
+        x_at += BK
+        dy_at += BK
+
+    out_at = out + (tl.cast(expert, tl.int64) * K + row)[:, None] * N + column[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+
+
+def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
+    """'fp8', 'bf16' or 'float32': the product that the operands' dtypes ask for.
+
+    Raises:
+      ValueError: scales with operands that are not FP8 (E4M3 and E5M2 may be mixed).
+    """
+    if scaled:
+        if lhs.dtype.itemsize != 1 or rhs.dtype.itemsize != 1:
+            raise ValueError(
+                f"scales belong to FP8 operands, got {lhs.dtype} and {rhs.dtype}; multiply other "
+                "types by their scales first"
+            )
+        return "fp8"
+    return "bf16" if lhs.dtype == rhs.dtype == jnp.bfloat16 else "float32"
+
+
+def _operands(lhs: jax.Array, rhs: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Both in a type that the kernel multiplies, every row of K at a multiple of 16 bytes."""
+    if kind == "float32":
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    return align(lhs), align(rhs)
+
+
+def _tiles(tile: Tile, rows: int, columns: int) -> int:
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
+
+
+def _unused(dtype) -> jax.Array:
+    return jnp.zeros((1,), dtype)
+
+
+def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
+    """(TOTAL, K) by (E, N, K) with scales (KB, TOTAL) and (E, KB, ...) -> (TOTAL, N)."""
+
+    kind = kind_of(x, w, x_scale is not None)
+    x, w = _operands(x, w, kind)
+    (total, depth), (count, columns) = x.shape, w.shape[:2]
+    by_column = x_scale is not None and w_scale.shape[2] != -(-columns // K_BLOCK)
+    tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns)
+    if x_scale is None:
+        x_scale = w_scale = _unused(jnp.float32)
+    elif not by_column:
+        w_scale = w_scale.swapaxes(1, 2)
+    return triton_call(
+        matmul_kernel, x, w, x_scale, w_scale,
+        _unused(jnp.int32) if experts is None else experts,
+        out=jax.ShapeDtypeStruct((total, columns), dtype),
+        grid=(total // group * _tiles(tile, group, columns),),
+        warps=tile.warps, stages=tile.stages,
+        TOTAL=total, GROUP=group, N=columns, K=depth, E=count,
+        GROUPED=experts is not None, COLUMN_SCALES=by_column, SCALED=kind == "fp8",
+        **tile.constants(kind),
+    )  # fmt: skip
+
+
+def matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    dtype=jnp.float32,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """`reference.matmul.block_matmul` by Triton: FP8 with scales, bf16 or float32 without.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale: as for the reference.
+      dtype: of the result, float32 or bf16 (rounded to nearest even).
+      tile: instead of the table's.
+
+    Returns:
+      (M, N) in `dtype`.
+    """
+
+    @sequential_vmap
+    def run(lhs, rhs, lhs_scale, rhs_scale):
+        scales = (None, None) if lhs_scale is None else (lhs_scale.T, rhs_scale[None])
+        return _rows_times(lhs, rhs.T[None], *scales, None, lhs.shape[0], dtype, tile)
+
+    return run(lhs, rhs, lhs_scale, rhs_scale)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    experts: jax.Array,
+    x_scale: jax.Array | None = None,
+    w_scale: jax.Array | None = None,
+    dtype=jnp.float32,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """Every group of rows times the matrix of its expert.
+
+    Args:
+      x: (groups, R, K); rows sorted by expert, each group filled up with zeros.
+      w: (E, K, N).
+      experts: (groups,) int32; E or more where a group has no rows: zeros, at no cost.
+      x_scale: (groups, R, KB) float32 with KB = ceil(K / 128), or None for bf16 and float32.
+      w_scale: (E, KB, ceil(N / 128)) or (E, KB, N) float32, or None.
+      dtype, tile: as for `matmul`.
+
+    Returns:
+      (groups, R, N) in `dtype`.
+    """
+    groups, rows, depth = x.shape
+    total = groups * rows
+    if x_scale is not None:
+        x_scale = x_scale.reshape(total, -1).T
+    y = _rows_times(
+        x.reshape(total, depth), w.swapaxes(1, 2), x_scale, w_scale, experts, rows, dtype, tile
+    )
+    return y.reshape(groups, rows, -1)
+
+
+def grouped_wgrad(
+    x: jax.Array,
+    dy: jax.Array,
+    experts: jax.Array,
+    count: int,
+    x_scale: jax.Array | None = None,
+    dy_scale: jax.Array | None = None,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """``x^T dy`` of every expert, over its groups of rows in ascending order.
+
+    Args:
+      x: (groups, R, K) and dy: (groups, R, N), R a multiple of 128, sorted by expert.
+      experts: (groups,) int32, ascending; `count` or more where a group has no rows.
+      count: number of experts.
+      x_scale: (groups, R / 128, K) float32, one per 128 rows and column, or None.
+      dy_scale: (groups, R / 128, N) likewise.
+      tile: instead of the table's.
+
+    Returns:
+      (count, K, N) float32; zeros for experts without rows.
+    """
+
+    kind = kind_of(x, dy, x_scale is not None)
+    if kind == "float32":
+        x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    groups, rows, depth = x.shape
+    columns, total = dy.shape[2], groups * rows
+    blocks = rows // K_BLOCK
+    tile = tile or matmul_tile("wgrad" if kind == "fp8" else kind, depth, columns)
+    ids = jnp.arange(count + 1, dtype=experts.dtype)
+    starts = jnp.searchsorted(experts, ids, method="compare_all") * blocks  # one fusion, no loop
+    if x_scale is None or dy_scale is None:
+        x_scale = dy_scale = _unused(jnp.float32)
+    else:
+        x_scale, dy_scale = x_scale.reshape(-1, depth), dy_scale.reshape(-1, columns)
+    return triton_call(
+        grouped_wgrad_kernel, x.reshape(total, depth).T, dy.reshape(total, columns).T,
+        x_scale, dy_scale, starts.astype(jnp.int32),
+        out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
+        grid=(_tiles(tile, depth, columns), count),
+        warps=tile.warps, stages=tile.stages,
+        TOTAL=total, N=columns, K=depth, SCALED=kind == "fp8", **tile.constants(kind),
+    )  # fmt: skip

@@ -1,0 +1,274 @@
+"""The blockwise-scaled FP8 matmul for many rows, in Pallas Mosaic GPU, for Hopper.
+
+    y[m, n] = sum_b (sum_{k in b} x[m, k] w[n, k]) * (x_scale[b, m] * w_scale[n // 128, b])
+
+b runs over blocks of 128 of K, ascending. The inner sum leaves the tensor core in float32, is
+multiplied by its scales and added in float32 by one multiply-add (DeepSeek-V3, arXiv:2412.19437,
+section 3.3.2: the tensor core itself adds with about 14 bits). That is the order of the Triton
+kernel, with instructions of the same depth (m64nNk32), and nothing splits K.
+
+A program has three or four warpgroups. The last one, the producer, only starts copies from global
+to shared memory (TMA), some steps ahead. Each of the others, the consumers, owns 64 rows of the
+tile: while one scales and adds its partial sum, another keeps the tensor core busy. Programs stay
+on their multiprocessor and take one tile after another, so operands of the next tile arrive while
+the last one is stored. Rows past M arrive as zeros and are not stored: the copy engine clips both.
+
+Not here: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
+`supports` says so, and the Triton kernels take those. A tile of 256 rows, two instructions of 64
+for each of two consumers, was compiled and left out: two totals and a partial sum are 192 of 232
+registers, and ptxas spills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to
+from fp8rl_jax.kernels.gpu.tiles import BAND
+
+FEWEST_ROWS = 256  # a whole tile of any height; from how many rows on it pays is to be measured
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM); with fewer, programs queue, with equal results
+_ROWS = 64  # of a consumer: one tensor core instruction
+_COLUMNS = K_BLOCK  # of a tile: one scale of w a step
+_GROUP = 8  # rows: the unit of a swizzle, and so of x and the result in global memory
+_LINE = 128  # bytes of shared memory that a swizzle permutes: a row of an operand, or of a store
+_STORES = 2  # pieces of the result on their way out at a time, per consumer
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+_RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Height of a tile and how a program shares its registers and shared memory.
+
+    Registers are per thread; 512 of them are to be had for one thread of every warpgroup, in steps
+    of 8. Stages are limited by 227 KiB of shared memory.
+    """
+
+    consumers: int
+    stages: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * _ROWS
+
+
+TILES = (Tile(2, 5, 40, 232), Tile(3, 4, 32, 160))
+
+
+def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
+    """Whether `fp8_matmul` takes a (rows, depth) by (depth, columns) product.
+
+    Args:
+      rows, columns, depth: M, N and K.
+      dtypes: of lhs, rhs and the result.
+    """
+    left, right, result = map(jnp.dtype, dtypes)
+    return (
+        rows >= FEWEST_ROWS
+        and columns % _COLUMNS == 0
+        and depth % K_BLOCK == 0
+        and min(columns, depth) > 0
+        and left == right == _E4M3
+        and result in _RESULTS
+    )
+
+
+def tile_for(rows: int, columns: int) -> Tile:
+    """The tile that finishes first if every row of a tile takes equally long; the taller if equal.
+
+    A function of the shape alone. It decides speed, not bits: every consumer runs the same
+    instructions in the same order.
+    """
+
+    def time(tile: Tile) -> int:
+        tiles = -(-rows // tile.rows) * (columns // _COLUMNS)
+        return -(-tiles // _MULTIPROCESSORS) * tile.rows
+
+    return min(reversed(TILES), key=time)
+
+
+def _load(scales) -> jax.Array:
+    """A vector from global memory; few bytes, so not with the widest loads."""
+    index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
+    return plgpu.load(scales, *index, optimized=False)
+
+
+def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
+    """(M, K) by (N, K) with scales (KB, M rounded up to whole tiles) and (N / 128, KB)."""
+    (rows, depth), columns = x.shape, w.shape[0]
+    row_tiles, column_tiles = -(-rows // tile.rows), columns // _COLUMNS
+    programs = min(_MULTIPROCESSORS, row_tiles * column_tiles)
+    steps, stages = depth // K_BLOCK, tile.stages
+    piece = _LINE // jnp.dtype(dtype).itemsize  # columns that a store takes
+
+    def of_every_tile(body) -> jax.Array:
+        """Runs body(row tile, column tile, steps done) over a program's tiles; all steps done."""
+
+        # Programs that run at the same time share few rows of x and columns of w, in the L2.
+        @plgpu.nd_loop(
+            (row_tiles * column_tiles,), collective_axes="program", init_carry=jnp.int32(0)
+        )
+        def done(info, carry):
+            shape = (row_tiles, column_tiles)
+            row_tile, column_tile = plgpu.planar_snake(info.index[0], shape, 0, BAND)
+            body(row_tile, column_tile, carry)
+            return carry + steps
+
+        return done
+
+    def kernel(x, w, x_scale, w_scale, out, x_in, w_in, result, full, empty):
+        warpgroup = lax.axis_index("warpgroup")
+
+        def produce():
+            plgpu.set_max_registers(tile.producer_registers, action="decrease")
+
+            def load(row_tile, column_tile, before):
+                row = pl.ds(row_tile * tile.rows, tile.rows)
+                column = pl.ds(column_tile * _COLUMNS, _COLUMNS)
+
+                @pl.loop(0, steps)
+                def _step(step):
+                    stage = lax.rem(before + step, stages)
+
+                    @pl.when(before + step >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[stage])
+
+                    k = pl.ds(step * K_BLOCK, K_BLOCK)
+                    for source, target in ((x.at[row, k], x_in), (w.at[column, k], w_in)):
+                        plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
+
+            done = of_every_tile(load)
+
+            # A barrier is not left with an arrival that nobody has waited for.
+            @pl.loop(lax.max(done - stages, 0), done)
+            def _drain(step):
+                plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+        def consume():
+            plgpu.set_max_registers(tile.consumer_registers, action="increase")
+            own = pl.ds(warpgroup * _ROWS, _ROWS)
+
+            def compute(row_tile, column_tile, before):
+                row = row_tile * tile.rows + warpgroup * _ROWS
+
+                def add_block(step, total):
+                    stage = lax.rem(before + step, stages)
+                    plgpu.barrier_wait(full.at[stage])
+
+                    def product(accumulator):
+                        plgpu.wgmma(accumulator, x_in.at[stage, own], w_in.at[stage].T)
+                        # Between start and end of the product, whose time hides the loads'.
+                        row_scale = _load(x_scale.at[step, pl.ds(row, _ROWS)])
+                        scale = row_scale * w_scale[column_tile, step]
+                        return accumulator[...], scale
+
+                    partial, scale = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
+                    plgpu.barrier_arrive(empty.at[stage])
+                    return total + partial * lax.broadcast_in_dim(scale, total.shape, (0,))
+
+                zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
+                total = lax.fori_loop(0, steps, add_block, zeros)
+                for slot, start in enumerate(range(0, _COLUMNS, piece)):
+                    place = result.at[warpgroup, slot % _STORES]
+                    plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
+                    place[...] = total[:, start : start + piece].astype(dtype)
+                    plgpu.commit_smem()
+                    column = column_tile * _COLUMNS + start
+                    target = out.at[pl.ds(row, _ROWS), pl.ds(column, piece)]
+                    plgpu.copy_smem_to_gmem(place, target)
+
+            of_every_tile(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(warpgroup == tile.consumers, produce, consume)
+
+    def buffer(*shape: int, dtype):
+        line = _LINE // jnp.dtype(dtype).itemsize
+        transforms = (plgpu.TilingTransform((_GROUP, line)), plgpu.SwizzleTransform(_LINE))
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
+        scratch_types=[
+            buffer(stages, tile.rows, K_BLOCK, dtype=_E4M3),
+            buffer(stages, _COLUMNS, K_BLOCK, dtype=_E4M3),
+            buffer(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a copy each of x and w
+            plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=tile.consumers + 1,
+        thread_name="warpgroup",
+        # Never left out: JAX 0.10 and 0.11 take different backends without.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(x, w, x_scale, w_scale)
+
+
+def fp8_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    dtype=jnp.float32,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """`reference.matmul.block_matmul` of E4M3 operands with scales, for the shapes of `supports`.
+
+    The kernel reads rhs as (N, K): where its buffer lies column by column the transpose costs
+    nothing, elsewhere XLA copies it. An M that is no multiple of 8 costs a copy of lhs and one of
+    the result. A batch under `vmap` runs as a loop.
+
+    Args:
+      lhs: (M, K) E4M3.
+      rhs: (K, N) E4M3.
+      lhs_scale: (M, K / 128) float32.
+      rhs_scale: (K / 128, N / 128) float32.
+      dtype: of the result, float32 or bf16 (rounded to nearest even).
+      tile: instead of the one `tile_for` names.
+
+    Returns:
+      (M, N) in `dtype`.
+
+    Raises:
+      ValueError: shape or dtypes that `supports` refuses, or scales of another shape or dtype.
+    """
+    (rows, depth), columns = lhs.shape, rhs.shape[1]
+    if not supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype)):
+        raise ValueError(
+            f"the Mosaic kernel takes E4M3 operands, at least {FEWEST_ROWS} rows, K and N that are "
+            f"multiples of 128 and gives float32 or bf16, got {lhs.dtype}{lhs.shape} by "
+            f"{rhs.dtype}{rhs.shape} to {jnp.dtype(dtype)}; use kernels.matmul.matmul for others"
+        )
+    wanted = (rows, depth // K_BLOCK), (depth // K_BLOCK, columns // _COLUMNS)
+    if (lhs_scale.shape, rhs_scale.shape) != wanted or {lhs_scale.dtype, rhs_scale.dtype} != {
+        jnp.dtype(jnp.float32)
+    }:
+        raise ValueError(
+            f"scales of this product are float32{wanted[0]} and float32{wanted[1]}, got "
+            f"{lhs_scale.dtype}{lhs_scale.shape} and {rhs_scale.dtype}{rhs_scale.shape}"
+        )
+    chosen = tile or tile_for(rows, columns)
+
+    @sequential_vmap
+    def run(lhs, rhs, lhs_scale, rhs_scale):
+        # Whole tiles of scales, because the copy engine wants rows that are multiples of 16 bytes.
+        x_scale = pad_to(lhs_scale.T, 1, chosen.rows)
+        x = pad_to(lhs, 0, _GROUP)
+        return _multiply(x, rhs.T, x_scale, rhs_scale.T, dtype, chosen)[:rows]
+
+    return run(lhs, rhs, lhs_scale, rhs_scale)

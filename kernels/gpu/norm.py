@@ -1,0 +1,370 @@
+"""RMSNorm, gated activation and FP8 quantisation of blocks by Triton.
+
+Purpose: what a layer does between two FP8 products in one pass over memory, with a fixed order of
+summation. A reduction left to XLA is ordered by the shape of the whole array, so the norm of a row
+could have other bits in a decode step than in a train step.
+
+All functions take two-dimensional row-major arrays. Tiles follow from the width and nothing is
+tuned at run time. Values are rounded to nearest even. Scales of rows come as the matmul kernel
+reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where both transposes
+cancel.
+
+Invariants:
+  * a row's result depends on the row alone: its width and dtypes decide in which order it is
+    summed, and rows that share a program do not meet; nor do blocks of 128 columns;
+  * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`:
+    both are built from the same functions below, and what is quantised is the value rounded to
+    the dtype that the unfused kernel stores;
+  * the quantiser is that of fp8rl_jax/quant/qarray.py: amax on the integer bits (exact in any
+    order, NaN above inf above every number), true quotients, rounding to nearest even. XLA:CPU
+    flushes denormals and these kernels do not (qarray.py says where that begins), and the byte of
+    a NaN need not have the same sign.
+
+No clipping stands before the cast: |x| <= amax and s <= fl(max / amax), so |x * s| exceeds the
+largest FP8 value by at most one float32 ulp and rounds to it. exp and rsqrt are the hardware's
+approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22), the same bits for the same
+value wherever it stands, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
+
+Not done: gradients; arrays without rows; a batching rule; the residual addition in front of a norm;
+rows too wide for the registers of one program.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fp8rl_jax.kernels.arrays import K_BLOCK
+from fp8rl_jax.kernels.gpu.triton_call import triton_call
+
+BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
+# Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes which
+# thread holds what, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
+_VECTOR = tl.constexpr(8)
+_INF_BITS = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_EXPONENT = tl.constexpr(-0x800000)  # sign and exponent, as int32
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """|x| of a float32 tensor as int32, ordered like the numbers: inf, then NaN, on top."""
+    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _scales(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The multiplier of a block and the scale to store, from the bits of its amax."""
+    zero = amax_bits == 0
+    s = tl.div_rn(FP8_MAX, tl.where(zero, 1.0, amax_bits.to(tl.float32, bitcast=True)))
+    s = tl.where(zero, 1.0, tl.minimum(s, _LARGEST))
+    if POWER_OF_TWO:
+        s = (s.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    s = tl.where(amax_bits < _INF_BITS, s, float("nan"))
+    return s, tl.div_rn(1.0, s)
+
+
+@triton.jit
+def _normalised(x_at, weight_at, inside, weight_inside, D: tl.constexpr, EPS: tl.constexpr):
+    """(ROWS, BLOCKS, 128) of ``x / sqrt(mean(x^2) + eps) * weight`` in float32."""
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_at, mask=weight_inside, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(x * x, axis=2), axis=1) * (1.0 / D)
+    inverse = tl.rsqrt(mean + EPS)
+    return x * inverse[:, None, None] * weight
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # (M, D)
+    weight,  # (D,)
+    y,  # (M, D)
+    q,  # (M, D) FP8, or one element that is not written
+    scale,  # (ceil(D / 128), M) float32, likewise
+    M: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    QUANTIZE: tl.constexpr,  # store q and scale
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a power of two that covers the blocks of a row
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column_ok = column < D
+    inside = (row < M)[:, None, None] & column_ok[None]
+    at = tl.cast(row, tl.int64)[:, None, None] * D + column[None]
+    at = tl.max_contiguous(at, (1, 1, _VECTOR))
+
+    value = _normalised(x + at, weight + column[None], inside, column_ok[None], D, EPS)
+    rounded = value.to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=inside)
+    if QUANTIZE:
+        value = rounded.to(tl.float32)
+        s, stored = _scales(tl.max(_magnitude_bits(value), axis=2), FP8_MAX, POWER_OF_TWO)
+        tl.store(q + at, (value * s[:, :, None]).to(q.dtype.element_ty), mask=inside)
+        scale_at = scale + tl.cast(block, tl.int64)[None, :] * M + row[:, None]
+        tl.store(scale_at, stored, mask=(row < M)[:, None] & (block * BLOCK < D)[None, :])
+
+
+@triton.jit
+def _tile(M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """Rows, offsets and mask of a program's (ROWS, 128) tile; axis 1 of the grid counts blocks."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.cast(row, tl.int64)[:, None] * D + column[None, :]
+    at = tl.max_contiguous(at, (1, _VECTOR))
+    return row, at, (row < M)[:, None] & (column < D)[None, :]
+
+
+@triton.jit
+def _store_quantized(
+    value,  # (ROWS, 128) float32
+    q,
+    scale,
+    row,
+    at,
+    inside,
+    M: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    s, stored = _scales(tl.max(_magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
+    tl.store(q + at, (value * s[:, None]).to(q.dtype.element_ty), mask=inside)
+    tl.store(scale + tl.cast(tl.program_id(1), tl.int64) * M + row, stored, mask=row < M)
+
+
+@triton.jit
+def gated_silu_kernel(
+    gate,  # (M, D)
+    up,  # (M, D)
+    y,  # (M, D)
+    q,  # (M, D) FP8, or one element that is not written
+    scale,  # (ceil(D / 128), M) float32, likewise
+    M: tl.constexpr,
+    D: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, at, inside = _tile(M, D, ROWS)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = (tl.div_rn(g, 1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=inside)
+    if QUANTIZE:
+        value = rounded.to(tl.float32)
+        _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,  # (M, D)
+    q,  # (M, D) FP8
+    scale,  # (ceil(D / 128), M) float32
+    M: tl.constexpr,
+    D: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, at, inside = _tile(M, D, ROWS)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x,  # (T, D)
+    q,  # (D, T) FP8
+    scale,  # (ceil(T / 128), D) float32
+    T: tl.constexpr,
+    D: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < T)[:, None] & (column < D)[None, :]
+    at = tl.cast(token, tl.int64)[:, None] * D + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    s, stored = _scales(tl.max(_magnitude_bits(value), axis=0), FP8_MAX, POWER_OF_TWO)
+    turned = (value * s[None, :]).to(q.dtype.element_ty).T
+    q_at = q + tl.cast(column, tl.int64)[:, None] * T + token[None, :]
+    tl.store(q_at, turned, mask=(column < D)[:, None] & (token < T)[None, :])
+    scale_at = scale + tl.cast(tl.program_id(0), tl.int64) * D + column
+    tl.store(scale_at, stored, mask=column < D)
+
+
+E4M3 = jnp.float8_e4m3fn
+MAX_WIDTH = 16384  # of a row that a norm keeps in the registers of one program
+_FP8_MAX = {jnp.dtype(E4M3): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+_TILE = {"warps": 4, "stages": 1}
+TILE_ROWS = 32  # of the (rows, 128) tiles of all kernels but the norm
+TILE_COLUMNS = 64  # of the (128, columns) tiles of quantize_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """Of blocks of 128 numbers: the FP8 format, and whether scales are powers of two."""
+
+    dtype: jnp.dtype = E4M3
+    power_of_two: bool = False
+
+
+def _blocks(size: int) -> int:
+    return -(-size // K_BLOCK)
+
+
+def _quantised_shapes(rows: int, width: int, dtype):
+    """Results q and scale of a kernel."""
+    return (
+        jax.ShapeDtypeStruct((rows, width), dtype),
+        jax.ShapeDtypeStruct((_blocks(width), rows), jnp.float32),
+    )
+
+
+def _fp8_max(dtype) -> float:
+    if jnp.dtype(dtype) not in _FP8_MAX:
+        raise ValueError(f"{jnp.dtype(dtype)} is no FP8 format; use float8_e4m3fn or float8_e5m2")
+    return _FP8_MAX[jnp.dtype(dtype)]
+
+
+def norm_tile(width: int) -> dict[str, int]:
+    """Rows and (padded) blocks of a norm's program, and its warps: 1024 elements a warp.
+
+    Raises:
+      ValueError: `width` is above MAX_WIDTH.
+    """
+    if width > MAX_WIDTH:
+        raise ValueError(f"rows of {width} are too wide for the norm kernel: at most {MAX_WIDTH}")
+    blocks = 1 << (_blocks(width) - 1).bit_length()
+    return {"ROWS": max(1, 8 // blocks), "BLOCKS": blocks, "warps": max(1, blocks // 8)}
+
+
+def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords):
+    """y of a kernel over two operands, or with a quantisation (y, q, scale)."""
+    (rows, width), one = x.shape, jax.ShapeDtypeStruct((1,), jnp.float32)
+    given = quantisation or Quantisation()
+    quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
+    y, *quantised = triton_call(
+        kernel, x, other,
+        out=(jax.ShapeDtypeStruct((rows, width), dtype), *quantised),
+        M=rows, D=width, QUANTIZE=quantisation is not None, FP8_MAX=_fp8_max(given.dtype),
+        POWER_OF_TWO=given.power_of_two, **keywords,
+    )  # fmt: skip
+    return (y, *quantised) if quantisation else y
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    dtype=jnp.bfloat16,
+    quantisation: Quantisation | None = None,
+):
+    """``x / sqrt(mean(x^2) + eps) * weight``, in float32, rounded once.
+
+    Args:
+      x: (M, D), bf16 or float32; D up to MAX_WIDTH.
+      weight: (D,).
+      eps: a Python float.
+      dtype: of the result.
+      quantisation: of the rounded result, as `quantize_rows` does it.
+
+    Returns:
+      (M, D) in `dtype`. The order of summation follows from D and the dtypes alone. With
+      `quantisation` this, q (M, D) FP8 and scale (ceil(D / 128), M) float32.
+
+    Raises:
+      ValueError: D is too large, or not an FP8 format.
+    """
+    tile = norm_tile(x.shape[1])
+    grid = (-(-x.shape[0] // tile["ROWS"]),)
+    return _call(
+        rms_norm_kernel, x, weight, dtype, quantisation, EPS=float(eps), grid=grid, stages=1, **tile
+    )
+
+
+def gated_silu(
+    gate: jax.Array, up: jax.Array, dtype=jnp.bfloat16, quantisation: Quantisation | None = None
+):
+    """``gate / (1 + exp(-gate)) * up``, in float32, rounded once.
+
+    Args:
+      gate, up: (M, D), bf16 or float32.
+      dtype, quantisation: as for `rms_norm`.
+
+    Returns:
+      As `rms_norm`.
+
+    Raises:
+      ValueError: not an FP8 format.
+    """
+    grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
+    return _call(
+        gated_silu_kernel, gate, up, dtype, quantisation, grid=grid, ROWS=TILE_ROWS, **_TILE
+    )
+
+
+def quantize_rows(
+    x: jax.Array, dtype=E4M3, power_of_two: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`quant.quantize(x, (1, 128), dtype, power_of_two)`: one scale per row and 128 columns.
+
+    Args:
+      x: (M, D), bf16 or float32; taken as it is.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      power_of_two: round the multiplier down to a power of two before quantising.
+
+    Returns:
+      q (M, D), and scale (ceil(D / 128), M) float32: the transpose of a QArray's.
+
+    Raises:
+      ValueError: `dtype` is no FP8 format.
+    """
+
+    rows, width = x.shape
+    return triton_call(
+        quantize_rows_kernel, x,
+        out=_quantised_shapes(rows, width, dtype),
+        grid=(-(-rows // TILE_ROWS), _blocks(width)),
+        M=rows, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS,
+        **_TILE,
+    )  # fmt: skip
+
+
+def quantize_columns(
+    x: jax.Array, dtype=E4M3, power_of_two: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`quant.quantize(x, (128, 1), dtype, power_of_two)`, with the bytes transposed.
+
+    The operand of a weight gradient: its contraction runs along tokens, which therefore lie side
+    by side in memory.
+
+    Args:
+      x: (T, D), bf16 or float32: T tokens, any number of them.
+      dtype, power_of_two: as for `quantize_rows`.
+
+    Returns:
+      q (D, T) row-major, and scale (ceil(T / 128), D) float32, which is a QArray's own layout.
+
+    Raises:
+      ValueError: `dtype` is no FP8 format.
+    """
+
+    tokens, width = x.shape
+    return triton_call(
+        quantize_columns_kernel, x,
+        out=_quantised_shapes(width, tokens, dtype),
+        grid=(_blocks(tokens), -(-width // TILE_COLUMNS)),
+        T=tokens, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two,
+        COLUMNS=TILE_COLUMNS, **_TILE,
+    )  # fmt: skip

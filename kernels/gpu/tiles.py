@@ -1,0 +1,92 @@
+"""Which tile a matmul kernel uses for which shape: a table, so that equal shapes give equal bits.
+
+Nothing is tuned at run time. A tile's rows, columns, warps and pipeline stages decide speed; what
+decides bits is the same for all of them: the contraction runs in ascending steps of the same tensor
+core instruction (depth 32 for FP8, 16 for bf16), FP8 partial sums leave the tensor core every 128
+of K, and nothing splits K over programs. That the hardware's instruction gives an element the same
+bits whatever the width of the tile is measured by `launch/gpu_check.sh`, which compares every tile
+of these tables with every other.
+
+FP8 tiles have at least 64 rows and 4 warps: below that Triton takes the f16 instruction, which
+rounds otherwise. Registers and shared memory of every entry are checked by compiling it
+(tests/kernels/gpu/test_sass.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
+BAND = 8  # row tiles that run side by side over the same columns, for reuse in the L2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and columns of the result that a program computes, K that it loads at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def constants(self, kind: str) -> dict[str, int | str]:
+        """What a product's kernel is told of the tile; `kind` as for `matmul_tile`."""
+        return {
+            "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
+            "BM": self.rows, "BN": self.columns, "BK": self.depth, "BAND": BAND,
+        }  # fmt: skip
+
+
+# Few rows: the weight's bytes are the time, so narrow tiles put every multiprocessor to work.
+FP8_FEW_ROWS = (Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4))
+FP8_MANY_ROWS = (Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 8, 4))
+BF16_FEW_ROWS = (Tile(64, 32, 64, 4, 6), Tile(64, 64, 64, 4, 5), Tile(64, 128, 64, 4, 4))
+BF16_MANY_ROWS = (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3))
+WGRAD = (Tile(64, 128, 128, 4, 4),)  # a scale per row and per column: twice the registers
+FLOAT32 = (Tile(32, 64, 32, 4, 2),)
+# The output head: the columns of a tile are part of the definition of a log-probability here, and
+# 128 is the most that head.py can add up in 32 bits.
+HEAD_COLUMNS = 128
+HEAD = (Tile(64, HEAD_COLUMNS, 64, 4, 4), Tile(128, HEAD_COLUMNS, 64, 8, 4))
+HEAD_FLOAT32 = Tile(32, HEAD_COLUMNS, 32, 4, 3)
+
+
+def _widest_that_fills(tiles: tuple[Tile, ...], columns: int) -> Tile:
+    """The widest tile that still gives every multiprocessor a program; the narrowest if none."""
+    for tile in reversed(tiles):
+        if -(-columns // tile.columns) >= _MULTIPROCESSORS:
+            return tile
+    return tiles[0]
+
+
+def _programs(tile: Tile, rows: int, columns: int) -> int:
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
+
+
+def matmul_tile(kind: str, rows: int, columns: int) -> Tile:
+    """The tile for a (rows, K) by (K, columns) product.
+
+    Args:
+      kind: 'fp8', 'bf16' or 'float32', of the operands; 'wgrad' for FP8 with a scale per column.
+      rows: of the result; for grouped products, those of one group.
+      columns: of the result.
+    """
+    if kind in ("float32", "wgrad"):
+        return {"float32": FLOAT32, "wgrad": WGRAD}[kind][0]
+    few, many = {"fp8": (FP8_FEW_ROWS, FP8_MANY_ROWS), "bf16": (BF16_FEW_ROWS, BF16_MANY_ROWS)}[
+        kind
+    ]
+    if rows <= few[0].rows:
+        return _widest_that_fills(few, columns)
+    for tile in reversed(many):
+        if _programs(tile, rows, columns) >= _MULTIPROCESSORS:
+            return tile
+    return many[0]
+
+
+def head_tile(kind: str, rows: int) -> Tile:
+    """The tile of the fused output head over so many rows; `kind` 'bf16' or 'float32'."""
+    if kind == "float32":
+        return HEAD_FLOAT32
+    return HEAD[0] if rows <= HEAD[0].rows else HEAD[1]

@@ -1,0 +1,99 @@
+"""The only file that knows jax-triton: its versions, and how it is called.
+
+jax-triton 0.3 names its arguments `out_shape` and `enable_fp_fusion`, 0.4 `out_type` and
+`backend_options`; 0.4 reads constants of Triton's driver that Triton 3.6 does not have yet. Both
+are imported when a kernel is first called, because importing them needs JAX's CUDA plugin, which a
+machine without a GPU lacks.
+
+Fused multiply-adds are written out in the kernels (`tl.fma`), and the compiler's own fusing is off:
+Triton's default for it differs between versions and would change bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.kernels.arrays import pad_to, varying_as
+
+HOPPER = 90
+_TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
+_PTX = 90  # of CUDA 13.0, JAX's oldest; Triton writes its own assembler's, which may be newer
+
+
+def per_load(dtype) -> int:
+    """Numbers of a dtype in a 16-byte load, which is what rows are padded to multiples of."""
+    return 16 // jnp.dtype(dtype).itemsize
+
+
+def align(x: jax.Array) -> jax.Array:
+    """Pads the last axis with zeros, so that every row starts where a 16-byte load may start."""
+    return pad_to(x, x.ndim - 1, per_load(x.dtype))
+
+
+@functools.cache
+def _jax_triton() -> Any:
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = _TMA_TF32
+    import jax_triton
+
+    return jax_triton
+
+
+@functools.cache
+def _compute_capability() -> int | None:
+    """None where a GPU can be asked; Hopper's on a machine that only compiles for one."""
+    return None if jax.default_backend() == "gpu" else HOPPER
+
+
+def triton_call(
+    kernel,
+    *arrays: jax.Array,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int,
+    **constants: int | float | bool | str,
+) -> Any:
+    """Calls a Triton kernel on arrays; what it writes is the result.
+
+    Args:
+      kernel: a `triton.jit` function: pointers to the arrays in order, then to the results, then
+        the constants by name.
+      arrays: row-major operands.
+      out: shape and dtype of the result, or a tuple of them for several.
+      grid: programs along up to three axes.
+      warps, stages: of a program, and depth of its software pipeline.
+      constants: values of the kernel's `tl.constexpr` parameters.
+
+    Returns:
+      An array, or a tuple of them as in `out`.
+
+    Raises:
+      ImportError: jax-triton, Triton or JAX's CUDA plugin is not installed.
+    """
+    library = _jax_triton()
+    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    keywords: dict[str, Any]
+    if version >= (0, 4):
+        options = {"enable_fp_fusion": False, "ptx_version": _PTX}
+        keywords = {"out_type": out, "backend_options": options}
+    else:
+        keywords = {"out_shape": out, "enable_fp_fusion": False}
+    results = library.triton_call(
+        *arrays,
+        kernel=kernel,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        compute_capability=_compute_capability(),
+        **keywords,
+        **constants,
+    )
+    # Under shard_map jax-triton types its results as equal on every device.
+    return varying_as(results, *arrays)

@@ -1,0 +1,250 @@
+"""Attention with a fixed order of summation, in plain jnp: the definition and the oracle.
+
+Keys are cut into chunks of 64 cache slots; the maximum runs over everything (exact in any order),
+the sums run chunk by chunk in ascending order, and a masked chunk adds exactly zero. So a longer
+cache, or more queries at a time, changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, pad_to, prevent_fma
+from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
+from fp8rl_jax.kernels.reference.e4m3 import widened
+from fp8rl_jax.kernels.reference.products import FLOAT32_SIZE, small_product
+from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
+
+# Fewer queries of a kv head take XLA to matrix-vector code, whose order of summation differs; more
+# would be zeros that decoding pays for.
+_MIN_QUERIES = 2
+_UNROLL_KV = 4  # chunks of keys at once, if there are; their scores are products of FLOAT32_SIZE
+_FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
+
+
+def masked(score: jax.Array, mask: jax.Array) -> jax.Array:
+    """Scores, and at most -1e30 where the mask is False.
+
+    As a minimum: JAX would take the constant of a `where` out of a scan, and write it out.
+    """
+    return jnp.where(mask, score, jnp.minimum(score, jnp.float32(-1e30)))
+
+
+def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Queries, keys or values (..., Dh) in float32, times their scales, () or (...)."""
+    x = widened(x, jnp.float32)
+    if scale is None:
+        return x
+    return x * (scale[..., None] if scale.ndim else scale)
+
+
+def _enough_rows(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with zeros behind, where it has fewer than `_MIN_QUERIES` rows along an axis."""
+    return pad_to(x, axis, _MIN_QUERIES) if x.shape[axis] < _MIN_QUERIES else x
+
+
+def _by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
+    """(B, T, H, n) -> (B, Hkv, rows, n) float32; a row is a query and one head of a group."""
+    batch, queries, heads, features = x.shape
+    x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, features)
+    x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
+    return _enough_rows(x, 2)
+
+
+def _read_page(
+    x: jax.Array, table: jax.Array, last: jax.Array, chunk: int | jax.Array, by_feature: bool
+) -> jax.Array:
+    """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...); with
+    `by_feature` (B, Hkv, Dh, KV_CHUNK) out of (P, Hkv, Dh, KV_CHUNK).
+
+    Zeros behind each sequence's last position (B,): a page may hold what its former owner left,
+    and 0 * NaN is NaN. A table entry of no visible slot is not read, so it may be anything.
+    """
+    page = lax.dynamic_index_in_dim(table, chunk, 1, keepdims=False)
+    page = jnp.where(chunk * KV_CHUNK <= last, page, table[:, 0])
+    slot = chunk * KV_CHUNK + jnp.arange(KV_CHUNK)
+    there = (slot[None, :] <= last[:, None])[:, None]
+    part = x.at[page].get(mode="clip")
+    if by_feature:
+        return jnp.where(there[:, :, None], part, 0)
+    part = jnp.moveaxis(part, 1, 2)
+    return jnp.where(there[..., None] if part.ndim == 4 else there, part, 0)
+
+
+def _reader(
+    x: jax.Array,
+    at_once: int,
+    table: jax.Array | None,
+    positions: jax.Array,
+    by_feature: bool = False,
+) -> Callable[[int | jax.Array], jax.Array]:
+    """The function that reads what belongs to the slots of a step, `at_once` chunks of them.
+
+    Args:
+      x: rows (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
+        (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales have no further axis, or none at all.
+      at_once: chunks of a step.
+      table, positions: as for `attention`.
+      by_feature: whether slots lie last.
+
+    Returns:
+      step -> float32 of (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh, slots); scales as
+      (B, Hkv, 1, slots), or ().
+    """
+    if not x.ndim:
+        return lambda step: x
+    axis, width, numbers = 3 if by_feature else 2, at_once * KV_CHUNK, as_bytes(x)
+    if table is not None:
+        table, last = pad_to(table, 1, at_once), positions.max(axis=1)
+    elif by_feature:
+        numbers = pad_to(numbers, axis, width)
+    else:
+        numbers = jnp.moveaxis(pad_to(numbers, 1, width), 1, axis)
+
+    def read(step: int | jax.Array) -> jax.Array:
+        if table is None:
+            part = lax.dynamic_slice_in_dim(numbers, step * width, width, axis)
+        else:
+            chunks = [step * at_once + i for i in range(at_once)]
+            pages = [_read_page(numbers, table, last, chunk, by_feature) for chunk in chunks]
+            part = jnp.concatenate(pages, axis=axis)
+        part = widened(from_bytes(part, x.dtype), jnp.float32)
+        return part if part.ndim == 4 else part[:, :, None]
+
+    return read
+
+
+def _scalar_products(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """(B, Hkv, rows, Dh) by (B, Hkv, Dh, slots): features in blocks of 128, ascending."""
+    axes = (((3,), (2,)), ((0, 1), (0, 1)))
+    starts = range(0, q.shape[3], K_BLOCK)
+    blocks = (slice(start, start + K_BLOCK) for start in starts)
+    parts = (small_product(q[..., block], keys[:, :, block], axes) for block in blocks)
+    return functools.reduce(jnp.add, parts)
+
+
+def _by_chunk(x: jax.Array, axis: int) -> jax.Array:
+    """An axis of slots as (chunks, KV_CHUNK)."""
+    return x.reshape(*x.shape[:axis], -1, KV_CHUNK, *x.shape[axis + 1 :])
+
+
+def _weighted_values(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """(B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) -> (B, Hkv, n, rows, Dv)."""
+    axes, width = (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), FLOAT32_SIZE // KV_CHUNK
+    starts = range(0, value.shape[4], width)
+    parts = [small_product(weight, value[..., start : start + width], axes) for start in starts]
+    return jnp.concatenate(parts, axis=4)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    q_rope: jax.Array | None = None,
+    k_rope: jax.Array | None = None,
+    table: jax.Array | None = None,
+    keys_by_feature: bool = False,
+) -> jax.Array:
+    """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
+
+    Cache slot j holds the key of position j; a query at position p sees slots 0..p. The scales of
+    quantised queries and keys multiply the score, those of values multiply the probability
+    ("folded"), so that the stored bytes enter the products themselves.
+
+    Args:
+      q: (B, T, H, Dh) E4M3, bf16 or float32, after QK-norm and RoPE.
+      k, v: (B, S, Hkv, Dh) and (B, S, Hkv, Dv), E4M3, bf16 or float32; H is a multiple of Hkv.
+      positions: (B, T) int32, position of each query.
+      scale: softmax scale, usually 1/sqrt(Dh).
+      q_scale: (B, T, H) float32 dequantisation scales, () for one of them all, or None for an
+        unquantised q.
+      k_scale, v_scale: likewise (B, S, Hkv), () or None.
+      q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
+        queries and keys, never quantised (multi-head latent attention); None for none.
+      table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
+        and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
+        None for a cache of (B, S). Entries behind a sequence's position are never read.
+      keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
+        where decoding would turn all keys around for every token.
+
+    Returns:
+      (B, T, H, Dv) float32.
+    """
+    batch, queries, heads, _ = q.shape
+    slots, kv_heads = v.shape[1:3]
+    groups = heads // kv_heads
+    rows = queries * groups
+    chunks = -(-slots // KV_CHUNK) if table is None else table.shape[1]
+    at_once = chunks if chunks <= _UNROLL_KV else _UNROLL_KV if rows <= _FEW_QUERIES else 1
+    steps, width = -(-chunks // at_once), at_once * KV_CHUNK
+    cached = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale, "k_rope": k_rope}
+    read = {
+        name: _reader(x, at_once, table, positions, keys_by_feature and name == "k")
+        for name, x in cached.items()
+        if x is not None
+    }
+    q = _by_kv_head(q, kv_heads)
+    if q_scale is not None and q_scale.ndim:
+        q_scale = _by_kv_head(q_scale[..., None], kv_heads)
+    if q_rope is not None:
+        q_rope = _by_kv_head(q_rope, kv_heads)
+    position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1)
+
+    def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scores of a step's slots and what of them is seen: (B, Hkv, rows, width), (B, 1, ...)."""
+        multiplier = jnp.float32(scale)
+        if k_scale is not None:
+            multiplier = read["k_scale"](step) * multiplier
+        if q_scale is not None:
+            multiplier = multiplier * q_scale
+        # XLA:CPU multiplies a few rows by keys that lie feature by feature several times faster,
+        # with the same bits.
+        keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
+        score = prevent_fma(_scalar_products(q, keys) * multiplier)
+        if q_rope is not None:
+            rope = read["k_rope"](step).swapaxes(2, 3)
+            score = score + prevent_fma(_scalar_products(q_rope, rope) * jnp.float32(scale))
+        slot = step * width + jnp.arange(width)
+        mask = (slot[None, None, :] <= position[:, :, None])[:, None]
+        return masked(score, mask), mask
+
+    def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`sums` and those of a step's chunks, one after the other."""
+        score, mask = scores(step)
+        weight = prevent_fma(jnp.exp(score - top[..., None]) * mask)
+        weight_sums = sum_last(_by_chunk(weight, 3))
+        if v_scale is not None:
+            weight = weight * read["v_scale"](step)
+        values = _weighted_values(_by_chunk(weight, 3), _by_chunk(read["v"](step), 2))
+        for chunk in range(at_once):
+            new = weight_sums[..., chunk], values[:, :, chunk]
+            sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])
+        return sums
+
+    visible: int | jax.Array = steps
+    if table is not None:  # tables are as wide as the longest sequence may become
+        visible = jnp.minimum(positions.max() // width + 1, steps)
+    top = max_last(scores(0)[0])
+    if steps > 1:
+        top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, max_last(scores(i)[0])), top)
+    sums = add(0, None, top)
+    if steps > 1:
+        sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
+    total, out = sums
+    # XLA makes some quotients by a broadcast divisor products with its reciprocal, by the divisor's
+    # own form, which is not the same for one chunk and for several.
+    out = (out * lax.optimization_barrier(1.0 / total)[..., None])[:, :, :rows]
+    out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, -1)

@@ -1,0 +1,172 @@
+"""Gradients of attention in jnp: at once, and by blocks where memory counts.
+
+The backward pass makes no bitwise promise, so both are written plainly, with XLA's dots.
+`attention_vjp` holds matrices of queries by keys; the reference uses it. `attention_vjp_by_blocks`
+serves heads that the GPU kernels do not take (gpu/attention_gradient.py). For each block of queries
+a first pass over the keys finds the log-sum-exp of the scores and ``sum_s p_s (do . v_s)``, which
+the softmax's gradient subtracts; a second one forms ``p``, ``dv += p^T do``, ``dp = do v^T``,
+``ds = p * (dp - sum)``, ``dq += ds k`` and ``dk += ds^T q`` (the scheme of FlashAttention,
+arXiv:2205.14135, appendix B, with everything recomputed). Blocks of keys behind the last position
+of a block of queries are left out, so a causal mask halves the work. Seven products per pair of
+blocks, two of them repeated, in place of five.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.reference.attention import masked
+from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
+
+_QUERIES, _KEYS = 256, 512  # of a block
+_LOWEST = -1e30
+
+
+def attention_vjp(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
+
+    Memory grows with T * S: probabilities are recomputed, then ``dv = p^T do``,
+    ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
+
+    Args:
+      q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
+      positions: (B, T) int32.
+      cotangent: (B, T, H, Dv), of the output of `attention`.
+      scale: softmax scale.
+
+    Returns:
+      (dq, dk, dv) float32, shaped as q, k, v.
+    """
+    batch, queries, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    groups = heads // kv_heads
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * groups, -1)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
+        return x.reshape(batch, queries, heads, -1)
+
+    qs, dout = split(q), split(cotangent)
+    keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
+    seen = jnp.arange(k.shape[1]) <= jnp.repeat(positions, groups, axis=1)[:, None, :, None]
+    score = masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, seen)
+    weight = jnp.exp(score - max_last(score)[..., None])
+    weight = weight / sum_last(weight)[..., None]
+    dvalues = jnp.einsum("bhts,bhtd->bhsd", weight, dout)
+    dweight = jnp.einsum("bhtd,bhsd->bhts", dout, values)
+    dscore = weight * (dweight - sum_last(dweight * weight)[..., None]) * scale
+    dqs = jnp.einsum("bhts,bhsd->bhtd", dscore, keys)
+    dkeys = jnp.einsum("bhts,bhtd->bhsd", dscore, qs)
+    return join(dqs), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
+
+
+def attention_vjp_by_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`attention_vjp`, with memory that grows with T + S instead of T * S.
+
+    Args:
+      q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
+      positions: (B, T) int32.
+      cotangent: (B, T, H, Dv), of the output.
+      scale: softmax scale.
+
+    Returns:
+      (dq, dk, dv) float32, shaped as q, k, v.
+    """
+    (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
+    groups = heads // kv_heads
+    size, width = min(_QUERIES, queries), min(_KEYS, slots)
+    operands = (q, k, v, positions, cotangent)
+
+    def split(x: jax.Array) -> jax.Array:
+        """(B, T, H, n) -> (blocks, B, Hkv, size * groups, n)."""
+        x = pad_to(x, 1, size).reshape(batch, -1, size, kv_heads, groups, x.shape[3])
+        x = x.transpose(1, 0, 3, 2, 4, 5)
+        return x.reshape(*x.shape[:3], size * groups, -1).astype(jnp.float32)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(-1, batch, kv_heads, size, groups, x.shape[4]).transpose(1, 0, 3, 2, 4, 5)
+        return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
+
+    keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
+    # Added queries see nothing: one behind every position, and then one off.
+    rows = pad_to(positions + 1, 1, size).reshape(batch, -1, size).transpose(1, 0, 2) - 1
+
+    def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
+        return varying_as(jnp.full(shape, value, jnp.float32), *operands)
+
+    def gradients(sums, block):
+        query, dout, position = block
+        position = jnp.repeat(position, groups, axis=1)[:, None, :, None]
+        blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
+        per_row = query.shape[:3]
+
+        def part(x: jax.Array, index: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, index * width, width, 2)
+
+        def scores(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Scores, and what they would add to the cotangent's product with the output."""
+            slot = index * width + jnp.arange(width)
+            score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
+            seen = (slot <= position) & (slot < slots)
+            dweight = jnp.einsum("bhtd,bhsd->bhts", dout, part(values, index))
+            return jnp.where(seen, score, -jnp.inf), dweight
+
+        def add_up(index, carry):
+            top, total, product = carry
+            score, dweight = scores(index)
+            above = jnp.maximum(top, score.max(-1))
+            weight, rescale = jnp.exp(score - above[..., None]), jnp.exp(top - above)
+            product = product * rescale + (weight * dweight).sum(-1)
+            return above, total * rescale + weight.sum(-1), product
+
+        nothing = (zeros(per_row, _LOWEST), zeros(per_row), zeros(per_row))
+        top, total, product = lax.fori_loop(0, blocks, add_up, nothing)
+        total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing
+        logsumexp, product = (top + jnp.log(total))[..., None], (product / total)[..., None]
+
+        def differentiate(index, carry):
+            dquery, dkeys, dvalues = carry
+            score, dweight = scores(index)
+            weight = jnp.exp(score - logsumexp)
+            dscore = weight * (dweight - product) * scale
+
+            def add(sums: jax.Array, more: jax.Array) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(
+                    sums, part(sums, index) + more, index * width, 2
+                )
+
+            return (
+                dquery + jnp.einsum("bhts,bhsd->bhtd", dscore, part(keys, index)),
+                add(dkeys, jnp.einsum("bhts,bhtd->bhsd", dscore, query)),
+                add(dvalues, jnp.einsum("bhts,bhtd->bhsd", weight, dout)),
+            )
+
+        dquery, *sums = lax.fori_loop(0, blocks, differentiate, (zeros(query.shape), *sums))
+        return tuple(sums), dquery
+
+    start = zeros(keys.shape), zeros(values.shape)
+    (dkeys, dvalues), dqueries = lax.scan(gradients, start, (split(q), split(cotangent), rows))
+    dkeys, dvalues = (x.transpose(0, 2, 1, 3)[:, :slots] for x in (dkeys, dvalues))
+    return join(dqueries), dkeys, dvalues

@@ -1,0 +1,354 @@
+"""Every way in which the library calls its Triton kernels, to be compiled to machine code.
+
+`python tests/kernels/gpu/kernel_variants.py` prints the tables of docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from sass import Machine, compile_kernel
+
+from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, norm, tiles
+from fp8rl_jax.kernels.gpu.attention import attention_kernel, join_kernel
+from fp8rl_jax.kernels.gpu.attention_gradient import key_gradient_kernel, query_gradient_kernel
+from fp8rl_jax.kernels.gpu.fast_attention import fast_attention_kernel
+from fp8rl_jax.kernels.gpu.head import (
+    combine_kernel,
+    head_gradient_kernel,
+    head_statistics_kernel,
+    logits_statistics_kernel,
+)
+from fp8rl_jax.kernels.gpu.matmul import grouped_wgrad_kernel, matmul_kernel
+
+_POINTERS = {"fp8": "*fp8e4nv", "e5m2": "*fp8e5", "bf16": "*bf16", "float32": "*fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel in one of the ways in which the library calls it."""
+
+    name: str
+    tile: tiles.Tile
+    kind: str
+    left: str
+    right: str
+    out: str = "bf16"
+    grouped: bool = False
+    column_scales: bool = False
+    wgrad: bool = False
+    depth: int = 4096
+    group: int = 4096
+
+    def __str__(self) -> str:
+        t = self.tile
+        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
+
+    def compile(self) -> Machine:
+        tile = self.tile
+        constants = {
+            "TOTAL": 8192, "N": 4096, "K": self.depth, "SCALED": self.kind == "fp8",
+            **tile.constants(self.kind),
+        }  # fmt: skip
+        left, right, out = (_POINTERS[name] for name in (self.left, self.right, self.out))
+        if self.wgrad:
+            pointers = {"x": left, "dy": right, "x_scale": "*fp32", "dy_scale": "*fp32"}
+            pointers |= {"starts": "*i32", "out": out}
+            return compile_kernel(
+                grouped_wgrad_kernel, pointers, constants, tile.warps, tile.stages
+            )
+        pointers = {"x": left, "w": right, "x_scale": "*fp32", "w_scale": "*fp32"}
+        pointers |= {"experts": "*i32", "out": out}
+        constants |= {
+            "GROUP": self.group, "E": 128 if self.grouped else 1, "GROUPED": self.grouped,
+            "COLUMN_SCALES": self.column_scales,
+        }  # fmt: skip
+        return compile_kernel(matmul_kernel, pointers, constants, tile.warps, tile.stages)
+
+
+def variants() -> Iterator[Variant]:
+    """Every tile of the tables in every use."""
+    fp8 = dict.fromkeys(tiles.FP8_FEW_ROWS + tiles.FP8_MANY_ROWS)
+    for tile in fp8:
+        yield Variant("fp8", tile, "fp8", "fp8", "fp8")
+        yield Variant("fp8, gradient in E5M2", tile, "fp8", "e5m2", "fp8")
+        yield Variant("fp8, ragged K", tile, "fp8", "fp8", "fp8", depth=4064)
+        yield Variant("fp8 grouped", tile, "fp8", "fp8", "fp8", grouped=True, group=128)
+    for tile in tiles.WGRAD:
+        yield Variant("fp8 wgrad", tile, "fp8", "fp8", "fp8", "float32", column_scales=True)
+        yield Variant("fp8 grouped wgrad", tile, "fp8", "fp8", "fp8", "float32", wgrad=True)
+    for tile in dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS):
+        yield Variant("bf16", tile, "bf16", "bf16", "bf16", "float32")
+    for tile in tiles.FLOAT32:
+        yield Variant("float32", tile, "float32", "float32", "float32", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A kernel of norm.py in one of the ways in which the library calls it."""
+
+    kernel: str
+    width: int
+    rows: int = 8192
+    quantize: bool = True
+    fp8: str = "fp8"
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        y = " y" * (self.kernel in ("rms_norm", "gated_silu"))
+        q = f" {self.fp8}" * self.quantize
+        return f"{self.kernel} {self.rows}x{self.width}:{y}{q}" + " 2^n" * self.power_of_two
+
+    def compile(self) -> Machine:
+        whole, q = {"M": self.rows, "D": self.width}, {"q": _POINTERS[self.fp8], "scale": "*fp32"}
+        scaling = {"FP8_MAX": 448.0, "POWER_OF_TWO": self.power_of_two}
+        flags = {"QUANTIZE": self.quantize}
+        tile = {"ROWS": norm.TILE_ROWS, "warps": 4}
+        if self.kernel == "rms_norm":
+            tile = norm.norm_tile(self.width)
+            pointers = {"x": "*bf16", "weight": "*fp32", "y": "*bf16"}
+            flags["EPS"] = 1e-6
+        elif self.kernel == "gated_silu":
+            pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
+        else:
+            pointers, flags = {"x": "*bf16"}, {}
+        if self.kernel == "quantize_columns":
+            whole = {"T": self.rows, "D": self.width}
+            tile = {"COLUMNS": norm.TILE_COLUMNS, "warps": 4}
+        warps = tile.pop("warps")
+        kernel = getattr(norm, f"{self.kernel}_kernel")
+        return compile_kernel(kernel, pointers | q, whole | scaling | flags | tile, warps, 1)
+
+
+def passes() -> Iterator[Pass]:
+    """Every kernel of norm.py, stored and quantised, at widths of all tiles."""
+    for width in (128, 4096, 5120, 8192, norm.MAX_WIDTH):
+        yield Pass("rms_norm", width, quantize=False)
+        yield Pass("rms_norm", width)
+    yield Pass("gated_silu", 4096, quantize=False)
+    yield Pass("gated_silu", 4096)
+    for kernel in ("quantize_rows", "quantize_columns"):
+        yield Pass(kernel, 4096)
+        yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadVariant:
+    """A kernel of the output head, for 151,936 columns; the product's tile, if it has one."""
+
+    name: str
+    tile: tiles.Tile | None = None
+    kind: str = "bf16"
+    depth: int = 1024
+
+    def __str__(self) -> str:
+        if not (t := self.tile):
+            return f"{self.name} w4"
+        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
+
+    def compile(self) -> Machine:
+        columns = 151_936
+        types = dict.fromkeys(_HEAD_FLOAT32, "*fp32") | {"targets": "*i32"}
+        operand = _POINTERS[self.kind]
+        types |= {"x": operand, "w": operand, "dlogits": operand, "dlogits_t": operand}
+        constants: dict = {"M": 1024, "N": columns}
+        kernel = _HEAD_KERNELS[self.name.split(",")[0]]
+        warps, stages = 4, 1
+        if tile := self.tile:
+            warps, stages = tile.warps, tile.stages
+            constants |= {"K": self.depth, "WIDTH": columns, **tile.constants(self.kind)}
+        elif kernel is logits_statistics_kernel:
+            constants |= {"BM": 8, "BN": tiles.HEAD_COLUMNS}
+        else:
+            constants |= {"TILES": 1187, "WIDTH": 2048}
+        names = kernel.arg_names
+        return compile_kernel(
+            kernel,
+            {name: types[name] for name in names if name in types},
+            {name: value for name, value in constants.items() if name in names},
+            warps,
+            stages,
+        )
+
+
+_HEAD_FLOAT32 = (
+    "inverse_temperature", "logits", "top", "total", "moment", "chosen", "logp", "entropy",
+    "logsumexp", "dlogp",
+)  # fmt: skip
+_HEAD_KERNELS = {
+    "head": head_statistics_kernel,
+    "head gradient": head_gradient_kernel,
+    "head of logits": logits_statistics_kernel,
+    "head combine": combine_kernel,
+}
+
+
+def head_variants() -> Iterator[HeadVariant]:
+    """The output head's kernels with every tile of theirs."""
+    for name in ("head", "head gradient"):
+        for tile in tiles.HEAD:
+            yield HeadVariant(name, tile)
+        yield HeadVariant(f"{name}, ragged K", tiles.HEAD[-1], depth=1000)
+        yield HeadVariant(f"{name}, float32", tiles.HEAD_FLOAT32, "float32")
+    yield HeadVariant("head of logits")
+    yield HeadVariant("head combine")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionVariant:
+    """Strict attention: 32 heads by 8, or DeepSeek's latents (`rope`)."""
+
+    use: str  # decode or learner, or join
+    keys: str = "fp8"
+    width: int = 128
+    queries: str = "bf16"
+    scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
+    rope: int = 0
+    slots: int = 4096  # of the cache; as many queries of the learner
+    paged: bool = False
+
+    def __str__(self) -> str:
+        q = f" by {self.queries}" * (self.queries != "bf16")
+        scales = "" if self.keys != "fp8" else ", one scale" * (self.scales == 1)
+        rope = f" + {self.rope}" * bool(self.rope)
+        pages = ", pages" * self.paged
+        return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}{pages}"
+
+    def compile(self) -> Machine:
+        float32 = self.queries == "float32"
+        warps, stages = attention.warps_and_stages(self.width, float32)
+        types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "out", "top", "total"), "*fp32")
+        types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
+        types["table"] = "*i32" if self.paged else "*fp32"
+        types |= dict.fromkeys(("k", "v"), _POINTERS[self.keys])
+        types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
+        scales = self.scales if self.keys == "fp8" else 0
+        constants = {
+            "T": self.slots if self.use == "learner" else 1, "S": self.slots,
+            "H": 128 if self.rope else 32, "HKV": 1 if self.rope else 8,
+            "D": self.width, "WIDTH": 1 << (self.width - 1).bit_length(), "DR": self.rope,
+            "R_WIDTH": self.rope or 16, "SCALE": 0.1, "K_SCALES": scales, "V_SCALES": scales,
+            "Q_SCALES": 2 if self.queries == "fp8" else 0, "ONE_SPLIT": self.use == "decode",
+            "PAGED": self.paged,
+        }  # fmt: skip
+        constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
+        kernel = join_kernel if self.use == "join" else attention_kernel
+        names = kernel.arg_names
+        return compile_kernel(
+            kernel,
+            {name: types[name] for name in names if name in types},
+            {name: value for name, value in constants.items() if name in names},
+            warps,
+            1 if self.use == "join" else stages,
+        )
+
+
+def attention_variants() -> Iterator[AttentionVariant]:
+    """Decode and learner for the widths and types of the models."""
+    for use in ("decode", "learner"):
+        for width in (64, 96, 128, 256):
+            yield AttentionVariant(use, "fp8", width)
+            yield AttentionVariant(use, "bf16", width)
+            yield AttentionVariant(use, "float32", width, "float32")
+        yield AttentionVariant(use, queries="fp8")
+        yield AttentionVariant(use, scales=1)
+        yield AttentionVariant(use, "fp8", 512, rope=64)
+        yield AttentionVariant(use, "bf16", 512, rope=64)
+        for keys, width, rope in (("fp8", 128, 0), ("bf16", 128, 0), ("fp8", 512, 64)):
+            yield AttentionVariant(use, keys, width, rope=rope, paged=True)
+    yield AttentionVariant("join")
+    yield AttentionVariant("join", width=512)
+
+
+@dataclasses.dataclass(frozen=True)
+class FastVariant:
+    """Fast attention or a kernel of its gradients: 32 heads by 8, 4,096 tokens."""
+
+    use: str  # forward, dq or dk dv
+    kind: str = "bf16"  # of the operands
+    width: int = 128
+    scaled: bool = True  # keys and values were E4M3
+    q_scaled: bool = False
+
+    def __str__(self) -> str:
+        scales = " of fp8" * self.scaled + " by fp8" * self.q_scaled
+        tile = self.tile
+        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}"
+        return f"fast attention {self.use}, {self.kind}{scales}, {self.width}, {size}"
+
+    @property
+    def tile(self) -> fast_attention.Tile:
+        table = _FAST[self.use][1]["bfloat16" if self.kind == "bf16" else self.kind]
+        return table[min(width for width in table if width >= self.width)]
+
+    def compile(self) -> Machine:
+        types = dict.fromkeys(("q", "k", "v", "dout"), _POINTERS[self.kind])
+        types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "logsumexp", "delta"), "*fp32")
+        types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
+        width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
+        constants = {
+            "T": 4096, "S": 4096, "H": 32, "HKV": 8, "D": self.width, "DV": self.width,
+            "WIDTH": width, "V_WIDTH": width, "SCALE": 0.1, "Q_SCALED": self.q_scaled,
+            "KV_SCALED": self.scaled, "ROWS": tile.rows, "KEYS": tile.keys,
+        }  # fmt: skip
+        pointers = {name: types[name] for name in kernel.arg_names if name in types}
+        return compile_kernel(kernel, pointers, constants, tile.warps, tile.stages)
+
+
+_FAST = {
+    "forward": (fast_attention_kernel, fast_attention.TILES),
+    "dq": (query_gradient_kernel, attention_gradient.QUERY_TILES),
+    "dk dv": (key_gradient_kernel, attention_gradient.KEY_TILES),
+}
+
+
+def fast_variants() -> Iterator[FastVariant]:
+    """Forward and gradients for the widths and types of the models."""
+    for use in _FAST:
+        for width in (64, 96, 128, 256):
+            yield FastVariant(use, width=width)
+        for width in (128, 256):
+            yield FastVariant(use, "float32", width, scaled=False)
+        yield FastVariant(use, scaled=False)
+        yield FastVariant(use, q_scaled=True)
+
+
+def table() -> str:
+    """Markdown: one row a variant."""
+    lines = [
+        "| kernel, tile, warps, stages | tensor core instruction | registers | spills | shared |",
+        "|---|---|---|---|---|",
+    ]
+    for variant in itertools.chain(
+        variants(), head_variants(), attention_variants(), fast_variants()
+    ):
+        machine = variant.compile()
+        matrix = ", ".join(sorted(machine.matrix)) or f"none ({machine.opcodes['FFMA']} FFMA)"
+        lines.append(
+            f"| {variant} | {matrix} | {machine.registers} | {machine.local_bytes} B | "
+            f"{machine.shared_bytes / 1024:.0f} KiB |"
+        )
+    return "\n".join(lines)
+
+
+def pass_table() -> str:
+    """Markdown: one row for each of `passes`; instructions without the padding at the end."""
+    lines = [
+        "| kernel, shape, results | global memory | instructions | registers | spills | shared |",
+        "|---|---|---|---|---|---|",
+    ]
+    for variant in passes():
+        machine = variant.compile()
+        count = sum(machine.opcodes.values()) - machine.opcodes["NOP"]
+        lines.append(
+            f"| {variant} | {', '.join(sorted(machine.memory))} | {count} | {machine.registers} | "
+            f"{machine.local_bytes} B | {machine.shared_bytes / 1024:.1f} KiB |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
+    print(pass_table())

@@ -1,0 +1,362 @@
+"""Strict attention in Triton's interpreter: against float64, and decode against the learner.
+
+The interpreter adds a product's terms one after another in float32, whatever the row, so equality
+here is about masks, blocks, splits, tiles and rescaling. test_sass.py compares the layouts that
+decide the order of sums on a GPU.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
+
+
+from fp8rl_jax.kernels import KV_CHUNK
+from fp8rl_jax.kernels.gpu import attention as strict
+from fp8rl_jax.kernels.reference import attention as reference
+
+E4M3 = jnp.float8_e4m3fn
+LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
+PAGE = KV_CHUNK
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, interpreter):
+    calls = []
+
+    def triton_call(kernel, *arrays, **keywords):
+        calls.append(kernel.fn.__name__)
+        return interpreter.triton_call(kernel, *arrays, **keywords)
+
+    monkeypatch.setattr(strict, "triton_call", triton_call)
+    return calls
+
+
+def _case(kind, length, heads=2, kv_heads=1, dim=16, batch=1, seed=0):
+    """q, k, v and the scales by name."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((batch, length, n, dim)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    if kind == "float32":
+        return (q, k, v), {}
+    q = q.astype(jnp.bfloat16)
+    if kind == "bf16":
+        return (q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)), {}
+
+    def scales(x):
+        shape = () if kind == "fp8 one scale" else x.shape[:3]
+        return jnp.asarray(rng.random(shape) + 0.5, jnp.float32)
+
+    named = {"k_scale": scales(k), "v_scale": scales(v)}
+    if kind == "fp8 queries":
+        named["q_scale"], q = scales(q), q.astype(E4M3)
+    return (q, k.astype(E4M3), v.astype(E4M3)), named
+
+
+def _positions(batch, length):
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+def _float64(operands, scales, positions, scale):
+    """The result, and the sum of its terms' magnitudes."""
+    q, k, v = (np.asarray(x, np.float64) for x in operands)
+    for name, x in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
+        if name in scales:
+            x *= np.asarray(scales[name], np.float64)[..., None]
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    score = np.einsum("bthd,bshd->bhts", q, k) * scale
+    seen = np.arange(k.shape[1]) <= np.asarray(positions)[:, None, :, None]
+    weight = np.where(seen, np.exp(score - np.where(seen, score, -np.inf).max(-1)[..., None]), 0)
+    weight /= weight.sum(-1)[..., None]
+    return tuple(np.einsum("bhts,bshd->bthd", weight, x) for x in (v, np.abs(v)))
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8", *map(_SLOW, ("bf16", *KINDS[3:]))])
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "dim"),
+    [(70, 4, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
+)
+def test_equals_float64(kind, length, heads, kv_heads, dim):
+    """Weights are rounded to bf16 for the product with values: up to 2**-8 of each term. The sum
+    of weights is not rounded. Nothing else is larger than some float32 roundings.
+    """
+    operands, scales = _case(kind, length, heads, kv_heads, dim)
+    positions = _positions(1, length)
+    got = strict.attention(*operands, positions, scale=dim**-0.5, **scales)
+    assert got.dtype == jnp.float32
+    want, size = _float64(operands, scales, positions, dim**-0.5)
+    error = (np.abs(np.asarray(got) - want) / size).max()
+    assert error < (2e-6 if kind == "float32" else 2**-8)
+    plain = reference.attention(*operands, positions, scale=dim**-0.5, **scales)
+    assert (np.abs(np.asarray(got) - np.asarray(plain)) / size).max() < 2**-8
+
+
+def _same(one, other):
+    np.testing.assert_array_equal(np.asarray(one).view(np.int32), np.asarray(other).view(np.int32))
+
+
+def _garbage_behind(x, slots):
+    """A longer cache whose other slots hold NaN, in FP8, bf16 or float32."""
+    if not x.ndim:
+        return x
+    tail = jnp.full((x.shape[0], slots, *x.shape[2:]), jnp.nan, x.dtype)
+    return jnp.concatenate([x, tail], 1)
+
+
+def _decode(operands, scales, position, slots=37, **more):
+    """One query at a position, over a cache of that many keys and then garbage."""
+    q, k, v = operands
+    n = position + 1
+    scales = dict(scales)
+    q_scale = scales.pop("q_scale", None)
+    if q_scale is not None and q_scale.ndim:
+        q_scale = q_scale[:, position:n]
+    k, v = (_garbage_behind(x[:, :n], slots) for x in (k, v))
+    scales = {s: _garbage_behind(x[:, :n] if x.ndim else x, slots) for s, x in scales.items()}
+    at = jnp.full((q.shape[0], 1), position, jnp.int32)
+    return strict.attention(
+        q[:, position:n], k, v, at, scale=0.3, q_scale=q_scale, **scales, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("fp8", (1, 64, 65, 127, 512, 513)),
+        *(_SLOW(kind, LENGTHS) for kind in ("fp8", "float32", "bf16", "fp8 one scale")),
+    ],
+)
+def test_decode_equals_learner_at_every_border(kind, lengths, interpreted):
+    """A learner's queries all at once, in whole splits; a decode step's one, in its own program."""
+    operands, scales = _case(kind, max(lengths), heads=1)
+    whole = strict.attention(
+        *operands, _positions(1, max(lengths)), scale=0.3, one_split=False, **scales
+    )
+    assert interpreted == ["attention_kernel"]
+    for length in lengths:
+        one = _decode(operands, scales, length - 1)
+        _same(one[:, 0], whole[:, length - 1])
+    assert interpreted.count("join_kernel") == sum(n + 37 > strict.SPLIT for n in lengths)
+
+
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32"), _SLOW("fp8 queries")])
+@pytest.mark.parametrize("group", [4, *map(_SLOW, (1, 8))])
+def test_groups(kind, group):
+    operands, scales = _case(kind, 70, heads=2 * group, kv_heads=2, dim=32, batch=2)
+    whole = strict.attention(*operands, _positions(2, 70), scale=0.3, **scales)
+    for position in (0, 17, 63, 64, 69):
+        _same(_decode(operands, scales, position)[:, 0], whole[:, position])
+
+
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
+@pytest.mark.parametrize("dim", [96, *map(_SLOW, (64, 128))])
+def test_widths(kind, dim):
+    operands, scales = _case(kind, 66, dim=dim)
+    whole = strict.attention(*operands, _positions(1, 66), scale=0.3, **scales)
+    for position in (5, 63, 65):
+        _same(_decode(operands, scales, position)[:, 0], whole[:, position])
+
+
+@pytest.mark.slow  # over pages it is quick
+@pytest.mark.parametrize("kind", ["fp8", "float32"])
+def test_prefill_in_pieces_and_other_sequences(kind):
+    """Queries that start anywhere in a tile, beside sequences of other lengths."""
+    operands, scales = _case(kind, 200, dim=32, batch=3)
+    whole = strict.attention(*operands, _positions(3, 200), scale=0.3, **scales)
+    for start, stop in ((0, 7), (7, 100), (99, 200)):
+        q = operands[0][:, start:stop]
+        positions = _positions(3, 200)[:, start:stop]
+        part = strict.attention(q, *operands[1:], positions, scale=0.3, **scales)
+        _same(part, whole[:, start:stop])
+    order = jnp.asarray([2, 0])
+    moved = {n: x[order] for n, x in scales.items()}
+    positions = jnp.asarray([[150, 3], [199, 20]], jnp.int32)  # in any order within a tile
+    rows = order[:, None]
+    q, k, v = operands
+    part = strict.attention(q[rows, positions], k[order], v[order], positions, scale=0.3, **moved)
+    _same(part, whole[rows, positions])
+
+
+@pytest.mark.parametrize("kind", ["fp8", _SLOW("float32")])
+@pytest.mark.parametrize("slots", [500, *map(_SLOW, (0, 1100))])
+def test_who_takes_a_split_changes_nothing(kind, slots):
+    operands, scales = _case(kind, 600)
+    first = _decode(operands, scales, 599, one_split=True)
+    _same(_decode(operands, scales, 599, slots, one_split=False), first)
+    _same(_decode(operands, scales, 599, slots, one_split=True), first)
+
+
+def test_large_scores_and_values_that_cancel():
+    """Later splits with far larger scores; values of -0.0 and of one sign each."""
+    (q, k, v), _ = _case("float32", 700, heads=1)
+    k = k.at[:, 520:].multiply(60.0)
+    v = v.at[..., 0].set(-0.0).at[:, 600:, :, 1].set(0.0).at[:, :600, :, 1].set(-1e-38)
+    whole = strict.attention(q, k, v, _positions(1, 700), scale=0.3, one_split=False)
+    assert np.isfinite(whole).all()
+    for position in (511, 519, 520, 530, 640, 699):
+        one = _decode((q, k, v), {}, position, one_split=True)
+        _same(one[:, 0], whole[:, position])
+        assert not np.signbit(one[..., 0]).any()  # not even of zero
+
+
+def _in_pages(caches, lengths):
+    """Caches with equal beginnings, the same as pools of pages in any order, and their table.
+
+    Sequences of a page or more share the first. NaN in pages that nobody has and behind each
+    sequence's end, and no page's number behind its last.
+    """
+    counts = [-(-n // PAGE) for n in lengths]
+    pages = sum(counts) + 3
+    ids = iter(np.random.default_rng(7).permutation(pages))
+    table = np.full((len(lengths), max(counts) + 1), 10**9, np.int32)
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = [next(ids) for _ in range(count)]
+    sharing = np.flatnonzero(np.asarray(lengths) >= PAGE)
+    table[sharing, 0] = table[sharing[:1], 0]
+    whole, pools = {}, {}
+    for name, x in caches.items():
+        whole[name] = pools[name] = x
+        if not x.ndim:
+            continue
+        x = np.array(x)
+        x[sharing, :PAGE] = x[sharing[:1], :PAGE]
+        pool = np.full((pages, PAGE, *x.shape[2:]), np.nan, x.dtype)
+        for sequence, row, length in zip(x, table, lengths, strict=True):
+            for page, start in zip(row, range(0, length, PAGE), strict=False):
+                part = sequence[start : min(start + PAGE, length)]
+                pool[page, : len(part)] = part
+        whole[name], pools[name] = jnp.asarray(x), jnp.asarray(pool)
+    return whole, pools, jnp.asarray(table)
+
+
+def _pages_equal_one_piece(q, caches, starts, **more):
+    """Queries at positions from `starts` on, the last of a sequence; returns the result."""
+    positions = jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    whole, pools, table = _in_pages(caches, [start + q.shape[1] for start in starts])
+    want = strict.attention(q, positions=positions, scale=0.3, **whole, **more)
+    got = strict.attention(q, positions=positions, scale=0.3, table=table, **pools, **more)
+    assert np.isfinite(got).all()
+    _same(got, want)
+    return got
+
+
+def _queries_and_caches(kind, lengths, queries=1, **more):
+    """Queries and their scale; keys, values and their scales, by name."""
+    (q, k, v), scales = _case(kind, max(lengths), batch=len(lengths), **more)
+    first = {"q": q, "q_scale": scales.pop("q_scale", None)}
+    first = {n: x if x is None or not x.ndim else x[:, :queries] for n, x in first.items()}
+    return first, {"k": k, "v": v, **scales}
+
+
+@pytest.mark.parametrize("kind", ["fp8", *(_SLOW(k) for k in KINDS if k != "fp8")])
+def test_decode_from_pages(kind, interpreted):
+    lengths = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
+    first, caches = _queries_and_caches(kind, lengths)
+    starts = [n - 1 for n in lengths]
+    joined = _pages_equal_one_piece(caches=caches, starts=starts, **first)
+    assert interpreted == ["attention_kernel", "join_kernel"] * 2
+    if kind == "fp8":
+        alone = _pages_equal_one_piece(caches=caches, starts=starts, one_split=False, **first)
+        _same(alone, joined)
+
+
+@pytest.mark.parametrize("kind", ["fp8", *(_SLOW(k) for k in KINDS if k != "fp8")])
+def test_prefill_of_a_piece_from_pages(kind):
+    """Queries from anywhere in a page on, over several."""
+    first, caches = _queries_and_caches(kind, (131, 70, 100), 70, kv_heads=2)
+    _pages_equal_one_piece(caches=caches, starts=(61, 0, 30), **first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 40])
+def test_thousands_of_keys_from_pages(queries):
+    first, caches = _queries_and_caches("fp8", (4097, 1500), queries)
+    _pages_equal_one_piece(caches=caches, starts=(4097 - queries, 1500 - queries), **first)
+
+
+@pytest.mark.parametrize("kind", [_SLOW("bf16"), "fp8"])
+def test_latents_from_pages(kind):
+    lengths = (65, 130)
+    first, caches = _queries_and_caches(kind, lengths, heads=8, dim=64)
+    rng = np.random.default_rng(1)
+    rope = jnp.asarray(rng.standard_normal((2, max(lengths), 9, 16)), jnp.bfloat16)
+    caches |= {"v": caches["k"][..., :32], "k_rope": rope[:, :, 8:]}
+    starts = [n - 1 for n in lengths]
+    _pages_equal_one_piece(caches=caches, starts=starts, q_rope=rope[:, :1, :8], **first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_latents_with_rotated_keys(kind):
+    """Multi-head latent attention: values of another width, further features."""
+    (q, k, _), scales = _case(kind, 70, heads=8, dim=64)
+    rng = np.random.default_rng(1)
+    q_rope, k_rope = (
+        jnp.asarray(rng.standard_normal((1, 70, n, 16)), jnp.bfloat16) for n in (8, 1)
+    )
+    v = k[..., :32]
+
+    def run(start, **more):
+        at = _positions(1, 70)[:, start:]
+        return strict.attention(
+            q[:, start:], k, v, at, scale=0.1, q_rope=q_rope[:, start:], k_rope=k_rope,
+            **scales, **more,
+        )  # fmt: skip
+
+    whole = run(0)
+    want = reference.attention(
+        q, k, v, _positions(1, 70), scale=0.1, q_rope=q_rope, k_rope=k_rope, **scales
+    )
+    size = np.abs(np.asarray(v, np.float32)).max() * (1.5 if scales else 1)
+    assert np.abs(np.asarray(whole) - np.asarray(want)).max() < size * 2**-9
+    _same(run(69, one_split=True), whole[:, 69:])
+    _same(run(64), whole[:, 64:])
+
+
+def test_bad_values_stay_with_the_rows_that_see_them():
+    """But for earlier rows of the same tile, which 0 * NaN reaches."""
+    (q, k, v), _ = _case("float32", 70, heads=1)
+    got = strict.attention(q, k.at[:, 40].set(jnp.nan), v, _positions(1, 70), scale=0.3)
+    np.testing.assert_array_equal(np.isnan(got).all((0, 2, 3)), np.arange(70) >= 40)
+    got = strict.attention(q, k, v.at[:, 40].set(jnp.inf), _positions(1, 70), scale=0.3)
+    np.testing.assert_array_equal(np.isfinite(got).all((0, 2, 3)), np.arange(70) < 32)
+
+
+def test_arguments_are_checked():
+    (q, k, v), _ = _case("bf16", 8, heads=4, kv_heads=2)
+    positions = _positions(1, 8)
+
+    def attention(q=q, k=k, v=v, positions=positions, **more):
+        strict.attention(q, k, v, positions, scale=1.0, **more)
+
+    with pytest.raises(ValueError, match="do not fit keys"):
+        attention(q=q[:, :, :3])
+    with pytest.raises(ValueError, match="do not fit keys"):
+        attention(v=v[:, :7])
+    with pytest.raises(ValueError, match="do not fit queries"):
+        attention(positions=positions[:, :7])
+    with pytest.raises(ValueError, match="E4M3, bf16 or float32, got float16"):
+        attention(k=k.astype(jnp.float16))
+    with pytest.raises(ValueError, match=r"k_scale \(1, 8\) must be"):
+        attention(k_scale=jnp.ones((1, 8)))
+    rope = jnp.ones((1, 8, 4, 16))
+    with pytest.raises(ValueError, match=r"k_rope .* does not fit keys"):
+        attention(q_rope=rope, k_rope=rope[:, :7, :2])
+    table, pages = jnp.zeros((1, 3), jnp.int32), jnp.ones((5, PAGE, 2, 16), jnp.bfloat16)
+    for wrong in (table[0], table[:0], table.astype(jnp.float32)):
+        with pytest.raises(ValueError, match=r"table .* must be int32 of \(1, pages of"):
+            attention(k=pages, v=pages, table=wrong)
+    with pytest.raises(ValueError, match="must have 64 slots"):
+        attention(table=table)
+    with pytest.raises(ValueError, match=r"k_scale .* or \(5, 64, 2\)"):
+        attention(k=pages, v=pages, table=table, k_scale=jnp.ones((1, 192, 2)))
+    with pytest.raises(ValueError, match="256 in float32"):
+        wide = jnp.ones((1, 8, 2, 512))
+        attention(q=wide, k=wide, v=wide)

@@ -1,0 +1,68 @@
+"""Gradients of attention in jnp, in blocks: against the reference, and their memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow
+
+from fp8rl_jax.kernels.reference.attention_gradient import attention_vjp, attention_vjp_by_blocks
+
+
+def _positions(batch, length):
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+@pytest.mark.parametrize(
+    ("queries", "slots", "heads", "kv_heads", "dims"),
+    [slow(37, 37, 4, 2, (32, 32)), (600, 700, 4, 1, (32, 16)), slow(1100, 1100, 2, 2, (16, 16))],
+)
+def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
+    rng = np.random.default_rng(0)
+    shapes = (
+        (2, queries, heads, dims[0]), (2, slots, kv_heads, dims[0]),
+        (2, slots, kv_heads, dims[1]), (2, queries, heads, dims[1]),
+    )  # fmt: skip
+    q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    positions = _positions(2, queries) + jnp.asarray([[0], [slots - queries]], jnp.int32)
+    got, want = (
+        jax.jit(lambda *x, f=f: f(*x, scale=dims[0] ** -0.5))(q, k, v, positions, cotangent)
+        for f in (attention_vjp_by_blocks, attention_vjp)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
+
+
+def _temporary_bytes(function, length):
+    heads = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
+    kv = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+    positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    compiled = jax.jit(lambda *x: function(*x, scale=0.1)).lower(heads, kv, kv, positions, heads)
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_gradients_hold_no_matrix_of_scores():
+    matrix = 4 * 8 * 4096**2
+    blocks = _temporary_bytes(attention_vjp_by_blocks, 4096)
+    assert _temporary_bytes(attention_vjp, 4096) > matrix
+    assert blocks < matrix / 10
+    assert _temporary_bytes(attention_vjp_by_blocks, 8192) < 2.5 * blocks
+
+
+@pytest.mark.slow
+def test_gradients_under_shard_map():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 40, n, 16)), jnp.float32) for n in (4, 2, 2))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    positions = _positions(1, 40)
+    run = jax.shard_map(
+        lambda *x: attention_vjp_by_blocks(*x, scale=0.3), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    for a, b in zip(
+        jax.jit(run)(q, k, v, positions, q),
+        attention_vjp(q, k, v, positions, q, scale=0.3),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
