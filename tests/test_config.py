@@ -279,8 +279,12 @@ def test_former_names_are_read(tmp_path, capsys):
     assert (config.sft.steps, config.sft.batch_size, config.sft.b2) == (7, 3, 0.5)
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 2 and all("'warmup' is called 'sft' now" in line for line in notes)
-    content = {"warmup": {"steps": 7}, "rollout": {"cache_slots": 0}}
-    assert upgraded(content, "config.json") == {"sft": {"steps": 7}, "rollout": {}}
+    content = {
+        "warmup": {"steps": 7}, "rollout": {"cache_slots": 0},
+        "precision": {"attention_kernel": "strict"},
+    }  # fmt: skip
+    now = {"sft": {"steps": 7}, "rollout": {}, "precision": {}}
+    assert upgraded(content, "config.json") == now
     content["rollout"]["cache_slots"] = 9
     with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
         upgraded(content, "config.json")

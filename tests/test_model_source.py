@@ -151,19 +151,6 @@ def test_a_field_that_an_older_version_lacks_had_its_default():
     assert first_difference(theirs, ours) == ("data.chat", False, True)
 
 
-def test_a_field_that_is_gone_does_no_harm():
-    """A run whose config.json still has it resumes, and opens, if it had the value that is left."""
-    ours = _config().to_dict()
-    theirs = {name: dict(fields) for name, fields in ours.items()}
-    theirs["precision"]["attention_kernel"] = "strict"
-    assert first_difference(theirs, ours) is None
-    assert saved_config(theirs, "here").to_dict() == ours
-    theirs["precision"]["attention_kernel"] = "fast"
-    assert first_difference(theirs, ours) == ("precision.attention_kernel", "fast", "strict")
-    with pytest.raises(UserError, match=r"here: precision\.attention_kernel is 'fast'"):
-        saved_config(theirs, "here")
-
-
 # Questions as conversations.
 
 

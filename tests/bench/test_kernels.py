@@ -384,6 +384,6 @@ def test_unwritable_directory(tmp_path, monkeypatch, capsys):
 
 def test_a_gpu_without_its_libraries(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(kernels, "triton_installed", lambda: False)
     with pytest.raises(UserError, match=r"x: this machine has a GPU.* pip install"):
         kernels.require_gpu("x")
