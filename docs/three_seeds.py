@@ -55,7 +55,7 @@ def draw(runs: list[pathlib.Path], target: pathlib.Path) -> None:
 def table(runs: list[pathlib.Path]) -> str:
     """One Markdown row a run, and the mean."""
     head = (
-        "| seed | sampled: SFT end → RL end | greedy: SFT end → RL end | best of the "
+        "| seed | sampled: SFT end → RL end | greedy: SFT end → RL end | best of "
         "SFT (sampled, greedy) | tokens compared | max drift |"
     )
     rows, numbers = [head, "|---|---|---|---|---|---|"], []
