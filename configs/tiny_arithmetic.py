@@ -6,7 +6,7 @@ in FP8 (E4M3, 1x128 activations, 128x128 weights, FP8 KV cache) through the same
 
 Command:   fp8rl train --config configs/tiny_arithmetic.py
 Expected:  held-out accuracy, mean of seeds 0, 1, 2: sampled 0.30 -> 0.51, greedy 0.37 -> 0.64
-           (README.md, with the command); every drift metric exactly zero.
+           (docs/results.md, with the command); every drift metric exactly zero.
 """
 
 import ml_collections
