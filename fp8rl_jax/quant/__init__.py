@@ -42,7 +42,6 @@ from fp8rl_jax.quant.weights import (
     quantize_weight,
     take_layer,
 )
-from fp8rl_jax.quant.widened import widen
 
 __all__ = [
     "BoundWeight",
@@ -86,5 +85,4 @@ __all__ = [
     "static",
     "take_layer",
     "update_site",
-    "widen",
 ]

@@ -152,14 +152,6 @@ def _gradient(recipe: Recipe, x: QArray | jax.Array, w: QArray | jax.Array) -> j
     return choose(recipe.kernels, kernel, plain, x, w)
 
 
-def _kind(w: Weight) -> str:
-    if not isinstance(w, BoundWeight):
-        return "bytes" if isinstance(w, QArray) else "array"
-    if w.master is not None:
-        return "master"
-    return "bound bytes" if isinstance(w.value, QArray) else "bound"
-
-
 def matmul(
     recipe: Recipe,
     x: jax.Array,
@@ -189,7 +181,7 @@ def matmul(
             operands = share(x, w, rows)
             return choose(recipe.kernels, *_named_layer(recipe, dtype), *operands)
         w = w.taken()
-    return _matmul(recipe, gather, dtype, *share(x, w, rows))
+    return _matmul(recipe, gather, dtype, *share(x, bind(w), rows))
 
 
 def _named_layer(recipe: Recipe, dtype):
@@ -207,9 +199,9 @@ def _named_layer(recipe: Recipe, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _matmul(
-    recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: Weight, rows: QArray | None
+    recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: BoundWeight, rows: QArray | None
 ) -> jax.Array:
-    return _forward(recipe, x, bind(w), gather, dtype, rows)[0]
+    return _forward(recipe, x, w, gather, dtype, rows)[0]
 
 
 def _gathered(x: QArray | jax.Array, axis: str | None):
@@ -263,7 +255,7 @@ def _forward(
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "weight", "gradient", "probe", "seen"],
-    meta_fields=["x_dtype", "weight_kind", "weight_dtype"],
+    meta_fields=["x_dtype", "parameter_dtype", "has_master"],
 )
 @dataclasses.dataclass(frozen=True)
 class _Residual:
@@ -277,8 +269,8 @@ class _Residual:
       probe: the gradient's probe.
       seen: cotangents of the other probes, observed in the forward pass.
       x_dtype: of the argument.
-      weight_kind: 'array', 'bytes', 'bound' (value is trained), 'bound bytes', 'master'.
-      weight_dtype: of the parameter that receives the gradient, if any.
+      parameter_dtype: of what receives the weight's gradient; None for bytes without a master.
+      has_master: whether that is a master, not the value itself.
     """
 
     x: QArray | jax.Array
@@ -287,32 +279,31 @@ class _Residual:
     probe: OperandProbe | None
     seen: dict[str, OperandProbe]
     x_dtype: jnp.dtype
-    weight_kind: str
-    weight_dtype: jnp.dtype | None
+    parameter_dtype: jnp.dtype | None
+    has_master: bool
 
 
 def matmul_forward(
     recipe: Recipe,
     x: jax.Array,
-    w: Weight,
+    w: BoundWeight,
     gather: str | None = None,
     dtype=jnp.float32,
     rows: QArray | None = None,
 ):
     """`matmul` and what its backward pass needs."""
-    x, bound = _first_order(x), bind(w)
-    bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
-    y, operands = _forward(recipe, x, bound, gather, dtype, rows)
-    parameter = bound.value if bound.master is None else bound.master
+    x, w = jax.tree.map(_first_order, (x, w))
+    y, operands = _forward(recipe, x, w, gather, dtype, rows)
+    parameter = w.value if w.master is None else w.master
     residual = functools.partial(
         _Residual,
         x_dtype=x.dtype,
-        weight_kind=_kind(w),
-        weight_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
-        seen=_observe_forward(recipe, operands, bound),
+        parameter_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
+        has_master=w.master is not None,
+        seen=_observe_forward(recipe, operands, w),
     )
     if operands.x is None or operands.w is None or recipe.gradient is None:
-        weight = parameter if recipe.quantized else bound.value
+        weight = parameter if recipe.quantized else w.value
         return y, residual(as_bits(operands.x_value), weight, None, None)
     assert recipe.activation is not None and recipe.weight is not None
     turned = recipe.activation.turned
@@ -321,8 +312,8 @@ def matmul_forward(
     else:
         columns, _ = quantize_activation(operands.x_value, turned, None, recipe.kernels)
     weight = operands.w[0] if recipe.weight.transposes else parameter
-    state = None if bound.scaling is None else bound.scaling.gradient
-    probe = None if bound.probe is None else bound.probe.gradient
+    state = None if w.scaling is None else w.scaling.gradient
+    probe = None if w.probe is None else w.probe.gradient
     return y, residual(as_bits(columns), weight, state, probe)
 
 
@@ -368,18 +359,10 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
     dx = dx.astype(residual.x_dtype)
-    if residual.weight_dtype is not None:
-        dw = dw.astype(residual.weight_dtype)
-    probe = SiteProbe(**seen) if seen else None
-    # None in the place of a cotangent stands for zeros.
-    cotangent: Any = {
-        "array": dw,
-        "bytes": None,
-        "bound": BoundWeight(dw, None, None, probe),
-        "bound bytes": BoundWeight(None, None, None, probe),  # type: ignore[arg-type]
-        "master": BoundWeight(None, dw, None, probe),  # type: ignore[arg-type]
-    }[residual.weight_kind]
-    return dx, cotangent
+    zeros: Any = None  # in the place of a cotangent
+    dw = zeros if residual.parameter_dtype is None else dw.astype(residual.parameter_dtype)
+    value, master = (zeros, dw) if residual.has_master else (dw, None)
+    return dx, BoundWeight(value, master, None, SiteProbe(**seen) if seen else None)
 
 
 _matmul.defvjp(

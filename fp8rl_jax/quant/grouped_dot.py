@@ -22,11 +22,17 @@ from jax import lax
 from fp8rl_jax.kernels import as_bits, choose, from_bits
 from fp8rl_jax.quant import formats, grouped_kernels
 from fp8rl_jax.quant.dot_general import matmul, matmul_backward, matmul_forward
-from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.site import OperandProbe
 from fp8rl_jax.quant.varying import share
-from fp8rl_jax.quant.weights import BoundWeight, LayerOf, Weight, compute_value, take_layer
+from fp8rl_jax.quant.weights import (
+    BoundWeight,
+    LayerOf,
+    Weight,
+    bind,
+    compute_value,
+    take_layer,
+)
 
 
 def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
@@ -44,11 +50,14 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
       amaxes by maximum and counts by sum.
     """
+    w = w if isinstance(w, LayerOf) else bind(w)
     return _grouped(recipe, *share(x, w, jnp.asarray(experts)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
+def _grouped(
+    recipe: Recipe, x: jax.Array, w: BoundWeight | LayerOf, experts: jax.Array
+) -> jax.Array:
     def by_tile(x, w, experts):
         w = w.taken() if isinstance(w, LayerOf) else w
         nothing, _ = share(jnp.zeros((x.shape[1], w.shape[-1])), x)
@@ -66,7 +75,7 @@ def _grouped(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax
     return choose(recipe.kernels, at_once, by_tile, x, w, experts)
 
 
-def _forward(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array):
+def _forward(recipe: Recipe, x: jax.Array, w: BoundWeight, experts: jax.Array):
     like = jnp.zeros((0,), x.dtype)
     return _grouped(recipe, x, w, experts), (as_bits(compute_value(x, recipe)), like, w, experts)
 
@@ -91,16 +100,14 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
 
     def tile_gradients(x, dy, expert):
         _, kept = matmul_forward(recipe, x, take_layer(w, expert))
-        if kept.weight_dtype is not None:  # sums of many tiles: cast once, at the end
-            kept = dataclasses.replace(kept, weight_dtype=jnp.dtype(jnp.float32))
+        if kept.parameter_dtype is not None:  # sums of many tiles: cast once, at the end
+            kept = dataclasses.replace(kept, parameter_dtype=jnp.dtype(jnp.float32))
         kept = dataclasses.replace(kept, x_dtype=like.dtype)
         return matmul_backward(recipe, kept, dy)
 
     def parts(cotangent):
         """(arrays to add, probes to combine) of a weight's cotangent."""
-        if isinstance(cotangent, BoundWeight):
-            return (cotangent.value, cotangent.master), cotangent.probe
-        return cotangent, None
+        return (cotangent.value, cotangent.master), cotangent.probe
 
     nothing, _ = share(jnp.zeros(x.shape[1:], like.dtype), x)
 
@@ -142,10 +149,6 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
         (sums, probes), dx = choose(recipe.kernels, at_once, by_tile, x, w, experts, dy)
     else:
         (sums, probes), dx = by_tile(x, w, experts, dy)
-    if isinstance(w, QArray):
-        return dx, None, None
-    if not isinstance(w, BoundWeight):
-        return dx, sums.astype(w.dtype), None
     value, master = sums
 
     def cast(total, like):
