@@ -3,6 +3,7 @@
 Knows arrays; knows nothing of models.
 """
 
+from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general, matmul, scaled_matmul
 from fp8rl_jax.quant.grouped_dot import grouped_matmul
 from fp8rl_jax.quant.kv import (
@@ -44,6 +45,7 @@ from fp8rl_jax.quant.weights import (
 )
 
 __all__ = [
+    "Activation",
     "BoundWeight",
     "KVScales",
     "LayerOf",
@@ -55,6 +57,7 @@ __all__ = [
     "SiteProbe",
     "SiteScaling",
     "Weight",
+    "as_activation",
     "block_health",
     "calibrated_scales",
     "compute_value",

@@ -46,7 +46,7 @@ from fp8rl_jax.kernels import (
 )
 from fp8rl_jax.kernels.cpu_products import product_at_once
 from fp8rl_jax.quant import formats, grouped_kernels
-from fp8rl_jax.quant.activations import quantize_activation
+from fp8rl_jax.quant.activations import Activation, as_activation, quantize_activation
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
@@ -154,11 +154,10 @@ def _gradient(recipe: Recipe, x: QArray | jax.Array, w: QArray | jax.Array) -> j
 
 def matmul(
     recipe: Recipe,
-    x: jax.Array,
+    x: jax.Array | Activation,
     w: Weight,
     gather: str | None = None,
     dtype=jnp.float32,
-    rows: QArray | None = None,
 ) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
 
@@ -171,37 +170,31 @@ def matmul(
     With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
     It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
     part; dx is summed over the axis, in float32, and comes back as the part.
-
-    `rows` is x as `quantize_activation` quantises it, from an operation that did so in passing; the
-    product takes it instead of quantising x again. It gets no gradient: x does, and wgrad's operand
-    is made from x.
     """
+    x = as_activation(x)
     if isinstance(w, LayerOf):
         if gather is None and grouped_kernels.applies(recipe):
-            operands = share(x, w, rows)
-            return choose(recipe.kernels, *_named_layer(recipe, dtype), *operands)
+            return choose(recipe.kernels, *_named_layer(recipe, dtype), *share(x, w))
         w = w.taken()
-    return _matmul(recipe, gather, dtype, *share(x, bind(w), rows))
+    return _matmul(recipe, gather, dtype, *share(x, bind(w)))
 
 
 def _named_layer(recipe: Recipe, dtype):
     """`matmul` by a LayerOf, as two functions: read in its stack by a kernel, and cut out."""
 
-    def in_place(x, w, rows):
-        x, rows = jax.tree.map(lambda leaf: leaf[None], (x, rows))
-        return grouped_kernels.forward(recipe, x, w, jnp.zeros(1, jnp.int32), dtype, rows)[0]
+    def in_place(x, w):
+        x = jax.tree.map(lambda leaf: leaf[None], x)
+        return grouped_kernels.forward(recipe, x, w, jnp.zeros(1, jnp.int32), dtype)[0]
 
-    def cut_out(x, w, rows):
-        return matmul(recipe, x, w.taken(), None, dtype, rows)
+    def cut_out(x, w):
+        return matmul(recipe, x, w.taken(), None, dtype)
 
     return in_place, cut_out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(
-    recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: BoundWeight, rows: QArray | None
-) -> jax.Array:
-    return _forward(recipe, x, w, gather, dtype, rows)[0]
+def _matmul(recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight) -> jax.Array:
+    return _forward(recipe, x, w, gather, dtype)[0]
 
 
 def _gathered(x: QArray | jax.Array, axis: str | None):
@@ -225,21 +218,16 @@ class _Operands:
 
 
 def _forward(
-    recipe: Recipe,
-    x: jax.Array,
-    w: BoundWeight,
-    gather: str | None,
-    dtype,
-    given: QArray | None,
+    recipe: Recipe, x: Activation, w: BoundWeight, gather: str | None, dtype
 ) -> tuple[jax.Array, _Operands]:
-    x_value = compute_value(x, recipe)
+    x_value = compute_value(x.value, recipe)
     if recipe.activation is None:
         weight = compute_value(plain_value(w.value), recipe)
         y = _multiply(recipe, _gathered(x_value, gather), weight, dtype)
         return y, _Operands(x_value)
     rows: tuple[QArray, jax.Array | None]
-    if given is not None:
-        rows = given, None
+    if x.q is not None:
+        rows = x.q, None
     else:
         state = None if w.scaling is None else w.scaling.activation
         rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
@@ -284,20 +272,15 @@ class _Residual:
 
 
 def matmul_forward(
-    recipe: Recipe,
-    x: jax.Array,
-    w: BoundWeight,
-    gather: str | None = None,
-    dtype=jnp.float32,
-    rows: QArray | None = None,
+    recipe: Recipe, x: Activation, w: BoundWeight, gather: str | None = None, dtype=jnp.float32
 ):
     """`matmul` and what its backward pass needs."""
     x, w = jax.tree.map(_first_order, (x, w))
-    y, operands = _forward(recipe, x, w, gather, dtype, rows)
+    y, operands = _forward(recipe, x, w, gather, dtype)
     parameter = w.value if w.master is None else w.master
     residual = functools.partial(
         _Residual,
-        x_dtype=x.dtype,
+        x_dtype=x.value.dtype,
         parameter_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
         has_master=w.master is not None,
         seen=_observe_forward(recipe, operands, w),
@@ -362,12 +345,13 @@ def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: 
     zeros: Any = None  # in the place of a cotangent
     dw = zeros if residual.parameter_dtype is None else dw.astype(residual.parameter_dtype)
     value, master = (zeros, dw) if residual.has_master else (dw, None)
-    return dx, BoundWeight(value, master, None, SiteProbe(**seen) if seen else None)
+    probe = SiteProbe(**seen) if seen else None
+    return Activation(dx), BoundWeight(value, master, None, probe)
 
 
 _matmul.defvjp(
-    lambda recipe, gather, dtype, x, w, rows: matmul_forward(recipe, x, w, gather, dtype, rows),
-    lambda recipe, gather, dtype, kept, dy: (*matmul_backward(recipe, kept, dy, gather), None),
+    lambda recipe, gather, dtype, x, w: matmul_forward(recipe, x, w, gather, dtype),
+    lambda recipe, gather, dtype, kept, dy: matmul_backward(recipe, kept, dy, gather),
 )
 
 
@@ -377,11 +361,7 @@ def _flatten_batch(w: Weight, batch: int) -> Weight:
 
 
 def make_dot_general(
-    recipe: Recipe | str,
-    state: SiteScaling | None = None,
-    probe: SiteProbe | None = None,
-    gather: str | None = None,
-    rows: QArray | None = None,
+    recipe: Recipe | str, state: SiteScaling | None = None, probe: SiteProbe | None = None
 ):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
@@ -398,10 +378,6 @@ def make_dot_general(
       recipe: a Recipe or its name.
       state: for recipes with stateful policies: of `init_site`, for this one call site.
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
-      gather: mesh axis of a surrounding shard_map, over which the left operand's contracted axis
-        lies in parts (`matmul`); no batch dimensions then.
-      rows: the left operand as `recipe` quantises it, (M, K), where that was done before
-        (`matmul`); no batch dimensions then.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -437,11 +413,10 @@ def make_dot_general(
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
-            assert gather is None and rows is None
             product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
             y = product(x.reshape(-1, height, depth), _flatten_batch(w, len(batch)))
         else:
-            y = matmul(recipe, x.reshape(height, depth), w, gather, dtype, rows)
+            y = matmul(recipe, x.reshape(height, depth), w, dtype=dtype)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
         return y.reshape(batch + free)
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import as_bits, choose, from_bits
 from fp8rl_jax.quant import formats, grouped_kernels
+from fp8rl_jax.quant.activations import Activation
 from fp8rl_jax.quant.dot_general import matmul, matmul_backward, matmul_forward
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.site import OperandProbe
@@ -71,7 +72,10 @@ def _grouped(
 
     if not grouped_kernels.applies(recipe):
         return by_tile(x, w, experts)
-    at_once = functools.partial(grouped_kernels.forward, recipe)
+
+    def at_once(x, w, experts):
+        return grouped_kernels.forward(recipe, Activation(x), w, experts)
+
     return choose(recipe.kernels, at_once, by_tile, x, w, experts)
 
 
@@ -99,11 +103,12 @@ def _backward(recipe: Recipe, residual, dy: jax.Array):
     x = from_bits(x)
 
     def tile_gradients(x, dy, expert):
-        _, kept = matmul_forward(recipe, x, take_layer(w, expert))
+        _, kept = matmul_forward(recipe, Activation(x), take_layer(w, expert))
         if kept.parameter_dtype is not None:  # sums of many tiles: cast once, at the end
             kept = dataclasses.replace(kept, parameter_dtype=jnp.dtype(jnp.float32))
         kept = dataclasses.replace(kept, x_dtype=like.dtype)
-        return matmul_backward(recipe, kept, dy)
+        dx, cotangent = matmul_backward(recipe, kept, dy)
+        return dx.value, cotangent
 
     def parts(cotangent):
         """(arrays to add, probes to combine) of a weight's cotangent."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.kernels.matmul import grouped_matmul, grouped_wgrad
 from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.activations import quantize_activation
+from fp8rl_jax.quant.activations import Activation, quantize_activation
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Operand, Recipe
 from fp8rl_jax.quant.site import OperandProbe, observe, quantize_operand
@@ -59,27 +59,18 @@ def _quantized_weight(recipe: Recipe, w: Weight) -> QArray:
 
 
 def forward(
-    recipe: Recipe,
-    x: jax.Array,
-    w: Weight,
-    experts: jax.Array,
-    dtype=jnp.float32,
-    rows: QArray | None = None,
+    recipe: Recipe, x: Activation, w: Weight, experts: jax.Array, dtype=jnp.float32
 ) -> jax.Array:
-    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N).
-
-    `rows` is x quantised already, if it is.
-    """
+    """`grouped_dot.grouped_matmul`: (tiles, R, K), (E, K, N), (tiles,) -> (tiles, R, N)."""
     if isinstance(w, LayerOf):
         count = w.shape[0] if w.ndim == 3 else 1  # a dense layer is an expert alone
         experts = jnp.where(experts < count, w.layer * count + experts, w.stack.shape[0] * count)
         w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[-2:]), w.stack)
-    value = compute_value(x, recipe)
+    value = compute_value(x.value, recipe)
     if recipe.activation is None:
         weight = compute_value(plain_value(bind(w).value), recipe)
         return grouped_matmul(value, weight, experts, dtype=dtype)
-    if rows is None:
-        rows = _quantized(recipe, value, recipe.activation)
+    rows = x.q if x.q is not None else _quantized(recipe, value, recipe.activation)
     return _product(recipe, rows, _quantized_weight(recipe, w), experts, dtype)
 
 
