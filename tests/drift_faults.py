@@ -24,7 +24,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.models import attention, decoder_layer, layers, router
-from fp8rl_jax.quant import Activation, Recipe, compute_value, dot_general
+from fp8rl_jax.quant import Activation, Recipe, compute_value, rule
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import mask_top_p
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -110,7 +110,7 @@ def _unrounded(x, recipe: Recipe):
 def _no_rounding():
     with (
         mock.patch.object(layers, "compute_value", _unrounded),
-        mock.patch.object(dot_general, "compute_value", _unrounded),
+        mock.patch.object(rule, "compute_value", _unrounded),
     ):
         yield
 

@@ -4,8 +4,7 @@ Knows arrays; knows nothing of models.
 """
 
 from fp8rl_jax.quant.activations import Activation, as_activation
-from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general, matmul, scaled_matmul
-from fp8rl_jax.quant.grouped_dot import grouped_matmul
+from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
@@ -14,9 +13,11 @@ from fp8rl_jax.quant.kv import (
     missing_scales,
     quantize_kv,
 )
+from fp8rl_jax.quant.products import scaled_matmul
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize, quantize_with
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
+from fp8rl_jax.quant.rule import grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
     delayed,

@@ -69,10 +69,9 @@ class QArray:
         return self.qvalue.ndim
 
     @property
-    def T(self) -> QArray:
-        """Transpose of a two-dimensional QArray; square blocks need no requantising."""
-        assert self.ndim == 2
-        return QArray(self.qvalue.T, self.scale.T, self.block_shape[::-1])
+    def mT(self) -> QArray:
+        """Matrices transposed; square blocks need no requantising."""
+        return QArray(self.qvalue.mT, self.scale.mT, self.block_shape[::-1])
 
     def spread_scale(self) -> jax.Array:
         """The scale of every element, in a shape that broadcasts to that of `qvalue`."""
