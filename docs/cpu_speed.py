@@ -37,13 +37,9 @@ def _residuals_as_numbers() -> None:
 
 
 def _gradients_in_blocks() -> None:
-    from fp8rl_jax.quant import QArray, dot_general
+    from fp8rl_jax.quant import products
 
-    def product(recipe, x, w):
-        quantised = isinstance(x, QArray) and isinstance(w, QArray)
-        return (dot_general._product if quantised else dot_general._multiply)(recipe, x, w)
-
-    _replace("_gradient", product)
+    _replace("_multiply_for_gradient", products._multiply)
 
 
 def _reductions_by_xla() -> None:

@@ -24,7 +24,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.models import attention, decoder_layer, layers, router
-from fp8rl_jax.quant import Recipe, compute_value, dot_general
+from fp8rl_jax.quant import Activation, Recipe, compute_value, rule
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import mask_top_p
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -94,12 +94,12 @@ class _OneOddNorm(layers.RMSNorm):
     def __call__(self, x):
         weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
         if self.name != "post_attention_layernorm":
-            y = layers.rms_norm(self.recipe, self.eps, x, weight)
+            y = layers.rms_norm(self.recipe, self.eps, False, x, weight)
         else:
             x = x.astype(jnp.float32)
             root = jnp.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
-            y = compute_value(x * (1 / root) * weight, self.recipe)
-        return layers.tap(self, "output", y)
+            y = Activation(compute_value(x * (1 / root) * weight, self.recipe))
+        return layers.tap_activation(self, "output", y)
 
 
 def _unrounded(x, recipe: Recipe):
@@ -110,7 +110,7 @@ def _unrounded(x, recipe: Recipe):
 def _no_rounding():
     with (
         mock.patch.object(layers, "compute_value", _unrounded),
-        mock.patch.object(dot_general, "compute_value", _unrounded),
+        mock.patch.object(rule, "compute_value", _unrounded),
     ):
         yield
 

@@ -24,7 +24,7 @@ import numpy as np
 from fp8rl_jax import exact_jit, kernels
 from fp8rl_jax.bench.step_time import Subject
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.quant import dot_general, get_recipe
+from fp8rl_jax.quant import get_recipe, products
 
 _SCALE_BLOCK = kernels.K_BLOCK
 
@@ -99,7 +99,7 @@ def naive_attention(
 def _naively() -> Iterator[None]:
     """Programs traced and compiled within are the naive ones."""
     replaced = (
-        (dot_general, "block_matmul", naive_matmul),
+        (products, "block_matmul", naive_matmul),
         (kernels, "attention", naive_attention),
         (exact_jit, "compiler_options", dict),
     )

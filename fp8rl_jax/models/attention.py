@@ -18,7 +18,7 @@ from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import QArray, Recipe, compute_value, dequantize_kv, quantize_kv
+from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
 from fp8rl_jax.quant.varying import share
 
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
@@ -126,15 +126,14 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x,
-        rows: QArray | None,
+        x: Activation,
         cache: LayerCache | None,
         scales: Scales | None,
         positions,
         cos,
         sin,
     ):
-        """x (B, T, D) and its rows if they are quantised, positions (B, T), cos/sin (B, T, Dh/2).
+        """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation),
         of this device's heads where several devices share them (`tensor_parallel`).
@@ -150,14 +149,14 @@ class Attention(nn.Module):
         x = tensor_parallel.shared_input(x, recipe, features, self.tensor)
 
         def project(name: str) -> jax.Array:
-            y = linear(recipe, features[name], name, tensor=self.tensor, rows=rows)(x)
+            y = linear(recipe, features[name], name, tensor=self.tensor)(x)
             y = tensor_parallel.hold(y, features[name] // sharers)
             return y.reshape(batch, length, -1, dim)
 
         q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
         if config.qk_norm:
-            q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q)
-            k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k)
+            q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q).value
+            k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k).value
         if config.rope_interleave:
             q, k = apart(q), apart(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))

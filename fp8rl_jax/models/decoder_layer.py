@@ -14,7 +14,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.kv_cache import layer_cache
 from fp8rl_jax.models.latent_attention import LatentAttention
-from fp8rl_jax.models.layers import RMSNorm, gives_rows, linear
+from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
 from fp8rl_jax.quant.formats import amax
@@ -48,28 +48,25 @@ class DecoderLayer(nn.Module):
         cache = layer_cache(stored, place)
         config, recipe, tensor = self.config, self.recipe, self.tensor
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
-        quantise = gives_rows(self, recipe)
-        norm = RMSNorm(config.rms_norm_eps, recipe, name="input_layernorm")
-        h, rows = norm.before_linear(x, quantise)
+        h = RMSNorm(config.rms_norm_eps, recipe, quantise=True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
         a, cache, qkv = attention(config, recipe, tensor, name="self_attn")(
-            h, rows, cache, scales, positions, cos, sin
+            h, cache, scales, positions, cos, sin
         )
         o = linear(recipe, config.hidden_size, "o_proj", residual_scale, tensor)(a)
         o = tensor_parallel.hold(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
-        norm = RMSNorm(config.rms_norm_eps, recipe, name="post_attention_layernorm")
         mlp = not self.sparse or config.n_shared_experts > 0  # experts quantise what they sorted
-        h2, rows = norm.before_linear(x, quantise and mlp)
+        h2 = RMSNorm(config.rms_norm_eps, recipe, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
         if self.sparse:
             down, aux = sparse_mlp(
-                self, config, recipe, h2, rows, valid, residual_scale, tensor, self.collect_load
+                self, config, recipe, h2, valid, residual_scale, tensor, self.collect_load
             )
         else:
             width = config.intermediate_size
-            down = gated_mlp(self, recipe, h2, rows, width, residual_scale, tensor)
+            down = gated_mlp(self, recipe, h2, width, residual_scale, tensor)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()

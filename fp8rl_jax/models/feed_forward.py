@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_silu, gated_silu_quantized, gives_rows, linear
+from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
 from fp8rl_jax.models.moe import Experts, mixture
 from fp8rl_jax.models.router import (
     Router,
@@ -18,14 +18,13 @@ from fp8rl_jax.models.router import (
     token_logits,
 )
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import QArray, Recipe, compute_value
+from fp8rl_jax.quant import Activation, Recipe, compute_value
 
 
 def gated_mlp(
     module: nn.Module,
     recipe: Recipe,
-    x: jax.Array,
-    rows: QArray | None,
+    x: Activation,
     width: int,
     init_scale: float,
     tensor: int,
@@ -36,7 +35,6 @@ def gated_mlp(
       module: in whose compact `__call__` this stands.
       recipe: of the layer.
       x: (B, T, D) in the compute dtype.
-      rows: of x, if they are quantised.
       width: of the hidden features.
       init_scale: of down_proj.
       tensor: devices that share every layer (`tensor_parallel`).
@@ -47,15 +45,12 @@ def gated_mlp(
     hidden = x.shape[-1]
     features = dict.fromkeys(("gate_proj", "up_proj"), width)
     x = tensor_parallel.shared_input(x, recipe, features, tensor)
-    gate = linear(recipe, width, "gate_proj", tensor=tensor, rows=rows)(x)
-    up = linear(recipe, width, "up_proj", tensor=tensor, rows=rows)(x)
+    gate = linear(recipe, width, "gate_proj", tensor=tensor)(x)
+    up = linear(recipe, width, "up_proj", tensor=tensor)(x)
     up = tensor_parallel.hold(up, gate.shape[-1])
-    if gives_rows(module, recipe) and gate.shape[-1] == width:  # not by a part of down's input
-        gated, rows = gated_silu_quantized(recipe, gate, up)
-    else:
-        gated, rows = gated_silu(recipe, gate, up), None
-    gated = tap(module, "gated", gated)
-    down = linear(recipe, hidden, "down_proj", init_scale, tensor, rows)(gated)
+    whole = gate.shape[-1] == width  # a part of down's input is gathered first, or quantised later
+    gated = tap_activation(module, "gated", gated_silu(recipe, whole, gate, up))
+    down = linear(recipe, hidden, "down_proj", init_scale, tensor)(gated)
     return tensor_parallel.hold(down, hidden)
 
 
@@ -68,18 +63,17 @@ class SharedExperts(nn.Module):
     tensor: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, rows: QArray | None) -> jax.Array:
-        """(B, T, D), and its rows if they are quantised -> (B, T, D), in the compute dtype."""
+    def __call__(self, x: Activation) -> jax.Array:
+        """(B, T, D) -> (B, T, D), in the compute dtype."""
         width = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return gated_mlp(self, self.recipe, x, rows, width, self.init_scale, self.tensor)
+        return gated_mlp(self, self.recipe, x, width, self.init_scale, self.tensor)
 
 
 def sparse_mlp(
     module: nn.Module,
     config: ModelConfig,
     recipe: Recipe,
-    x: jax.Array,
-    rows: QArray | None,
+    x: Activation,
     valid: jax.Array,
     init_scale: float,
     tensor: int,
@@ -88,7 +82,7 @@ def sparse_mlp(
     """A router's experts, and the shared ones if the model has any.
 
     Args:
-      module, recipe, x, rows, init_scale, tensor: as for `gated_mlp`.
+      module, recipe, x, init_scale, tensor: as for `gated_mlp`.
       config: shapes.
       valid: (B, T) bool, tokens that are counted.
       collect_load: also return the probabilities that a balancing loss needs.
@@ -99,15 +93,15 @@ def sparse_mlp(
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
-    logits = tap(module, "router_logits", token_logits(x, router.kernel, recipe.kernels))
+    logits = tap(module, "router_logits", token_logits(x.value, router.kernel, recipe.kernels))
     chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
     weights = expert_weights(config, logits, chosen)
     weights = tap(module, "router_weights", weights)
-    y, tokens = mixture(config, recipe, x, valid, weights, chosen, experts)
+    y, tokens = mixture(config, recipe, x.value, valid, weights, chosen, experts)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")
-        shared = shared_experts(x, rows)
+        shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
     aux = {"expert_tokens": tokens}
     if collect_load:

@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
-from fp8rl_jax.models.layers import Kernel, RMSNorm, gives_rows, linear
+from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
 from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
-    QArray,
+    Activation,
     Recipe,
     Weight,
     compute_value,
@@ -141,11 +141,8 @@ class LatentAttention(nn.Module):
     tensor: int = 1
 
     @nn.compact
-    def __call__(
-        self, x, rows: QArray | None, cache: LayerCache | None, scales, positions, cos, sin
-    ):
-        """x (B, T, D) and its rows if they are quantised, positions (B, T), cos/sin (B, T, Dr/2);
-        scales must be None.
+    def __call__(self, x: Activation, cache: LayerCache | None, scales, positions, cos, sin):
+        """x (B, T, D), positions (B, T), cos/sin (B, T, Dr/2); scales must be None.
 
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
         """
@@ -155,15 +152,14 @@ class LatentAttention(nn.Module):
         nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
         queries = heads * (nope + rotated)
         if config.q_lora_rank:
-            q = linear(recipe, config.q_lora_rank, "q_a_proj", rows=rows)(x)
-            norm = RMSNorm(_LATENT_EPS, recipe, name="q_a_layernorm")
-            q, q_rows = norm.before_linear(q, gives_rows(self, recipe))
-            q = linear(recipe, queries, "q_b_proj", rows=q_rows)(q)
+            q = linear(recipe, config.q_lora_rank, "q_a_proj")(x)
+            normed = RMSNorm(_LATENT_EPS, recipe, quantise=True, name="q_a_layernorm")(q)
+            q = linear(recipe, queries, "q_b_proj")(normed)
         else:
-            q = linear(recipe, queries, "q_proj", rows=rows)(x)
+            q = linear(recipe, queries, "q_proj")(x)
         q = q.reshape(*x.shape[:2], heads, nope + rotated)
-        compressed = linear(recipe, rank + rotated, "kv_a_proj_with_mqa", rows=rows)(x)
-        latent = RMSNorm(_LATENT_EPS, recipe, name="kv_a_layernorm")(compressed[..., :rank])
+        compressed = linear(recipe, rank + rotated, "kv_a_proj_with_mqa")(x)
+        latent = RMSNorm(_LATENT_EPS, recipe, name="kv_a_layernorm")(compressed[..., :rank]).value
         q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
         if config.rope_interleave:
             q_rope, k_rope = apart(q_rope), apart(k_rope)

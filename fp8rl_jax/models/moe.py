@@ -207,7 +207,8 @@ def mixture(
 
         rows = dispatch(flat, tiles)
         gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
-        y = combine(recipe, product(gated_silu(recipe, gate, up), "down_proj"), weights, tiles)
+        gated = gated_silu(recipe, False, gate, up).value
+        y = combine(recipe, product(gated, "down_proj"), weights, tiles)
         counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
         tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
         return y.reshape(x.shape), tokens

@@ -42,7 +42,6 @@ from fp8rl_jax.quant import (
     is_weight,
     quantize_weight,
     update_site,
-    widen,
 )
 from fp8rl_jax.quant.formats import round_bf16
 from fp8rl_jax.quant.scaling import never_saturates
@@ -204,18 +203,20 @@ def with_kv_scales(weights, kv_scales: KVScales | None):
 def for_decoding(weights, *, stacks: bool):
     """Rollout weights as a CPU's decode loop reads them: the same bits, faster.
 
-    FP8 bytes are held in bf16 (quant/widened.py); with `stacks` the stacks of linear layers are
-    held as `Bits`, which a forward pass with taps does not take.
+    A decode loop reads every weight once a token, so FP8 is `widened` before it: two bytes a weight
+    while the loop runs, four where a CPU multiplies in float32. With `stacks` the stacks of linear
+    layers are held as `Bits`, which a forward pass with taps does not take.
     """
+
+    def is_quantized(x) -> bool:
+        return isinstance(x, QArray)
 
     def convert(path, leaf):
         if _role(path) != "linear":
             return leaf
-        if not isinstance(leaf, BoundWeight):
-            leaf = widen(leaf)
-        else:
-            assert isinstance(leaf.value, QArray)
-            leaf = dataclasses.replace(leaf, value=widen(leaf.value))
+        leaf = jax.tree.map(
+            lambda x: x.widened() if is_quantized(x) else x, leaf, is_leaf=is_quantized
+        )
         return as_bits(leaf) if stacks else leaf
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)

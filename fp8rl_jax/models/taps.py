@@ -61,11 +61,6 @@ def tap(
     return value
 
 
-def swaps_any(module: nn.Module) -> bool:
-    """Whether this pass replaces a value inside `module`."""
-    return bool(module.variables.get(SWAPS))
-
-
 @jax.custom_vjp
 def _swapped(chosen: jax.Array, given: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(chosen, given, value)

@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
-from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
+from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
 from fp8rl_jax.sharding import BATCH_AXES
@@ -227,7 +227,7 @@ def hold(x: jax.Array, features: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index * features, features, x.ndim - 1)
 
 
-def shared_input(x: jax.Array, recipe: Recipe, layers: dict[str, int], parts: int) -> jax.Array:
+def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: int) -> Activation:
     """The input of several layers, so that its gradient is added once over layers and devices.
 
     Args:
@@ -240,7 +240,8 @@ def shared_input(x: jax.Array, recipe: Recipe, layers: dict[str, int], parts: in
     """
     if parts == 1 or not all(_is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
         return x
-    return spread(frozenset({AXIS}), x.astype(jnp.float32))[0]
+    value = spread(frozenset({AXIS}), x.value.astype(jnp.float32))[0]
+    return dataclasses.replace(x, value=value)
 
 
 def count_once(weight, parts: int):

@@ -106,7 +106,7 @@ class Transformer(nn.Module):
                 (x, stored), aux = self._scan(settings, run)(*arguments)
             stored_runs.append(stored)
             auxes.append(aux)
-        x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x)
+        x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x).value
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
         if cache is not None:

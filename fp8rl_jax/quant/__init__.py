@@ -3,8 +3,8 @@
 Knows arrays; knows nothing of models.
 """
 
-from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general, matmul, scaled_matmul
-from fp8rl_jax.quant.grouped_dot import grouped_matmul
+from fp8rl_jax.quant.activations import Activation, as_activation
+from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
@@ -13,9 +13,11 @@ from fp8rl_jax.quant.kv import (
     missing_scales,
     quantize_kv,
 )
+from fp8rl_jax.quant.products import scaled_matmul
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize, quantize_with
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
+from fp8rl_jax.quant.rule import grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
     delayed,
@@ -42,9 +44,9 @@ from fp8rl_jax.quant.weights import (
     quantize_weight,
     take_layer,
 )
-from fp8rl_jax.quant.widened import widen
 
 __all__ = [
+    "Activation",
     "BoundWeight",
     "KVScales",
     "LayerOf",
@@ -56,6 +58,7 @@ __all__ = [
     "SiteProbe",
     "SiteScaling",
     "Weight",
+    "as_activation",
     "block_health",
     "calibrated_scales",
     "compute_value",
@@ -86,5 +89,4 @@ __all__ = [
     "static",
     "take_layer",
     "update_site",
-    "widen",
 ]

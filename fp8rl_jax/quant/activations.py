@@ -3,11 +3,14 @@
 `site.quantize_operand` defines the result, for every recipe. The kernels compute DeepSeek-V3's
 blocks under dynamic scales with the same bytes and scales, in one launch instead of four, and write
 the operands of a weight gradient in the order in which its product reads them. A norm or a gate in
-front of linear layers can do it in its own launch (`fuses_rows`).
+front of linear layers can do it in its own launch (`fuses_quantisation`), and returns both forms of
+its result, an `Activation`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +24,34 @@ from fp8rl_jax.quant.site import OperandScaling, quantize_operand
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "q"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An activation, and its quantised form where the operation that made it quantised it, too.
+
+    Attributes:
+      value: (..., K). Receives the gradient, and wgrad's operand is made from it.
+      q: (M, K), the value's rows as `quantize_activation` quantises them; a product takes it
+        instead of quantising again. None: the product quantises the value.
+    """
+
+    value: jax.Array
+    q: QArray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    def matrix(self) -> Activation:
+        """The value as (M, K)."""
+        return Activation(self.value.reshape(-1, self.shape[-1]), self.q)
+
+
+def as_activation(x: jax.Array | Activation) -> Activation:
+    """`x` as an Activation."""
+    return x if isinstance(x, Activation) else Activation(x)
+
+
 def kernel_settings(operand: Operand) -> dict[str, Any] | None:
     """{'dtype', 'power_of_two'} for the kernels; None for an operand that no kernel knows."""
     powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
@@ -29,7 +60,7 @@ def kernel_settings(operand: Operand) -> dict[str, Any] | None:
     return {"dtype": operand.dtype, "power_of_two": powers[operand.policy]}
 
 
-def fuses_rows(recipe: Recipe) -> bool:
+def fuses_quantisation(recipe: Recipe) -> bool:
     """Whether the kernel of a norm or a gate can quantise its result as a linear layer would.
 
     It quantises the value in the compute dtype, which must be what the layer rounds to.

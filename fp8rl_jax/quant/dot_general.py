@@ -1,391 +1,24 @@
-"""The injectable dot_general: FP8 in the forward pass and in both gradients, by a custom VJP.
+"""The rule as a `dot_general` that Flax modules take.
 
-The default recipe's operands (`recipes.gemm_table` prints those of any other):
-
-=====  ======================================  ==========================================
-GEMM   lhs                                     rhs
-=====  ======================================  ==========================================
-fprop  x, 1x128 along K (in)                   w, 128x128
-dgrad  dy, 1x128 along N (out)                 the same w bytes, transposed
-wgrad  x requantised 1x128 along tokens        dy requantised 1x128 along tokens
-=====  ======================================  ==========================================
-
-wgrad requantises from the bf16 value, never from the row-quantised bytes: quantising twice costs
-about twice the error. Every operand is rounded to bf16 here, so that no caller can forget it.
-
-What stays alive between forward and backward: x as wgrad will read it (FP8, one byte an element
-and its scales; under per-tensor scales the very bytes of fprop), and references to the weight's
-bytes. No bf16 copy of x and no second copy of the weight. Weight blocks that are not square
-(per channel, 1x32) are quantised again for dgrad, from the bf16 value.
-
-A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray
-(rollout: the bytes are all there is) or as a `BoundWeight`. All give the same bits.
-
-Not done: forward-mode differentiation, and second derivatives (both raise).
+For a model of this library, which knows its weights as matrices, `matmul` is the same without the
+detour.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from fp8rl_jax.kernels import (
-    K_BLOCK,
-    as_bits,
-    as_bytes,
-    block_matmul,
-    by_platform,
-    from_bits,
-    from_bytes,
-)
-from fp8rl_jax.kernels.reference.products import product_at_once
-from fp8rl_jax.quant import formats, grouped_kernels
-from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
-from fp8rl_jax.quant.site import (
-    OperandProbe,
-    OperandScaling,
-    SiteProbe,
-    SiteScaling,
-    observe,
-    quantize_operand,
-)
-from fp8rl_jax.quant.varying import share
-from fp8rl_jax.quant.weights import (
-    BoundWeight,
-    LayerOf,
-    Weight,
-    bind,
-    compute_value,
-    plain_value,
-    quantize_weight,
-)
-
-
-@jax.custom_jvp
-def _first_order(x: jax.Array) -> jax.Array:
-    """`x`; raises where a derivative of a derivative is asked for."""
-    return x
-
-
-@_first_order.defjvp
-def _first_order_jvp(primals, tangents):
-    raise NotImplementedError(
-        "this dot_general has first derivatives only: its rounding has none of its own, and a "
-        "second derivative would be that of another function; use jax.lax.dot_general there"
-    )
-
-
-def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
-    """Scales per `block` along an axis of `length` -> one per `per` elements of it."""
-    count = -(-length // per)
-    if scale.shape[axis] == count and (block == per or block == -1):
-        return scale
-    if block == -1 or scale.shape[axis] == 1:
-        shape = list(scale.shape)
-        shape[axis] = count
-        return jnp.broadcast_to(scale, shape)
-    return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
-
-
-def scaled_matmul(
-    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32
-) -> jax.Array:
-    """(M, K) times (K, N), both quantised -> (M, N) in `dtype`, in canonical order.
-
-    Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
-    are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
-    """
-    multiply = functools.partial(block_matmul, implementation=implementation, dtype=dtype)
-    (rows, depth), columns = x.shape, w.shape[1]
-    (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
-    coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
-    if not all(coarse):
-        return multiply(x.dequantize(), w.dequantize())
-    left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
-    left = _spread(left, 0, x_rows, 1, rows)
-    right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
-    per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
-    right = _spread(right, 1, w_columns, per, columns)
-    return multiply(x.qvalue, w.qvalue, left, right)
-
-
-def _multiply(recipe: Recipe, x: jax.Array, w: jax.Array, dtype=jnp.float32) -> jax.Array:
-    """(M, K) times (K, N) of values in the compute dtype."""
-    return block_matmul(x, w, implementation=recipe.kernels, dtype=dtype)
-
-
-def _product(recipe: Recipe, x: QArray, w: QArray, dtype=jnp.float32) -> jax.Array:
-    """A GEMM of quantised operands: the FP8 product, or its bf16 imitation."""
-    if recipe.fake:
-        x_value, w_value = (formats.round_bf16(operand.dequantize()) for operand in (x, w))
-        return _multiply(recipe, x_value, w_value, dtype)
-    return scaled_matmul(x, w, recipe.kernels, dtype)
-
-
-def _gradient(recipe: Recipe, x: QArray | jax.Array, w: QArray | jax.Array) -> jax.Array:
-    """A product of the backward pass in float32: (M, K) times (K, N), quantised or values.
-
-    Gradients make no bitwise promise, so the reference multiplies dequantised operands at once:
-    equal to the blockwise sum up to float32 rounding, and about twice as fast on a CPU.
-    """
-
-    def kernel(x, w):
-        if isinstance(x, QArray) and isinstance(w, QArray):
-            return _product(recipe, x, w)
-        return _multiply(recipe, x, w)
-
-    def plain(x, w):
-        values = [plain_value(operand) for operand in (x, w)]
-        if recipe.fake:
-            values = [formats.round_bf16(value) for value in values]
-        return product_at_once(*values)
-
-    return by_platform(recipe.kernels, kernel, plain, x, w)
-
-
-def _kind(w: Weight) -> str:
-    if not isinstance(w, BoundWeight):
-        return "bytes" if isinstance(w, QArray) else "array"
-    if w.master is not None:
-        return "master"
-    return "bound bytes" if isinstance(w.value, QArray) else "bound"
-
-
-def matmul(
-    recipe: Recipe,
-    x: jax.Array,
-    w: Weight,
-    gather: str | None = None,
-    dtype=jnp.float32,
-    rows: QArray | None = None,
-) -> jax.Array:
-    """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
-
-    The sum is float32 and is rounded once.
-
-    Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master). Under
-    shard_map the gradient of an operand that all devices share is summed over them, and what a
-    probe observed is combined (amaxes by maximum).
-
-    With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
-    It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
-    part; dx is summed over the axis, in float32, and comes back as the part.
-
-    `rows` is x as `quantize_activation` quantises it, from an operation that did so in passing; the
-    product takes it instead of quantising x again. It gets no gradient: x does, and wgrad's operand
-    is made from x.
-    """
-    if isinstance(w, LayerOf):
-        if gather is None and grouped_kernels.applies(recipe):
-            operands = share(x, w, rows)
-            return by_platform(recipe.kernels, *_named_layer(recipe, dtype), *operands)
-        w = w.taken()
-    return _matmul(recipe, gather, dtype, *share(x, w, rows))
-
-
-def _named_layer(recipe: Recipe, dtype):
-    """`matmul` by a LayerOf, as two functions: read in its stack by a kernel, and cut out."""
-
-    def in_place(x, w, rows):
-        x, rows = jax.tree.map(lambda leaf: leaf[None], (x, rows))
-        return grouped_kernels.forward(recipe, x, w, jnp.zeros(1, jnp.int32), dtype, rows)[0]
-
-    def cut_out(x, w, rows):
-        return matmul(recipe, x, w.taken(), None, dtype, rows)
-
-    return in_place, cut_out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(
-    recipe: Recipe, gather: str | None, dtype, x: jax.Array, w: Weight, rows: QArray | None
-) -> jax.Array:
-    return _forward(recipe, x, bind(w), gather, dtype, rows)[0]
-
-
-def _gathered(x: QArray | jax.Array, axis: str | None):
-    """All columns of a matrix from each device's part of them; `x` without an axis."""
-    if axis is None:
-        return x
-    if isinstance(x, QArray):
-        bits = _gathered(as_bytes(x.qvalue), axis)
-        scale = x.scale if x.block_shape[-1] == -1 else _gathered(x.scale, axis)
-        return QArray(from_bytes(bits, x.qvalue.dtype), scale, x.block_shape)
-    return lax.all_gather(x, axis, axis=1, tiled=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands of fprop: x in the compute dtype, and both as (QArray, amax) if quantised."""
-
-    x_value: jax.Array
-    x: tuple[QArray, jax.Array | None] | None = None
-    w: tuple[QArray, jax.Array | None] | None = None
-
-
-def _forward(
-    recipe: Recipe,
-    x: jax.Array,
-    w: BoundWeight,
-    gather: str | None,
-    dtype,
-    given: QArray | None,
-) -> tuple[jax.Array, _Operands]:
-    x_value = compute_value(x, recipe)
-    if recipe.activation is None:
-        weight = compute_value(plain_value(w.value), recipe)
-        y = _multiply(recipe, _gathered(x_value, gather), weight, dtype)
-        return y, _Operands(x_value)
-    rows: tuple[QArray, jax.Array | None]
-    if given is not None:
-        rows = given, None
-    else:
-        state = None if w.scaling is None else w.scaling.activation
-        rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
-    columns: tuple[QArray, jax.Array | None]
-    if isinstance(w.value, QArray):
-        columns = w.value, None
-    else:
-        columns = quantize_weight(w.value, recipe, w.scaling)
-    y = _product(recipe, _gathered(rows[0], gather), columns[0], dtype)
-    return y, _Operands(x_value, rows, columns)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "weight", "gradient", "probe", "seen"],
-    meta_fields=["x_dtype", "weight_kind", "weight_dtype"],
-)
-@dataclasses.dataclass(frozen=True)
-class _Residual:
-    """What the backward pass needs.
-
-    Attributes:
-      x: wgrad's left operand, quantised if wgrad is, small floats as `Bits`.
-      weight: the weight that dgrad reads, transposed there: quantised, or an array that is
-        rounded or quantised again. Never a copy: an argument, or the bytes of fprop.
-      gradient: state of the gradient's policy.
-      probe: the gradient's probe.
-      seen: cotangents of the other probes, observed in the forward pass.
-      x_dtype: of the argument.
-      weight_kind: 'array', 'bytes', 'bound' (value is trained), 'bound bytes', 'master'.
-      weight_dtype: of the parameter that receives the gradient, if any.
-    """
-
-    x: QArray | jax.Array
-    weight: QArray | jax.Array
-    gradient: OperandScaling | None
-    probe: OperandProbe | None
-    seen: dict[str, OperandProbe]
-    x_dtype: jnp.dtype
-    weight_kind: str
-    weight_dtype: jnp.dtype | None
-
-
-def matmul_forward(
-    recipe: Recipe,
-    x: jax.Array,
-    w: Weight,
-    gather: str | None = None,
-    dtype=jnp.float32,
-    rows: QArray | None = None,
-):
-    """`matmul` and what its backward pass needs."""
-    x, bound = _first_order(x), bind(w)
-    bound = dataclasses.replace(bound, value=jax.tree.map(_first_order, bound.value))
-    y, operands = _forward(recipe, x, bound, gather, dtype, rows)
-    parameter = bound.value if bound.master is None else bound.master
-    residual = functools.partial(
-        _Residual,
-        x_dtype=x.dtype,
-        weight_kind=_kind(w),
-        weight_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
-        seen=_observe_forward(recipe, operands, bound),
-    )
-    if operands.x is None or operands.w is None or recipe.gradient is None:
-        weight = parameter if recipe.quantized else bound.value
-        return y, residual(as_bits(operands.x_value), weight, None, None)
-    assert recipe.activation is not None and recipe.weight is not None
-    turned = recipe.activation.turned
-    if turned == recipe.activation:
-        columns = operands.x[0]
-    else:
-        columns, _ = quantize_activation(operands.x_value, turned, None, recipe.kernels)
-    weight = operands.w[0] if recipe.weight.transposes else parameter
-    state = None if bound.scaling is None else bound.scaling.gradient
-    probe = None if bound.probe is None else bound.probe.gradient
-    return y, residual(as_bits(columns), weight, state, probe)
-
-
-def _observe_forward(recipe: Recipe, operands: _Operands, w: BoundWeight):
-    """What the probes of activation and weight ask for: {operand: cotangent}."""
-    seen: dict[str, OperandProbe] = {}
-    if w.probe is None or operands.x is None or operands.w is None:
-        return seen
-    assert recipe.activation is not None and recipe.weight is not None
-    if w.probe.activation is not None:
-        q, amax = operands.x
-        seen["activation"] = observe(
-            operands.x_value, q, amax, recipe.activation, w.probe.activation
-        )
-    if w.probe.weight is not None and not isinstance(w.value, QArray):
-        weight, weight_amax = operands.w
-        assert weight_amax is not None
-        value = formats.round_bf16(w.value)
-        seen["weight"] = observe(value, weight, weight_amax, recipe.weight, w.probe.weight)
-    return seen
-
-
-def matmul_backward(recipe: Recipe, residual: _Residual, dy: jax.Array, gather: str | None = None):
-    """Cotangents of x and w, the latter with the site's observations."""
-    dy = compute_value(_first_order(dy), recipe)
-    x, seen = _gathered(from_bits(residual.x), gather), dict(residual.seen)
-    if recipe.gradient is None or recipe.weight is None:
-        value = compute_value(plain_value(residual.weight), recipe)
-        dx, dw = _gradient(recipe, dy, value.T), _gradient(recipe, x.T, dy)
-    else:
-        rows, amax = quantize_activation(dy, recipe.gradient, residual.gradient, recipe.kernels)
-        if residual.probe is not None:
-            seen["gradient"] = observe(dy, rows, amax, recipe.gradient, residual.probe)
-        weight = residual.weight
-        if not isinstance(weight, QArray) or not recipe.weight.transposes:
-            weight, _ = quantize_operand(plain_value(weight), recipe.weight.turned, None)
-        dx = _gradient(recipe, rows, weight.T)
-        turned = recipe.gradient.turned
-        columns = rows
-        if turned != recipe.gradient:
-            columns, _ = quantize_activation(dy, turned, None, recipe.kernels)
-        dw = _gradient(recipe, x.T, columns)
-    if gather is not None:
-        dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
-    dx = dx.astype(residual.x_dtype)
-    if residual.weight_dtype is not None:
-        dw = dw.astype(residual.weight_dtype)
-    probe = SiteProbe(**seen) if seen else None
-    # None in the place of a cotangent stands for zeros.
-    cotangent: Any = {
-        "array": dw,
-        "bytes": None,
-        "bound": BoundWeight(dw, None, None, probe),
-        "bound bytes": BoundWeight(None, None, None, probe),  # type: ignore[arg-type]
-        "master": BoundWeight(None, dw, None, probe),  # type: ignore[arg-type]
-    }[residual.weight_kind]
-    return dx, cotangent
-
-
-_matmul.defvjp(
-    lambda recipe, gather, dtype, x, w, rows: matmul_forward(recipe, x, w, gather, dtype, rows),
-    lambda recipe, gather, dtype, kept, dy: (*matmul_backward(recipe, kept, dy, gather), None),
-)
+from fp8rl_jax.quant.rule import matmul
+from fp8rl_jax.quant.site import SiteProbe, SiteScaling
+from fp8rl_jax.quant.weights import BoundWeight, LayerOf, Weight
 
 
 def _flatten_batch(w: Weight, batch: int) -> Weight:
@@ -394,11 +27,7 @@ def _flatten_batch(w: Weight, batch: int) -> Weight:
 
 
 def make_dot_general(
-    recipe: Recipe | str,
-    state: SiteScaling | None = None,
-    probe: SiteProbe | None = None,
-    gather: str | None = None,
-    rows: QArray | None = None,
+    recipe: Recipe | str, state: SiteScaling | None = None, probe: SiteProbe | None = None
 ):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
@@ -415,10 +44,6 @@ def make_dot_general(
       recipe: a Recipe or its name.
       state: for recipes with stateful policies: of `init_site`, for this one call site.
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
-      gather: mesh axis of a surrounding shard_map, over which the left operand's contracted axis
-        lies in parts (`matmul`); no batch dimensions then.
-      rows: the left operand as `recipe` quantises it, (M, K), where that was done before
-        (`matmul`); no batch dimensions then.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -454,11 +79,10 @@ def make_dot_general(
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
-            assert gather is None and rows is None
             product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
             y = product(x.reshape(-1, height, depth), _flatten_batch(w, len(batch)))
         else:
-            y = matmul(recipe, x.reshape(height, depth), w, gather, dtype, rows)
+            y = matmul(recipe, x.reshape(height, depth), w, dtype=dtype)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
         return y.reshape(batch + free)
 

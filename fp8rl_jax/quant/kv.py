@@ -18,8 +18,8 @@ from jax import lax
 
 from fp8rl_jax.kernels import dequantized
 from fp8rl_jax.quant import formats, qarray, scaling
-from fp8rl_jax.quant.dot_general import compute_value
 from fp8rl_jax.quant.recipe import Recipe
+from fp8rl_jax.quant.weights import compute_value
 
 
 @functools.partial(

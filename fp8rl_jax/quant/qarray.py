@@ -36,6 +36,7 @@ import numpy as np
 from jax import lax
 
 from fp8rl_jax.kernels import stored, widened
+from fp8rl_jax.kernels.reference.products import wide_type
 from fp8rl_jax.quant import formats, scaling
 
 
@@ -47,7 +48,8 @@ class QArray:
     """A quantised array: ``value ~ qvalue * scale``, the scale repeated over its block.
 
     Invariants:
-      * `qvalue` has an FP8 dtype and the shape of the value.
+      * `qvalue` has the shape of the value and holds numbers of an FP8 format, in its dtype or, if
+        `widened`, in a larger one.
       * `scale` is float32, one per block, with as many axes as `qvalue`.
       * `block_shape` names the block of the last ``len(block_shape)`` axes (-1: the whole axis);
         further axes in front are stacks (layers, experts) and are blocked one by one.
@@ -67,10 +69,9 @@ class QArray:
         return self.qvalue.ndim
 
     @property
-    def T(self) -> QArray:
-        """Transpose of a two-dimensional QArray; square blocks need no requantising."""
-        assert self.ndim == 2
-        return QArray(self.qvalue.T, self.scale.T, self.block_shape[::-1])
+    def mT(self) -> QArray:
+        """Matrices transposed; square blocks need no requantising."""
+        return QArray(self.qvalue.mT, self.scale.mT, self.block_shape[::-1])
 
     def spread_scale(self) -> jax.Array:
         """The scale of every element, in a shape that broadcasts to that of `qvalue`."""
@@ -81,6 +82,14 @@ class QArray:
             scale = jnp.repeat(scale, self.block_shape[axis - self.ndim], axis=axis)
             scale = lax.slice_in_dim(scale, 0, size, axis=axis)
         return scale
+
+    def widened(self) -> QArray:
+        """The same numbers in the type in which a CPU multiplies FP8, bf16 or float32.
+
+        Each product of FP8 converts its operands, which takes longer than a product of a few rows.
+        The conversion is exact, so doing it beforehand, once, changes no bit.
+        """
+        return dataclasses.replace(self, qvalue=widened(self.qvalue, wide_type()))
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""
@@ -182,7 +191,7 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
     as NaN).
 
     With `saturable=False` the first count is 0 without looking: a scale that follows from the
-    block's own amax saturates nothing.
+    block's own amax saturates nothing. `q` must not be `widened`.
     """
     stored = lax.bitcast_convert_type(q.qvalue, jnp.uint8) & np.uint8(0x7F)
     lost = (x != 0) & (stored == 0)

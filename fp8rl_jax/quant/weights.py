@@ -57,7 +57,7 @@ class BoundWeight:
     @property
     def T(self) -> BoundWeight:
         """Transpose of a two-dimensional weight (a tied output head)."""
-        return BoundWeight(self.value.T, None if self.master is None else self.master.T)
+        return BoundWeight(self.value.mT, None if self.master is None else self.master.mT)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer"], meta_fields=[])

@@ -19,7 +19,7 @@ from fp8rl_jax.bench.drift_cost import (
     naive_matmul,
 )
 from fp8rl_jax.config import load_config
-from fp8rl_jax.quant import dot_general, quantize
+from fp8rl_jax.quant import products, quantize
 
 _TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
 
@@ -74,7 +74,7 @@ def test_naive_attention(scaled):
 @pytest.mark.slow
 def test_exact_programs_do_not_drift_and_naive_ones_do():
     """Float32 shows it at any size. What was replaced stands again afterwards."""
-    before = (dot_general.block_matmul, kernels.attention, exact_jit.compiler_options)
+    before = (products.block_matmul, kernels.attention, exact_jit.compiler_options)
     config = load_config(_TINY, [])
     (row,) = drift_cost(config, ["f32"], repeats=1)
     assert row["exact_drift_max"] == 0.0
@@ -83,7 +83,7 @@ def test_exact_programs_do_not_drift_and_naive_ones_do():
     assert len(numbers) == 4 and row["decode_ratio"] > 0 and row["train_ratio"] > 0
     text = format_cost_table([row])
     assert "0 exactly" in text and "f32" in text
-    assert (dot_general.block_matmul, kernels.attention, exact_jit.compiler_options) == before
+    assert (products.block_matmul, kernels.attention, exact_jit.compiler_options) == before
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_float32_gradients_are_those_of_the_dense_loop(top_k, renormalize):
         np.testing.assert_allclose(grad, expected, atol=2e-6 * scale, err_msg=name)
 
 
-@pytest.mark.slow  # of the product itself: tests/quant/test_grouped_dot.py
+@pytest.mark.slow  # of the product itself: tests/quant/test_experts.py
 @pytest.mark.parametrize("recipe,low,high", [("bf16", 2e-3, 7e-3), ("fp8", 4e-2, 7.5e-2)])
 def test_gradients_within_recorded_bounds(recipe, low, high):
     """Relative error of every gradient, two-sided."""

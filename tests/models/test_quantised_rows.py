@@ -21,7 +21,7 @@ from fp8rl_jax.models import (
     trainable_params,
 )
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
-from fp8rl_jax.quant.activations import fuses_rows
+from fp8rl_jax.quant.activations import fuses_quantisation
 from fp8rl_jax.quant.scaling import dynamic
 
 _DENSE = ModelConfig(
@@ -45,7 +45,7 @@ _FP8 = dataclasses.replace(get_recipe("fp8"), kernels="triton")
     ids=["fp8", "powers of two", "static", "1x32", "float32", "reference", "bf16"],
 )
 def test_which_recipes(recipe, expected):
-    assert fuses_rows(recipe) == expected
+    assert fuses_quantisation(recipe) == expected
 
 
 @pytest.fixture
@@ -54,9 +54,14 @@ def fused(monkeypatch):
     used = []
 
     def switch():
-        monkeypatch.setattr(layers, "fuses_rows", lambda recipe: recipe.activation is not None)
-        with_rows = layers._with_rows
-        monkeypatch.setattr(layers, "_with_rows", lambda *args: used.append(1) or with_rows(*args))
+        monkeypatch.setattr(layers, "fuses_quantisation", lambda recipe: bool(recipe.activation))
+        quantise = layers.quantize_activation
+
+        def count(*args):
+            used.append(1)
+            return quantise(*args)
+
+        monkeypatch.setattr(layers, "quantize_activation", count)
         return used
 
     return switch
@@ -99,6 +104,6 @@ def test_swapped_values_are_read(fused, name):
     want = _run(get_recipe("fp8"), swaps)
     used = fused()
     got = _run(get_recipe("fp8"), swaps)
-    assert not used
+    assert used
     np.testing.assert_array_equal(np.asarray(got[0][1]), np.asarray(want[0][1]))
     assert np.any(np.asarray(got[0][1]) != np.asarray(_run(get_recipe("fp8"))[0][1]))

@@ -19,6 +19,7 @@ from oracles import quant_oracle as oracle
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.quant import (
+    Activation,
     BoundWeight,
     get_recipe,
     init_probe,
@@ -51,23 +52,23 @@ def _all_three(recipe, x, w, dy):
 
 
 @pytest.mark.slow
-def test_rows_that_were_quantised_before():
-    """They stand for x in the product, and for nothing in the backward pass."""
+def test_an_activation_that_was_quantised_before():
+    """Its quantised form stands for x in the product, and for nothing in the backward pass."""
     x, w, dy = _operands()
     product = functools.partial(matmul, get_recipe("fp8"))
 
     @exact_jit
     def run(x, w, dy):
-        rows = quantize(x[::-1].astype(jnp.float32), (1, 128))
+        q = quantize(x[::-1].astype(jnp.float32), (1, 128))
         want, vjp = jax.vjp(product, x, w)
-        got, vjp_with_rows = jax.vjp(lambda x, w, rows: product(x, w, rows=rows), x, w, rows)
-        return want, vjp(dy), got, vjp_with_rows(dy)
+        got, vjp_with_q = jax.vjp(product, Activation(x, q), w)
+        return want, vjp(dy), got, vjp_with_q(dy)
 
-    want, gradients, got, (dx, dw, drows) = run(x, w, dy)
+    want, gradients, got, (dx, dw) = run(x, w, dy)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want[::-1]))
-    for one, other in zip((dx, dw), gradients, strict=True):
+    for one, other in zip((dx.value, dw), gradients, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert not np.any(np.asarray(drows.scale))
+    assert not np.any(np.asarray(dx.q.scale))
 
 
 def _exact(x, w, dy):

@@ -206,7 +206,7 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
         return calls, (results, exact_jit(jax.value_and_grad(lambda p: loss(p)))(params))
 
     calls, fused = run()
-    monkeypatch.setattr(layers, "fuses_rows", lambda recipe: False)
+    monkeypatch.setattr(layers, "fuses_quantisation", lambda recipe: False)
     plain_calls, plain = run()
     assert not any(quantised for _, quantised in plain_calls)
     assert plain_calls["quantize_rows_kernel", False] == before
