@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from fp8rl_jax.bench import kernel_shapes as shapes
-from fp8rl_jax.bench import kernel_times
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels import triton_installed
@@ -106,6 +105,8 @@ def bench(
     """
     start = time.monotonic()
     attention, products = shapes.attention_cases(quick), shapes.cases(models, rows, quick)
+    from fp8rl_jax.bench import kernel_times  # imports Triton
+
     source = kernel_times.Source()
     ceilings = kernel_times.ceilings(source)
     found: list[dict[str, Any]] = []

@@ -14,12 +14,12 @@ _ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def _measure(*arguments: str) -> dict[str, float]:
-    """Megabytes that docs/load_memory.py prints."""
+    """Megabytes that docs/scripts/load_memory.py prints."""
     if not pathlib.Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of resident memory is read from Linux's /proc")
     path = os.pathsep.join([str(_ROOT), *(p for p in sys.path if p)])
     done = subprocess.run(
-        [sys.executable, str(_ROOT / "docs" / "load_memory.py"), *arguments],
+        [sys.executable, str(_ROOT / "docs" / "scripts" / "load_memory.py"), *arguments],
         capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Perplexity of a real model under four recipes, on a fixed text.
 
-    python docs/smollm2_table.py checkpoints/SmolLM2-135M-Instruct
+    python docs/scripts/smollm2_table.py checkpoints/SmolLM2-135M-Instruct
 
 prints the table of docs/smollm2.md. The text is below; each of its paragraphs is one sequence.
 """

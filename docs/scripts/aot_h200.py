@@ -1,6 +1,6 @@
 """Prints the table of docs/kernels.md: programs of a real model compiled for H200s without one.
 
-    JAX_PLATFORMS=cpu python docs/aot_h200.py qwen3_8b 1 8
+    JAX_PLATFORMS=cpu python docs/scripts/aot_h200.py qwen3_8b 1 8
 
 compiles a decode step (64 sequences, 4,096 slots, FP8 weights and KV) and a train step (gradients,
 Adam, full rematerialisation, 32 sequences of 4,096 tokens in micro-batches) for so many devices,

@@ -4,7 +4,7 @@ for r in fp8_blockwise fp8_delayed mxfp8 fake bf16; do
   fp8rl train --config configs/tiny_arithmetic.py --config.run.dir=runs/$r \
     --config.precision.rollout=$r --config.precision.learner=$r
 done
-python docs/recipe_table.py runs/fp8_blockwise runs/fp8_delayed ...
+python docs/scripts/recipe_table.py runs/fp8_blockwise runs/fp8_delayed ...
 """
 
 from __future__ import annotations

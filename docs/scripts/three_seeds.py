@@ -3,7 +3,7 @@
 for s in 0 1 2; do
   fp8rl train --config configs/tiny_arithmetic.py --config.run.seed=$s --config.run.dir=runs/seed$s
 done
-python docs/three_seeds.py runs/seed0 runs/seed1 runs/seed2
+python docs/scripts/three_seeds.py runs/seed0 runs/seed1 runs/seed2
 """
 
 from __future__ import annotations
@@ -80,5 +80,5 @@ def _row(name: str, n, tokens: str, drift: str) -> str:
 
 if __name__ == "__main__":
     directories = [pathlib.Path(name) for name in sys.argv[1:]]
-    draw(directories, pathlib.Path(__file__).with_name("three_seeds.png"))
+    draw(directories, pathlib.Path(__file__).parents[1] / "three_seeds.png")
     print(table(directories))

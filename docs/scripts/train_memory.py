@@ -1,4 +1,4 @@
-"""Prints the temporary memory of a train step: `python docs/train_memory.py fp8 bf16`.
+"""Prints the temporary memory of a train step: `python docs/scripts/train_memory.py fp8 bf16`.
 
 Compiles the train step of an eight-layer model for this machine and runs nothing.
 """

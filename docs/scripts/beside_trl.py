@@ -4,7 +4,7 @@ TRL wants packages of its own, so it runs in an environment of its own, as a pro
 step whenever it is told to; the two take turns.
 
     python -m venv trl-env && trl-env/bin/pip install trl torch
-    JAX_PLATFORMS=cpu python docs/beside_trl.py --python=trl-env/bin/python
+    JAX_PLATFORMS=cpu python docs/scripts/beside_trl.py --python=trl-env/bin/python
 
 Both have random weights of one Qwen3 shape of 4.5M parameters, 4 prompts of 64 tokens with 8
 samples each, and 128 new tokens at temperature 1 from the whole vocabulary. A step samples, rewards
