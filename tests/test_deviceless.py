@@ -8,7 +8,7 @@ import jax
 import pytest
 
 pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "docs"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "docs" / "scripts"))
 
 import aot_h200
 

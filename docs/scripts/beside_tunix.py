@@ -4,7 +4,8 @@ tunix (google-tunix on PyPI) wants packages of its own, so it runs in an environ
 a process that samples once whenever it is told to; the two take turns.
 
     python -m venv tunix-env && tunix-env/bin/pip install google-tunix
-    JAX_PLATFORMS=cpu python docs/scripts/beside_tunix.py --python=tunix-env/bin/python --model=qwen3_4p5m
+    JAX_PLATFORMS=cpu python docs/scripts/beside_tunix.py --python=tunix-env/bin/python \
+        --model=qwen3_4p5m
 
 Both have random weights of the same Qwen3 shape, 32 random prompts of 64 tokens, 128 new tokens at
 temperature 1 from the whole vocabulary, and record log-probabilities. tunix's top-p mode at 1.0 is

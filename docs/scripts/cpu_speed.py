@@ -1,7 +1,7 @@
 """What makes the train step fast on a CPU: each change left out by itself, in turns.
 
-    python docs/scripts/cpu_speed.py                 # the table of docs/cpu_speed.md, about ten minutes
-    python docs/scripts/cpu_speed.py --repeats=1     # fewer turns
+    python docs/scripts/cpu_speed.py               # the table of docs/cpu_speed.md, ten minutes
+    python docs/scripts/cpu_speed.py --repeats=1   # fewer turns
 
 Every variant is a process of its own, pinned to one core, in which what the change brought is
 replaced by what XLA does by itself. Figures are CPU seconds of a train step, the least of all

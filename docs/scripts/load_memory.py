@@ -1,4 +1,4 @@
-"""Prints what loading a checkpoint takes beyond its result: `python docs/scripts/load_memory.py 2 bf16`.
+"""What loading a checkpoint takes beyond its result: `python docs/scripts/load_memory.py 2 bf16`.
 
 Writes a synthetic checkpoint of Qwen3's type of so many gigabytes, in several files, to a temporary
 directory, loads it in a process of its own, and compares that process's peak of resident memory
