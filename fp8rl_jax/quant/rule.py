@@ -26,8 +26,7 @@ The rule of experts (`grouped_matmul`) is the same, over tiles of rows with one 
 tiles of 128 rows give it the blocks of a dense layer. Rows of zeros (padding) give zeros and move
 no gradient.
 
-Not done: forward-mode differentiation, and second derivatives. Both raise, but the second only
-where dy depends on the operands: that of a sum of results does not.
+Not done: forward-mode differentiation, and second derivatives (both raise).
 """
 
 from __future__ import annotations
@@ -240,6 +239,20 @@ class _Residual:
     has_master: bool
 
 
+@jax.custom_jvp
+def _first_order(x: jax.Array) -> jax.Array:
+    """`x`; raises where a derivative of a derivative is asked for."""
+    return x
+
+
+@_first_order.defjvp
+def _first_order_jvp(primals, tangents):
+    raise NotImplementedError(
+        "this dot_general has first derivatives only: its rounding has none of its own, and a "
+        "second derivative would be that of another function; use jax.lax.dot_general there"
+    )
+
+
 def _product_forward(
     recipe: Recipe,
     gather: str | None,
@@ -248,7 +261,9 @@ def _product_forward(
     w: BoundWeight,
     experts: jax.Array | None,
 ) -> tuple[jax.Array, _Residual]:
-    y, operands = _forward(recipe, gather, dtype, x, w, experts)
+    # The guard makes a copy, so what is kept of the arguments has not passed through it.
+    guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
+    y, operands = _forward(recipe, gather, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
     residual = functools.partial(
         _Residual,
@@ -260,14 +275,18 @@ def _product_forward(
     )
     if operands.x is None or operands.w is None or recipe.gradient is None:
         weight = parameter if recipe.quantized else w.value
-        return y, residual(as_bits(operands.x_value), weight, gradient=None, probe=None)
+        x_value = compute_value(x.value, recipe)
+        return y, residual(as_bits(x_value), weight, gradient=None, probe=None)
     assert recipe.activation is not None and recipe.weight is not None
     turned = recipe.activation.turned
     if turned == recipe.activation:
         columns = operands.x[0]
     else:
         columns, _ = quantize_activation(operands.x_value, turned, None, recipe.kernels)
-    weight = operands.w[0] if recipe.weight.transposes else parameter
+    if not recipe.weight.transposes:
+        weight = parameter
+    else:
+        weight = w.value if isinstance(w.value, QArray) else operands.w[0]
     state = None if w.scaling is None else w.scaling.gradient
     probe = None if w.probe is None else w.probe.gradient
     return y, residual(as_bits(columns), weight, gradient=state, probe=probe)
@@ -292,26 +311,12 @@ def _observe_forward(
     return seen
 
 
-@jax.custom_jvp
-def _first_order(dy: jax.Array) -> jax.Array:
-    """`dy`; raises where a derivative of a derivative is asked for."""
-    return dy
-
-
-@_first_order.defjvp
-def _first_order_jvp(primals, tangents):
-    raise NotImplementedError(
-        "this dot_general has first derivatives only: its rounding has none of its own, and a "
-        "second derivative would be that of another function; use jax.lax.dot_general there"
-    )
-
-
 def _product_backward(
     recipe: Recipe, gather: str | None, dtype, residual: _Residual, dy: jax.Array
 ) -> tuple[Activation, BoundWeight, None]:
     """Cotangents of x and w, the latter with the site's observations."""
     del dtype
-    dy, experts = compute_value(_first_order(dy), recipe), residual.experts
+    dy, experts = compute_value(dy, recipe), residual.experts
     x, weight, seen = _gathered(from_bits(residual.x), gather), residual.weight, residual.seen
     rows: QArray | jax.Array
     columns: QArray | jax.Array
