@@ -70,7 +70,7 @@ def test_recipes_that_differ_fail_the_bound(tmp_path, capsys):
         (["--fail-above=-1"], "--fail-above is -1.0; write a number of at least 0"),
         (["--fail-above=nan"], "--fail-above is nan"),
         (["--checkpoint=no/such"], "--checkpoint=no/such is no directory"),
-        (["--checkpoint=."], "--checkpoint: . holds no checkpoints"),
+        (["--checkpoint=."], "holds no checkpoints"),
         (["runs"], "'runs' is not understood"),
         (["--config.precision.learner=fp9"], "unknown recipe 'fp9'"),
     ],

@@ -135,7 +135,7 @@ def _rope(**changes) -> dict:
         (_LLAMA, {"hidden_size": "4096"}, ["hidden_size", "'4096'", "whole number"]),
         (_LLAMA, {"vocab_size": 0}, ["vocab_size", "above 0"]),
         (_LLAMA, {"num_attention_heads": 0}, ["num_attention_heads"]),
-        (_LLAMA, {"head_dim": 256}, ["head_dim", "256", "128"]),
+        (_LLAMA, {"head_dim": 258}, ["head_dim", "258", "256"]),
         (_LLAMA, {"rms_norm_eps": True}, ["rms_norm_eps", "number"]),
         (_LLAMA, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
         (_LLAMA, {"rope_scaling": "llama3"}, ["rope_scaling", "object"]),
