@@ -90,7 +90,7 @@ class Programs:
         weights, wanted = self._weights(), self._requests(batch, batch)
         prompts = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
         prepared = _shapes(loop.prepare, weights)
-        state = _shapes(loop.begin, prepared, prompts, wanted)
+        state = _shapes(loop.prefill, prepared, prompts, wanted)
         rows = PartitionSpec(sharding.BATCH_AXES)
 
         def place(path, leaf):
@@ -103,7 +103,7 @@ class Programs:
         wanted = _laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
 
         def step(weights, wanted, state):
-            return loop.step(loop.prepare(weights), wanted, state)
+            return loop.decode_step(loop.prepare(weights), wanted, state)
 
         with jax.set_mesh(self.mesh):
             return jax.jit(step, donate_argnums=2).lower(weights, wanted, state)

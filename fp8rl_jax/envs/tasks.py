@@ -72,11 +72,11 @@ def make_questions(
     )
     found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
     wanted = {split: counts.get(split, 0) for split in SPLITS}
-    barren = 0
+    without_new = 0
     for index in itertools.count():
         if all(len(found[split]) >= wanted[split] for split in SPLITS):
             break
-        if index == _ITEMS_PER_SEED or barren > 20_000:
+        if index == _ITEMS_PER_SEED or without_new > 20_000:
             short = next(s for s in SPLITS if len(found[s]) < wanted[s])
             raise UserError(
                 f"env.task: {name!r} with {options} gave only {len(found[short])} distinct "
@@ -88,7 +88,7 @@ def make_questions(
         bucket = found[split_of(text)]
         if len(bucket) < wanted[split_of(text)] and text not in bucket:
             bucket[text] = Question(text, str(item["answer"]))
-            barren = 0
+            without_new = 0
         else:
-            barren += 1
+            without_new += 1
     return {split: list(bucket.values()) for split, bucket in found.items()}

@@ -16,7 +16,7 @@ from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import RMSNorm, linear
-from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
+from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
 from fp8rl_jax.quant.varying import share
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
         def project(name: str) -> jax.Array:
             y = linear(recipe, features[name], name, tensor=self.tensor)(x)
-            y = tensor_parallel.hold(y, features[name] // sharers)
+            y = tensor_parallel.gather_or_slice(y, features[name] // sharers)
             return y.reshape(batch, length, -1, dim)
 
         q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
@@ -158,7 +158,7 @@ class Attention(nn.Module):
             q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q).value
             k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k).value
         if config.rope_interleave:
-            q, k = apart(q), apart(k)
+            q, k = deinterleave(q), deinterleave(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (

@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
             h, cache, scales, positions, cos, sin
         )
         o = linear(recipe, config.hidden_size, "o_proj", residual_scale, tensor)(a)
-        o = tensor_parallel.hold(o, config.hidden_size)
+        o = tensor_parallel.gather_or_slice(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
         mlp = not self.sparse or config.n_shared_experts > 0  # experts quantise what they sorted
@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if self.collect_amax:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        aux = tensor_parallel.combine(aux) if tensor_parallel.inside() else aux
+        aux = tensor_parallel.combine(aux) if tensor_parallel.in_shard_map() else aux
         return (x, None if cache is None else cache.stored), aux
 
 

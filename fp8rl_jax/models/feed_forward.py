@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
-from fp8rl_jax.models.moe import Experts, mixture
+from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.router import (
     Router,
     choose_experts,
@@ -47,11 +47,11 @@ def gated_mlp(
     x = tensor_parallel.shared_input(x, recipe, features, tensor)
     gate = linear(recipe, width, "gate_proj", tensor=tensor)(x)
     up = linear(recipe, width, "up_proj", tensor=tensor)(x)
-    up = tensor_parallel.hold(up, gate.shape[-1])
+    up = tensor_parallel.gather_or_slice(up, gate.shape[-1])
     whole = gate.shape[-1] == width  # a part of down's input is gathered first, or quantised later
     gated = tap_activation(module, "gated", gated_silu(recipe, whole, gate, up))
     down = linear(recipe, hidden, "down_proj", init_scale, tensor)(gated)
-    return tensor_parallel.hold(down, hidden)
+    return tensor_parallel.gather_or_slice(down, hidden)
 
 
 class SharedExperts(nn.Module):
@@ -97,7 +97,7 @@ def sparse_mlp(
     chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
     weights = expert_weights(config, logits, chosen)
     weights = tap(module, "router_weights", weights)
-    y, tokens = mixture(config, recipe, x.value, valid, weights, chosen, experts)
+    y, tokens = moe_forward(config, recipe, x.value, valid, weights, chosen, experts)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")

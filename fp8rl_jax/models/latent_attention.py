@@ -28,7 +28,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
 from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
-from fp8rl_jax.models.rope import apart, apply_rope, softmax_scale
+from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
     Activation,
@@ -162,7 +162,7 @@ class LatentAttention(nn.Module):
         latent = RMSNorm(_LATENT_EPS, recipe, name="kv_a_layernorm")(compressed[..., :rank]).value
         q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
         if config.rope_interleave:
-            q_rope, k_rope = apart(q_rope), apart(k_rope)
+            q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope)
         q_rope, k_rope = (apply_rope(recipe, *share(y, cos, sin)) for y in (q_rope, k_rope))
         q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
         k_b = Kernel((heads, nope, rank), name="k_b_proj")()

@@ -141,11 +141,11 @@ class SplitLinear(nn.Module):
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
         x = as_activation(x)
         kernel = tensor_parallel.gather_stored(self.get_variable("params", "kernel"))
-        depth, cut = kernel.shape[0], tensor_parallel.differs(kernel)
+        depth, cut = kernel.shape[0], tensor_parallel.is_sharded(kernel)
         if cut and tensor_parallel.gathers_quantised(self.recipe, x.shape[-1]):
             gather = tensor_parallel.AXIS if x.shape[-1] < depth else None
         else:
-            x = dataclasses.replace(x, value=tensor_parallel.hold(x.value, depth))
+            x = dataclasses.replace(x, value=tensor_parallel.gather_or_slice(x.value, depth))
             gather = None
         if cut and gather is None:
             kernel = tensor_parallel.count_once(kernel, self.tensor)
@@ -162,7 +162,7 @@ def linear(
     a `SplitLinear` over the same parameters.
     """
     own = recipe.for_module(name)
-    if tensor_parallel.inside():
+    if tensor_parallel.in_shard_map():
         return SplitLinear(own, tensor, name=name)
     return Linear(features, own, init_scale, name=name)
 

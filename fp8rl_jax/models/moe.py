@@ -171,7 +171,7 @@ def _combine_backward(recipe, residual, cotangent):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def mixture(
+def moe_forward(
     config: ModelConfig,
     recipe: Recipe,
     x: jax.Array,

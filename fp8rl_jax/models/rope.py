@@ -87,7 +87,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarra
     return tuple((f(angle) * amplitude).astype(np.float32) for f in (np.cos, np.sin))
 
 
-def apart(x: jax.Array) -> jax.Array:
+def deinterleave(x: jax.Array) -> jax.Array:
     """(..., n) with neighbouring pairs (0, 1), (2, 3), ... -> halves paired, (0, n/2), ..."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)

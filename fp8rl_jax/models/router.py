@@ -106,7 +106,7 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
     return prevent_fma(raised * (1.0 / sum_last(raised)[:, None]))[:, :experts]
 
 
-def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Experts (M, top_k) int32 of logits (M, E) float32, the best first, equal ones by number."""
     logits = lax.stop_gradient(logits)
     if config.scoring_func == "softmax":  # has the order of the logits
@@ -123,7 +123,7 @@ def choose(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> ja
     return lax.top_k(score, config.num_experts_per_tok)[1]
 
 
-def weigh(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
+def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
     """Weights (M, top_k) float32 of the chosen `experts` (M, top_k), from logits (M, E)."""
     probabilities = _probabilities(config, logits)
     weights = jnp.take_along_axis(probabilities, experts, axis=1)
@@ -155,19 +155,19 @@ def token_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") 
 
 
 def choose_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """`choose` for logits (B, T, E): (B, T, top_k) int32."""
+    """`select_experts` for logits (B, T, E): (B, T, top_k) int32."""
 
     def run(logits, bias):
-        return (choose(config, _rows(logits), bias).reshape(*logits.shape[:-1], -1),)
+        return (select_experts(config, _rows(logits), bias).reshape(*logits.shape[:-1], -1),)
 
     return by_own_rows(run, (logits,), (bias,), 0)[0]
 
 
 def expert_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
-    """`weigh` for logits (B, T, E) and experts (B, T, top_k): (B, T, top_k) float32."""
+    """`routing_weights` for logits (B, T, E) and experts (B, T, top_k): (B, T, top_k) float32."""
 
     def run(logits, experts):
-        weights = weigh(config, _rows(logits), _rows(experts))
+        weights = routing_weights(config, _rows(logits), _rows(experts))
         return (weights.reshape(experts.shape),)
 
     return by_own_rows(run, (logits, experts), (), 0)[0]

@@ -65,7 +65,7 @@ def size() -> int:
     return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(AXIS, 1)
 
 
-def by_hand(recipe: Recipe) -> bool:
+def uses_shard_map(recipe: Recipe) -> bool:
     """Whether `forward` writes out who computes what, under shard_map, on the mesh that is set.
 
     For columns in parts; and for GPU kernels, which XLA's partitioner cannot cut: left alone, every
@@ -77,7 +77,7 @@ def by_hand(recipe: Recipe) -> bool:
     return size() > 1 or resolve(recipe.kernels) != "reference"
 
 
-def inside() -> bool:
+def in_shard_map() -> bool:
     """Whether a module runs on one of several devices, within `split_columns`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -194,7 +194,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
 
 
 def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: int) -> Callable:
-    """`apply` of a Transformer with tensor=parts, on the devices of a mesh (`by_hand`).
+    """`apply` of a Transformer with tensor=parts, on the devices of a mesh (`uses_shard_map`).
 
     Its arguments and results are those of the whole arrays; see `models.transformer`.
     """
@@ -217,7 +217,7 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
 # Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
 
 
-def hold(x: jax.Array, features: int) -> jax.Array:
+def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
     """`x` with so many columns: as it is, all from each device's part, or this device's part."""
     if x.shape[-1] == features:
         return x
@@ -261,7 +261,7 @@ def _varying(tree) -> frozenset:
     return frozenset().union(*axes)
 
 
-def differs(tree) -> bool:
+def is_sharded(tree) -> bool:
     """Whether any array of `tree` may be another on every device of the axis `tensor`."""
     return AXIS in _varying(tree)
 
@@ -283,7 +283,7 @@ def combine(aux: dict) -> dict:
     def largest(x: jax.Array) -> jax.Array:
         rows = tuple(name for name in BATCH_AXES if name in _varying(x))
         bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
-        bits = lax.pmax(bits, AXIS) if differs(x) else bits
+        bits = lax.pmax(bits, AXIS) if is_sharded(x) else bits
         bits = lax.all_gather(bits, rows, tiled=True, to="invarying") if rows else bits
         return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -333,12 +333,12 @@ def split_head(recipe: Recipe, product: Callable, hidden: jax.Array, head) -> ja
     Returns:
       (M, V), all columns on every device of the axis.
     """
-    if not by_hand(recipe):
+    if not uses_shard_map(recipe):
         return product(hidden, head)
     vocabulary, parts = head.shape[1], size()
     spec, rows = head_spec(vocabulary, parts), PartitionSpec(_rows(hidden.shape[0]))
     return jax.shard_map(
-        lambda hidden, head: hold(product(hidden, head), vocabulary),
+        lambda hidden, head: gather_or_slice(product(hidden, head), vocabulary),
         in_specs=(rows, jax.tree.map(lambda _: spec, head)),
         out_specs=rows,
     )(hidden.astype(jnp.float32), head)

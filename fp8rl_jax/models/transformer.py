@@ -123,7 +123,7 @@ class Transformer(nn.Module):
             in_axes=(0, 0) + (nn.broadcast,) * 4,
             length=run.span.stop - run.span.start,
             # That check traces without the types that tell who holds what under shard_map.
-            check_constancy_invariants=not tensor_parallel.inside(),
+            check_constancy_invariants=not tensor_parallel.in_shard_map(),
         )(*settings, name=run.name)
 
     def _watched(self) -> bool:
@@ -256,8 +256,8 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
-    parts, by_hand = tensor_parallel.size(), tensor_parallel.by_hand(recipe)
-    if by_hand and (taps or swaps):
+    parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
+    if by_shard_map and (taps or swaps):
         raise ValueError(
             "intermediate values lie in parts where mesh.tensor is above 1, and where GPU kernels "
             "run on several devices: set mesh.tensor to 1, or use one device"
@@ -275,7 +275,7 @@ def forward(
         found = {name: values[name] for name in taps if name in values}
         return hidden, cache, aux | {"taps": found}
 
-    if by_hand:
+    if by_shard_map:
         apply = tensor_parallel.split_columns(apply, config, recipe, parts)
     hidden, cache, aux = apply(params, tokens, cache, scales, positions, cos, sin, valid)
     logits = None

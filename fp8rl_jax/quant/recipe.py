@@ -51,12 +51,12 @@ class Operand:
             raise UserError(f"block {self.block}: write two sizes of at least 1, or -1 for all")
 
     @property
-    def transposes(self) -> bool:
+    def has_square_blocks(self) -> bool:
         """Whether the bytes of the transpose are the transposed bytes: square blocks."""
         return self.block[0] == self.block[1]
 
     @property
-    def turned(self) -> Operand:
+    def transposed(self) -> Operand:
         """The same operand for a GEMM that contracts over its other axis."""
         return self if self.policy.stateful else dataclasses.replace(self, block=self.block[::-1])
 
@@ -144,7 +144,7 @@ class Recipe:
                     f"scales changes with the number of rows, and {operand.policy.name} keeps a "
                     "state of fixed size: use blocks that span all rows, as fp8_delayed does"
                 )
-        if self.weight and self.weight.policy.stateful and not self.weight.transposes:
+        if self.weight and self.weight.policy.stateful and not self.weight.has_square_blocks:
             raise UserError(
                 f"recipe {self.name!r}: weight blocks {self.weight.block} are not square, so dgrad "
                 f"quantises the weight a second time, and {self.weight.policy.name} keeps one "

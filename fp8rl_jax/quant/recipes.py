@@ -139,18 +139,18 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     add("dgrad", "dy", dy, product if backward else "")
     if w is None or not backward:
         add("dgrad", "w", None)
-    elif w.transposes:
+    elif w.has_square_blocks:
         add("dgrad", "w", w, "the bytes of fprop, transposed")
     else:
-        add("dgrad", "w", w.turned, "requantised from the bf16 value")
+        add("dgrad", "w", w.transposed, "requantised from the bf16 value")
     for name, operand in (("x", x), ("dy", dy)):
         if operand is None or not backward:
             add("wgrad", name, None)
-        elif operand.turned == operand:
+        elif operand.transposed == operand:
             add("wgrad", name, operand, "the same bytes")
         else:
             note = "along tokens, from the bf16 value"
-            add("wgrad", name, operand.turned, f"{note}; {product}" if product else note)
+            add("wgrad", name, operand.transposed, f"{note}; {product}" if product else note)
     kv = {
         "none": unquantized,
         "dynamic": ["E4M3", "token, kv head", recipe.kv_policy.name],

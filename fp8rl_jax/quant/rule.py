@@ -278,12 +278,12 @@ def _product_forward(
         x_value = compute_value(x.value, recipe)
         return y, residual(as_bits(x_value), weight, gradient=None, probe=None)
     assert recipe.activation is not None and recipe.weight is not None
-    turned = recipe.activation.turned
-    if turned == recipe.activation:
+    by_columns = recipe.activation.transposed
+    if by_columns == recipe.activation:
         columns = operands.x[0]
     else:
-        columns, _ = quantize_activation(operands.x_value, turned, None, recipe.kernels)
-    if not recipe.weight.transposes:
+        columns, _ = quantize_activation(operands.x_value, by_columns, None, recipe.kernels)
+    if not recipe.weight.has_square_blocks:
         weight = parameter
     else:
         weight = w.value if isinstance(w.value, QArray) else operands.w[0]
@@ -329,12 +329,12 @@ def _product_backward(
         if residual.probe is not None:
             found = _observed(dy, quantized, recipe.gradient, residual.probe, experts)
             seen = {**seen, "gradient": found}
-        if not isinstance(weight, QArray) or not recipe.weight.transposes:
-            weight, _ = quantize_operand(plain_value(weight), recipe.weight.turned, None)
+        if not isinstance(weight, QArray) or not recipe.weight.has_square_blocks:
+            weight, _ = quantize_operand(plain_value(weight), recipe.weight.transposed, None)
         rows = columns = quantized[0]
-        turned = recipe.gradient.turned
-        if turned != recipe.gradient:
-            columns, _ = quantize_activation(dy, turned, None, recipe.kernels)
+        by_columns = recipe.gradient.transposed
+        if by_columns != recipe.gradient:
+            columns, _ = quantize_activation(dy, by_columns, None, recipe.kernels)
     dx = dgrad(recipe, rows, weight, experts, jnp.float32 if gather else residual.x_dtype)
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)

@@ -101,7 +101,7 @@ class ContinuousLoop:
     loop: Loop
     batching: Batching
 
-    def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
+    def prefill(self, prompts: jax.Array, requests: Requests) -> BatchState:
         """Everything waiting. prompts (Q, Tp), right-padded."""
         loop, batching = self.loop, self.batching
         new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
@@ -129,7 +129,7 @@ class ContinuousLoop:
             prefilled=zero,
         )
 
-    def running(self, state: BatchState) -> jax.Array:
+    def cond_fn(self, state: BatchState) -> jax.Array:
         """Whether some request is not done."""
         return (state.schedule.status != schedule.DONE).any()
 
@@ -322,7 +322,7 @@ class ContinuousSampler:
             until = state.turns[0] + turns
 
             def more(state: BatchState) -> jax.Array:
-                return loop.running(state) & (state.turns[0] < until)
+                return loop.cond_fn(state) & (state.turns[0] < until)
 
             turn = functools.partial(loop.turn, prepared, requests)
             state = lax.while_loop(more, turn, state)
@@ -333,7 +333,7 @@ class ContinuousSampler:
                 preemptions=state.schedule.preemptions,
             )  # fmt: skip
 
-        begin = loop.begin
+        begin = loop.prefill
         if mesh is not None and devices > 1:
             rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
             specs: Any = (rows, whole, rows, rows, rows, whole)

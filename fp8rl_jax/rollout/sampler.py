@@ -42,7 +42,7 @@ from fp8rl_jax.quant import KVScales, Recipe, get_recipe
 from fp8rl_jax.quant.recipe import FLOAT32
 from fp8rl_jax.rollout.recording import begin as begin_taps
 from fp8rl_jax.rollout.recording import write as write_taps
-from fp8rl_jax.rollout.sampling import choose, sample_keys
+from fp8rl_jax.rollout.sampling import sample_keys, sample_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Loop:
         """(tokens (M,), their log-probabilities (M,), logits (M, V)) after hidden states (M, D)."""
         logits = head_logits(hidden, prepared.head, self.recipe)
         scaled = scaled_logits(logits, temperature)
-        token = choose(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
+        token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
 
         def plain(scaled, token):
             return logprobs_of_logits(scaled, token)[0]
@@ -220,7 +220,7 @@ class Loop:
             taps=taps,
         )
 
-    def begin(self, prepared: Prepared, prompts: jax.Array, requests: Requests) -> LoopState:
+    def prefill(self, prepared: Prepared, prompts: jax.Array, requests: Requests) -> LoopState:
         """Prefills prompts (P, Tp) and draws the first tokens."""
         sampler, recipe = self.sampler, self.recipe
         prompt_slots, slots_new = prompts.shape[1], sampler.max_new_tokens
@@ -260,11 +260,11 @@ class Loop:
         done = done | rollout.finished | (requests.limits <= 1)
         return LoopState(zero, drawn[0], done, cache, rollout)
 
-    def running(self, state: LoopState) -> jax.Array:
+    def cond_fn(self, state: LoopState) -> jax.Array:
         """Whether a slot is left and some response is not complete."""
         return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
 
-    def step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
+    def decode_step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
         """One more token of every row."""
         start = self._start(requests)
         out = forward(
@@ -309,8 +309,8 @@ def make_sampler(
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
         prepared = loop.prepare(weights)
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
-        state = loop.begin(prepared, prompts, requests)
-        step = functools.partial(loop.step, prepared, requests)
-        return lax.while_loop(loop.running, step, state).rollout
+        state = loop.prefill(prepared, prompts, requests)
+        step = functools.partial(loop.decode_step, prepared, requests)
+        return lax.while_loop(loop.cond_fn, step, state).rollout
 
     return exact_jit(sample, **(shardings or {}))

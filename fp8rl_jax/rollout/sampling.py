@@ -130,7 +130,7 @@ def _uniforms(keys: jax.Array) -> jax.Array:
     return (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
 
 
-def choose(
+def sample_token(
     scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
 ) -> jax.Array:
     """Next token of each row.

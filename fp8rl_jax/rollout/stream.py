@@ -48,16 +48,16 @@ def make_stream(
     loop = Loop(model, get_recipe(recipe), sampler)
 
     def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:
-        return loop.begin(loop.prepare(weights), prompts, requests)
+        return loop.prefill(loop.prepare(weights), prompts, requests)
 
     def advance(weights, requests: Requests, state: LoopState) -> LoopState:
         prepared = loop.prepare(weights)
         until = state.index + jnp.int32(chunk)
 
-        def running(state: LoopState) -> jax.Array:
-            return loop.running(state) & (state.index < until)
+        def cond_fn(state: LoopState) -> jax.Array:
+            return loop.cond_fn(state) & (state.index < until)
 
-        step = functools.partial(loop.step, prepared, requests)
-        return lax.while_loop(running, step, state)
+        step = functools.partial(loop.decode_step, prepared, requests)
+        return lax.while_loop(cond_fn, step, state)
 
     return Stream(loop.prepare_once(), exact_jit(begin), exact_jit(advance, donate_argnums=2))

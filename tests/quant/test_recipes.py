@@ -256,7 +256,7 @@ def test_weight_blocks_that_are_not_square(depth):
     mxfp8 has such blocks too, but powers of two give the same values in any block.
     """
     rows = Operand(block=(1, depth))
-    recipe = Recipe("of a user", weight=rows.turned, activation=rows, gradient=rows)
+    recipe = Recipe("of a user", weight=rows.transposed, activation=rows, gradient=rows)
     operands = _operands((192, 320, 200))
     ours = _run(recipe, *operands)
     expected = _products(recipe, operands, operands, _numpy_operand)

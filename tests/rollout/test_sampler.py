@@ -9,7 +9,7 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax import models, rollout
-from fp8rl_jax.rollout.sampling import choose, mask_top_k, mask_top_p
+from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p, sample_token
 
 EOS, PAD = 258, 256
 MODEL = models.ModelConfig(259, 128, 128, 1, 2, 1, 32)
@@ -130,7 +130,7 @@ def test_a_cache_too_short_is_refused(weights, rope):
 def _draw(logits, temperature=1.0, top_k=0, top_p=1.0, count=4000):
     keys = jax.random.split(jax.random.key(0), count)
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-    drawn = choose(rows, keys, jnp.full(count, temperature), top_k, top_p)
+    drawn = sample_token(rows, keys, jnp.full(count, temperature), top_k, top_p)
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
 
 

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.rollout.sampling import choose, draw, invert, sample_keys
+from fp8rl_jax.rollout.sampling import draw, invert, sample_keys, sample_token
 
 _invert, _draw = exact_jit(invert), exact_jit(draw)
 _LAST = 1 - 2.0**-24  # the largest uniform number
@@ -27,7 +27,7 @@ def _counts(logits: np.ndarray, draws: int, temperature=1.0, top_k=0, top_p=1.0)
     scaled = jnp.asarray(logits, jnp.float32)[None]
 
     def chosen(key):
-        return choose(scaled, key[None], one, top_k, top_p)[0]
+        return sample_token(scaled, key[None], one, top_k, top_p)[0]
 
     @exact_jit
     def count(key):
@@ -146,7 +146,9 @@ def test_greedy_and_rows_of_nan():
     logits = np.array([[1, 3, 3, 0], [np.nan, 2, 3, 1], [5, 4, 4, 5]], np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
     for temperature, expected in ((0.0, [1, 0, 0]), (1.0, None)):
-        found = np.asarray(choose(jnp.asarray(logits), keys, jnp.full(3, temperature), 0, 1.0))
+        found = np.asarray(
+            sample_token(jnp.asarray(logits), keys, jnp.full(3, temperature), 0, 1.0)
+        )
         assert found[1] == 0
         assert expected is None or found.tolist() == expected
 
@@ -156,7 +158,7 @@ def test_a_row_does_not_depend_on_others(settings):
     """The same tokens alone, among a few and among many."""
     rows = jnp.asarray(np.stack([_logits(1008, 1.0) * s for s in np.linspace(0.1, 3, 33)]))
     keys = jax.random.split(jax.random.key(2), 33)
-    program = exact_jit(lambda x, k: choose(x, k, jnp.ones(len(k)), *settings))
+    program = exact_jit(lambda x, k: sample_token(x, k, jnp.ones(len(k)), *settings))
     whole = np.asarray(program(rows, keys))
     assert len(set(whole.tolist())) > 5
     for some in (slice(0, 1), slice(32, 33), slice(3, 8)):
