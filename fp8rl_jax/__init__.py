@@ -1,8 +1,9 @@
 """Unified FP8 reinforcement learning in JAX: one forward function, two callers, zero drift.
 
-Rooms: `quant` (FP8 numerics), `models` (the one forward), `rollout` (the jitted sampler), `rl`
-(array maths of GRPO and of the drift metrics), `envs` and `data` (prompts and rewards), and the
-programs at the top (`train`, `evaluate`, `report`, `cli`).
+Packages: `kernels` (products and attention in fixed order), `quant` (FP8 numerics), `models` (the
+one forward), `rollout` (the jitted sampler), `rl` (GRPO and drift metrics), `envs` and `data`
+(prompts and rewards), `config`, `training` (parts of a run), `policy` (a trained one), `drift`,
+`report`, `bench` and `cli`. `train` is the main job, `learner` its train step.
 """
 
 from __future__ import annotations

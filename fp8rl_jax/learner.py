@@ -86,7 +86,7 @@ class Batch:
 
 @flax.struct.dataclass
 class TrainState:
-    """All there is: a checkpoint of it resumes a run bit for bit.
+    """The complete training state; restoring it resumes a run bit for bit.
 
     Attributes:
       params: float32 master parameters.

@@ -1,6 +1,6 @@
-"""Which implementation a product takes: the reference in jnp, or the Triton kernel.
+"""Selects the implementation (Triton or jnp) of each operation.
 
-Recipes say it in `Recipe.kernels`. ``auto`` follows the platform that a program is lowered for:
+`Recipe.kernels` names it. ``auto`` follows the platform that a program is lowered for:
 kernels on CUDA, the reference elsewhere. Where JAX has no GPU, or jax-triton is not installed, it
 is the reference outright, so that a program for a CPU does not carry kernels that it cannot run.
 ``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.

@@ -1,4 +1,4 @@
-"""The rooms import one way: kernels <- quant <- models <- rollout, learner <- programs <- cli.
+"""Packages import one way: kernels <- quant <- models <- rollout, learner <- programs <- cli.
 
 Every import statement is read from the source, those inside functions included, so a forbidden
 one fails here even if nothing runs it.
@@ -16,7 +16,7 @@ _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {"errors", "exact_jit", "user_code", "version"}
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
 _PROGRAM = _LIBRARY | {"config", "report", "training", "user_cache", "compilation_cache", _PACKAGE}
-# Room -> the rooms that it may import. `fp8rl_jax` stands for the package itself.
+# Package (or module beside it) -> what it may import. `fp8rl_jax` stands for the package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "exact_jit": {"kernels"},
@@ -45,7 +45,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     _PACKAGE: set(),
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
-_ROOMS = set(_MAY_IMPORT) - {_PACKAGE}
+_PACKAGES = set(_MAY_IMPORT) - {_PACKAGE}
 
 
 def _sources() -> dict[str, pathlib.Path]:
@@ -62,7 +62,7 @@ def _sources() -> dict[str, pathlib.Path]:
     return found
 
 
-def _room(module: str) -> str:
+def _package_of(module: str) -> str:
     """'fp8rl_jax.quant.kv' -> 'quant'; the package itself -> 'fp8rl_jax'."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else _PACKAGE
@@ -80,9 +80,9 @@ def _imports(module: str, source: str, is_package: bool) -> Iterator[tuple[int, 
                 above = above[: len(above) - (node.level - 1)]
                 base = ".".join([*above, base] if base else above)
             for alias in node.names:
-                # `from fp8rl_jax import checks` names a room, `... import __version__` does not.
-                room = base == _PACKAGE and alias.name in _ROOMS
-                yield node.lineno, f"{base}.{alias.name}" if room else base
+                # `from fp8rl_jax import checks` names a package, `... import __version__` does not.
+                package = base == _PACKAGE and alias.name in _PACKAGES
+                yield node.lineno, f"{base}.{alias.name}" if package else base
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
@@ -91,18 +91,20 @@ def _imports(module: str, source: str, is_package: bool) -> Iterator[tuple[int, 
 
 def _violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """What a module imports and may not, one sentence each."""
-    room, found = _room(module), []
-    if room not in _MAY_IMPORT:
-        return [f"{module}: the room {room!r} is not in the table of this test; add it"]
-    allowed = {room} | _MAY_IMPORT[room] | (_EVERYBODY_MAY if room != "kernels" else set())
+    package, found = _package_of(module), []
+    if package not in _MAY_IMPORT:
+        return [f"{module}: the package {package!r} is not in the table of this test; add it"]
+    allowed = {package} | _MAY_IMPORT[package] | (_EVERYBODY_MAY if package != "kernels" else set())
     for line, name in _imports(module, source, is_package):
         top = name.split(".")[0]
         if top == _PACKAGE:
-            if _room(name) not in allowed:
-                found.append(f"{module}:{line} imports {name}; {room} may import {sorted(allowed)}")
+            if _package_of(name) not in allowed:
+                found.append(
+                    f"{module}:{line} imports {name}; {package} may import {sorted(allowed)}"
+                )
         elif top == "kernels":
             found.append(f"{module}:{line} imports {name}; write fp8rl_jax.kernels")
-        elif room == "kernels" and top not in _KERNEL_LIBRARIES | sys.stdlib_module_names:
+        elif package == "kernels" and top not in _KERNEL_LIBRARIES | sys.stdlib_module_names:
             found.append(f"{module}:{line} imports {name}; kernels need JAX and numpy alone")
     return found
 
@@ -111,31 +113,33 @@ _SOURCES = _sources()
 
 
 def test_every_room_is_read():
-    """No room of the table is missing from what is checked, and none is empty."""
-    assert {_room(module) for module in _SOURCES} >= set(_MAY_IMPORT)
+    """No package of the table is missing from what is checked, and none is empty."""
+    assert {_package_of(module) for module in _SOURCES} >= set(_MAY_IMPORT)
     read = sum(1 for m, p in _SOURCES.items() for _ in _imports(m, p.read_text(), False))
     assert read > 2 * len(_SOURCES)
 
 
 @pytest.mark.parametrize("module", sorted(_SOURCES))
 def test_imports_run_one_way(module):
-    """No module imports a room above it or beside it."""
+    """No module imports a package above it or beside it."""
     path = _SOURCES[module]
     found = _violations(module, path.read_text(), path.name == "__init__.py")
     assert not found, "\n".join(found)
 
 
-def test_rooms_have_no_cycle():
-    """Some order of the rooms exists in which each imports earlier ones only."""
+def test_packages_have_no_cycle():
+    """Some order of the packages exists in which each imports earlier ones only."""
     needs: dict[str, set[str]] = {}
     for module, path in _SOURCES.items():
         names = _imports(module, path.read_text(), path.name == "__init__.py")
-        rooms = {_room(name) for _, name in names if name.split(".")[0] == _PACKAGE}
-        needs.setdefault(_room(module), set()).update(rooms - {_room(module), _PACKAGE})
+        packages = {_package_of(name) for _, name in names if name.split(".")[0] == _PACKAGE}
+        needs.setdefault(_package_of(module), set()).update(
+            packages - {_package_of(module), _PACKAGE}
+        )
     del needs[_PACKAGE]
-    while free := {room for room, others in needs.items() if not others & set(needs)}:
-        needs = {room: others for room, others in needs.items() if room not in free}
-    assert not needs, f"these rooms import each other in a circle: {needs}"
+    while free := {package for package, others in needs.items() if not others & set(needs)}:
+        needs = {package: others for package, others in needs.items() if package not in free}
+    assert not needs, f"these import each other in a circle: {needs}"
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.name)

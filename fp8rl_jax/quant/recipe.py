@@ -73,7 +73,8 @@ class Recipe:
     Attributes:
       name: the recipe's name.
       compute_dtype: dtype of activations between operations, bf16 or float32.
-      weight, activation: how the forward pass quantises its two operands; None for both: not.
+      weight, activation: how the forward pass quantises its two operands; None for both disables
+        quantisation.
       gradient: how the backward pass quantises output gradients; None: the backward GEMMs run in
         bf16, on the operands as they were before quantisation.
       fake: quantise, dequantise to bf16, and multiply in bf16, instead of an FP8 product.
@@ -81,9 +82,9 @@ class Recipe:
         kv head); 'calibrated' in E4M3 with one scale per layer and tensor, measured beforehand.
       kv_policy: where 'dynamic' scales come from; keeps no state.
       fp8_attention: q too is E4M3 (with dynamic or calibrated scales as `kv` says).
-      first_layers, last_layers: so many layers at either end run their linear layers in bf16.
+      first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
-      kernels: who multiplies: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
+      kernels: implementation of products: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
         'reference', 'triton' or 'mosaic' (kernels/dispatch.py). Their bits differ.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Array maths of reinforcement learning. Imports nothing of the other rooms."""
+"""Array maths of reinforcement learning. Imports no other package of the library."""
 
 from fp8rl_jax.rl.advantages import group_advantages, zero_std_fraction
 from fp8rl_jax.rl.corrections import tis_weights

@@ -144,7 +144,9 @@ class ContinuousLoop:
         prefill = functools.partial(self._prefill, prepared, requests)
         state = _once_if(state.schedule.prefilling.any(), prefill, state)
         plan = state.schedule
-        worth = plan.decoding.sum() >= plan.prefilling.sum()  # at first few slots could decode
+        worth = (
+            plan.decoding.sum() >= plan.prefilling.sum()
+        )  # skip decoding while most slots prefill
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
 
     # Admission.

@@ -1,7 +1,7 @@
 """Pages of a pool as counts of references: how many sequences and prompts read each.
 
-A page whose count is 0 is free; there is no other list. Page 0 is nobody's: rows of a batch without
-a sequence write there, and 0 in a table stands for no page.
+A page whose count is 0 is free; there is no other list. Page 0 is a scratch page for idle
+rows; in a table 0 means 'no page'.
 """
 
 from __future__ import annotations

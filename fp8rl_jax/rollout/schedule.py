@@ -4,14 +4,14 @@ Requests are samples, prompt-major: request m is sample m % G of prompt m // G. 
 the decode batch. Everything is arrays and pure functions, so that it runs inside the rollout's
 program; nothing here knows a model.
 
-* **Order.** Waiting requests are taken in the order of their numbers. The first of a prompt to come
-  fills the prompt's pages; while siblings wait, the prompt keeps them (`ready`), and a sibling
-  reads whole pages where they lie and gets a copy of the last one, which it will write into.
-* **Running out.** When a sequence needs a page and none is free, a prompt that nobody reads gives
-  its pages up, and then the running request with the highest number: it waits again, with the
-  tokens that it has, whose keys and values are computed anew later. Its tokens stay what they were,
-  as a token's bits depend on nothing but its sequence. The lowest running request is never
-  disturbed, so everything ends, given `models.least_pages`.
+* **Order.** Waiting requests are taken in the order of their numbers. The first sample of a prompt
+  prefills its pages. They stay allocated while other samples of that prompt wait (`ready`); those
+  share the full pages and copy the last, partly filled one before writing to it.
+* **Running out.** When a sequence needs a page and none is free, a prompt whose pages no sequence
+  reads gives them up, then the running request with the highest number: it waits again with its
+  tokens, whose keys and values are recomputed later. Its tokens do not change, because a token's
+  bits depend on nothing but its sequence. The lowest running request is never preempted, so
+  everything ends, given `models.least_pages`.
 """
 
 from __future__ import annotations
