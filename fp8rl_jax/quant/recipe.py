@@ -84,8 +84,8 @@ class Recipe:
       fp8_attention: q too is E4M3 (with dynamic or calibrated scales as `kv` says).
       first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
-      kernels: implementation of products: 'auto' (Triton kernels on a GPU, the jnp reference elsewhere),
-        'reference', 'triton' or 'mosaic' (kernels/dispatch.py). Their bits differ.
+      kernels: implementation of products: 'auto' (Triton kernels on a GPU, the jnp reference
+        elsewhere), 'reference', 'triton' or 'mosaic' (kernels/dispatch.py). Their bits differ.
 
     Raises:
       UserError: a combination that cannot work.
