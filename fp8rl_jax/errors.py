@@ -1,4 +1,4 @@
-"""Errors that a user can mend. The command line prints them in one line and exits with 2."""
+"""Errors that a user can fix. The command line prints them in one line and exits with 2."""
 
 
 class UserError(ValueError):

@@ -87,7 +87,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
 
 def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:
-    """The mesh of so many devices that need not be there; by default an axis of -1 has one.
+    """The mesh of `devices` devices that need not exist; by default an axis of -1 has one.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.

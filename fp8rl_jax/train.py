@@ -70,7 +70,7 @@ def train(
       stop: asked after each step; the name of what stops the run, which then saves and ends.
 
     Raises:
-      UserError: something that the user can mend.
+      UserError: something that the user can fix.
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)

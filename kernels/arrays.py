@@ -35,7 +35,7 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """`x` with zeros behind, up to a multiple of so many entries along an axis."""
+    """`x` padded with zeros to a multiple of `multiple` entries along an axis."""
     missing = -x.shape[axis] % multiple
     if not missing:
         return x

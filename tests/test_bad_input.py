@@ -699,7 +699,7 @@ def test_run_with_another_config(field, before, now, resume, refused, run_dir):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 3}', "\0\0"])
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_run_with_a_damaged_config(content, resume, refused, run_dir):
-    """A config.json that is cut or of another kind is the user's to mend, and is named."""
+    """A config.json that is cut or of another kind is the user's to fix, and is named."""
     (run_dir / "config.json").write_text(content)
     _assert_words(refused(*_train(), *resume), ["config.json"])
 

@@ -189,7 +189,7 @@ _FIELD_AT_FAULT = {
 
 @pytest.mark.parametrize("case", _FIELD_AT_FAULT)
 def test_the_field_at_fault_is_named_first(case, refused_fields):
-    """Who reads the first field of a sentence and mends that one has mended the config."""
+    """Who reads the first field of a sentence and fixes that one has fixed the config."""
     fields, name = _FIELD_AT_FAULT[case]
     message = refused_fields(*_full(*fields))
     assert re.findall(r"precision\.(\w+)", message)[:1] == [name], message

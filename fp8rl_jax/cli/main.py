@@ -1,6 +1,6 @@
 """The command line: `fp8rl COMMAND ...`.
 
-Exit status: 0 done; 2 the user's to mend, one sentence on standard error; 1 ours, a traceback,
+Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 1 ours, a traceback,
 a bound that `fp8rl drift --fail-above` was given and found exceeded, or a check of `fp8rl bench
 kernels` that failed.
 """
@@ -114,7 +114,7 @@ def _report(values: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(
             f"fp8rl report: {own}/report.html cannot be written ({error.strerror}): make room for "
-            "it, or mend its permissions"
+            "it, or fix its permissions"
         ) from None
     return 0
 

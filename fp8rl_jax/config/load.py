@@ -216,7 +216,7 @@ def read_config_file(path: str) -> Any:
 
 def _failing(path: str, error: BaseException) -> UserError:
     return UserError(
-        f"--config: {path} fails with {type(error).__name__}: {error}; mend the file so that "
+        f"--config: {path} fails with {type(error).__name__}: {error}; fix the file so that "
         "get_config() takes no argument (or that after the colon) and returns a ConfigDict"
     )
 

@@ -77,7 +77,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(
-                f"{where}: the chat template is no Jinja ({error}); mend it, or leave chat off"
+                f"{where}: the chat template is no Jinja ({error}); fix it, or leave chat off"
             ) from None
 
     def render(

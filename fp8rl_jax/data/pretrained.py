@@ -141,7 +141,7 @@ class PretrainedTokenizer(ReaderTokenizer):
         if found is None:
             raise UserError(
                 f"data.tokenizer: {self._where} names {names[kind]!r} as {kind}, and its "
-                "tokenizer.json has no such token: mend tokenizer_config.json"
+                "tokenizer.json has no such token: fix tokenizer_config.json"
             )
         return found
 

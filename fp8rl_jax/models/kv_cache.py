@@ -69,12 +69,12 @@ PAGE = KV_CHUNK  # slots of a page: attention reads one at a time
 
 
 def pages_of(tokens: _Count) -> _Count:
-    """Pages of a sequence of at most so many tokens; of one number or an array of them."""
+    """Pages of a sequence of at most `tokens` tokens (a number or an array)."""
     return -(-tokens // PAGE)
 
 
 def least_pages(tokens: int) -> int:
-    """Pages that a pool must have for sequences of at most so many tokens: one sequence, the last
+    """Pages that a pool must have for sequences of at most `tokens` tokens: one sequence, the last
     page of the prompt that it shares, and page 0."""
     return pages_of(tokens) + 2
 
@@ -226,7 +226,7 @@ def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | 
 
 
 def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """(what is carried, where each layer finds its part) of one run of so many layers."""
+    """(what is carried, where each layer finds its part) of one run of layers."""
     if cache is None:
         return None, None
     if isinstance(cache, PagedCache):
@@ -235,7 +235,7 @@ def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
 
 
 def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Stored:
-    """Zeros of so many (..., slots)."""
+    """Zeros (..., slots)."""
 
     def zeros(dtype, *features: int) -> jax.Array:
         return jnp.zeros((*shape, *features), _BITS.get(jnp.dtype(dtype), dtype))
@@ -270,6 +270,6 @@ def init_cache(config: ModelConfig, recipe: Recipe, batch: int, slots: int) -> K
 def init_paged_cache(
     config: ModelConfig, recipe: Recipe, pages: int, table: jax.Array
 ) -> PagedCache:
-    """An empty pool of so many pages a layer, read through `table` (B, N) int32."""
+    """An empty pool of `pages` pages per layer, read through `table` (B, N) int32."""
     shapes = ((layers * pages, PAGE) for layers in _layers(config, recipe))
     return PagedCache(tuple(_empty(config, recipe, shape) for shape in shapes), table, pages)

@@ -41,7 +41,7 @@ def _yarn(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
     context = config.rope_original_max_position_embeddings
 
     def pair(turns: float) -> float:
-        """Which pair makes so many turns within the original context."""
+        """The pair that makes this number of turns within the original context."""
         return half * math.log(context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
 
     first = max(math.floor(pair(config.rope_beta_fast)), 0)

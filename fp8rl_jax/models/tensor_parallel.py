@@ -83,7 +83,7 @@ def in_shard_map() -> bool:
 
 
 def _rows(count: int) -> tuple[str, ...] | None:
-    """Mesh axes over which so many rows lie; None for whole on every device."""
+    """Mesh axes over which `count` rows are sharded; None if replicated."""
     shape = jax.sharding.get_abstract_mesh().shape
     axes = tuple(name for name in BATCH_AXES if name in shape)
     return axes if count % math.prod(shape[name] for name in axes) == 0 else None
@@ -119,7 +119,7 @@ def column_unit(recipe: Recipe) -> int | None:
 
 
 def gathers_quantised(recipe: Recipe, features: int) -> bool:
-    """Whether so many input features of a layer can be quantised without the others."""
+    """Whether a shard of `features` input features can be quantised without the others."""
     if recipe.activation is None:
         return True
     unit = _unit(recipe.activation, recipe.activation.block)
@@ -218,7 +218,7 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
 
 
 def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
-    """`x` with so many columns: as it is, all from each device's part, or this device's part."""
+    """`x` with `features` columns: unchanged, gathered from all devices, or this device's shard."""
     if x.shape[-1] == features:
         return x
     if x.shape[-1] < features:

@@ -91,7 +91,7 @@ def _scale_shape(name: str, operand: Operand, weight_shape: tuple[int, ...]) -> 
 
 
 def stacked(function, stacks: int):
-    """`function` mapped over so many leading axes."""
+    """`function` mapped over `stacks` leading axes."""
     for _ in range(stacks):
         function = jax.vmap(function)
     return function

@@ -50,7 +50,7 @@ class Batching:
       slots: B, sequences that decode at a time.
       pages: P, pages of 64 tokens that they share; `models.least_pages` at least.
       prefill_rows: prompts of which a turn prefills a chunk.
-      prefill_chunk: tokens of a chunk, if prompts have so many.
+      prefill_chunk: tokens of a chunk at most.
     """
 
     slots: int

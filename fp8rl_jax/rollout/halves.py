@@ -37,7 +37,7 @@ def available_cores() -> int:
 
 
 def parts_of(prompts: int, group_size: int, cores: int) -> int:
-    """In how many parts so many prompts are sampled on a CPU: 1 or 2."""
+    """Number of parts in which prompts are sampled on a CPU: 1 or 2."""
     halves = cores >= 2 and prompts % 2 == 0 and prompts // 2 * group_size >= _LEAST_ROWS
     return 2 if halves else 1
 

@@ -92,7 +92,7 @@ class RolloutPlan:
         return self.room
 
     def slots_of(self, tokens: int) -> int | None:
-        """Slots that could all hold so many tokens in the room there is."""
+        """Slots that fit if each holds `tokens` tokens."""
         if self.room is None:
             return None
         return max((self.room - _SPARE_PAGES) // pages_of(tokens), 0)

@@ -1,8 +1,9 @@
 """A rollout in parts: the sampler's loop, left after every few tokens so that text can be shown.
 
-Prefill is one program and so many decode steps another; its state (cache, random bits' position,
-what was drawn) goes out and in again. Both are made of the functions of the one-program sampler,
-and give its bits (tests/rollout/test_stream.py). Weights are prepared once, outside the parts.
+Prefill is one program and a fixed number of decode steps another; its state (cache, random bits'
+position, what was drawn) is passed from one to the next. Both are made of the functions of the
+one-program sampler, and give its bits (tests/rollout/test_stream.py). Weights are prepared once,
+outside of both.
 """
 
 from __future__ import annotations

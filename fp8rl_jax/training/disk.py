@@ -11,7 +11,7 @@ import tempfile
 from fp8rl_jax.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What a write may meet that the user can mend; any other OSError is ours.
+# What a write may meet that the user can fix; any other OSError is ours.
 WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 
 

@@ -190,7 +190,7 @@ TILES = {
 
 
 def tile_for(table: dict[int, Tile], widest: int) -> Tile:
-    """The tile for a head whose widest vector has so many features."""
+    """The tile for a head whose widest vector has `widest` features."""
     return table[min(width for width in table if width >= widest)]
 
 

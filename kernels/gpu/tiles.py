@@ -86,7 +86,7 @@ def matmul_tile(kind: str, rows: int, columns: int) -> Tile:
 
 
 def head_tile(kind: str, rows: int) -> Tile:
-    """The tile of the fused output head over so many rows; `kind` 'bf16' or 'float32'."""
+    """The tile of the fused output head over `rows` rows; `kind` 'bf16' or 'float32'."""
     if kind == "float32":
         return HEAD_FLOAT32
     return HEAD[0] if rows <= HEAD[0].rows else HEAD[1]

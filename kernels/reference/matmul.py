@@ -27,7 +27,7 @@ _UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the sam
 
 
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
-    """`x` (..., n) float32 with each entry so many times in a row, (..., n * times).
+    """`x` (..., n) float32 with each entry repeated `times` times, (..., n * times).
 
     As a product with (1, 0), which is exact: what XLA:CPU fuses of a repeat into the operations
     that read it is looked up number by number, which took several times as long as all the rest of
@@ -49,7 +49,7 @@ def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
 
 
 def _parts_of(rows: int) -> int:
-    """Equal parts of so many rows such that XLA cuts between them, whichever axes of the mesh that
+    """Equal parts of `rows` rows such that XLA cuts between them, whichever axes of the mesh that
     is set the rows are divided over. Under shard_map all rows are the device's own."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty or mesh.manual_axes else math.gcd(rows, mesh.size)

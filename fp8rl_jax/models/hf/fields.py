@@ -107,7 +107,7 @@ def read_fields(directory: pathlib.Path) -> Fields:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): mend its permissions") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}): fix its permissions") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):

@@ -71,7 +71,7 @@ class GGUF:
         try:
             reader = gguf.GGUFReader(path)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): mend its name") from None
+            raise UserError(f"{path} cannot be read ({error.strerror}): fix its name") from None
         except (ValueError, IndexError, KeyError, OverflowError):
             raise UserError(
                 f"{path} is no whole GGUF file: name another, or download it again"

@@ -114,9 +114,7 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
         weights = json.loads(index.read_text())["weight_map"]
         items = list(weights.items())
     except OSError as error:
-        raise UserError(
-            f"{index} cannot be read ({error.strerror}): mend its permissions"
-        ) from None
+        raise UserError(f"{index} cannot be read ({error.strerror}): fix its permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{index} is no index with a weight_map: download it again") from None
     for name, file in items:
@@ -153,7 +151,7 @@ def check(
         if entry is None:
             raise UserError(
                 f"{directory} has no tensor {tensor.name}, which a model of its config.json needs: "
-                "download all files again, or mend config.json"
+                "download all files again, or fix config.json"
             )
         _check_type(entry, tensor.name, tensor.role == LINEAR)
         _check_shape(entry, tensor.name, tensor.shape)

@@ -66,7 +66,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
             text = stream.read(length)
     except OSError as error:
         raise UserError(
-            f"{file} cannot be read ({error.strerror}): mend its name or its permissions"
+            f"{file} cannot be read ({error.strerror}): fix its name or its permissions"
         ) from None
     try:
         header = json.loads(text)
