@@ -44,7 +44,7 @@ from fp8rl_jax.training.sft import (
     run_sft,
     save_cached,
 )
-from fp8rl_jax.training.step_record import Scores, StepRecord
+from fp8rl_jax.training.step_record import Rewards, StepRecord
 
 
 @dataclasses.dataclass
@@ -320,10 +320,10 @@ class _Run:
         rows = len(questions) * group
         temperature = np.full(rows, config.rollout.temperature, np.float32)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        scores = Scores(rt, [q for q in questions for _ in range(group)])
+        rewards = Rewards(rt, [q for q in questions for _ in range(group)])
 
         def watch(progress: Progress) -> None:
-            scores.add(progress.rollout, progress.done)
+            rewards.add(progress.rollout, progress.done)
             self.display.rollout(step + 1, progress)
 
         with record.timed("rollout"):
@@ -331,11 +331,11 @@ class _Run:
                 rt.sampler, weights, questions, key, temperature, watch
             )
         with record.timed("reward"):
-            scores.add(rollout, np.ones(rows, bool))
-        record.add_rollout(rollout, scores, group)
+            rewards.add(rollout, np.ones(rows, bool))
+        record.add_rollout(rollout, rewards, group)
         if isinstance(rt.sampler, ContinuousSampler):
             record |= rt.sampler.metrics()
-        advantages = group_advantages(scores.rewards, group, config.algo.normalize_std)
+        advantages = group_advantages(rewards.values, group, config.algo.normalize_std)
         return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
 
     def _old_logprobs(self, batch: Batch, rollout: Rollout, state, reference) -> Batch:

@@ -1,7 +1,7 @@
 """`fp8rl plan --rollout`: what a config's rollout needs of a device, without that device.
 
-The same plan by which a run allocates (plan.py), for GPUs of a given memory and a mesh of any size,
-in the config's own recipe and beside it in FP8 and BF16.
+The same plan by which a run allocates (rollout/memory_plan.py), for GPUs of a given memory and a
+mesh of any size, in the config's own recipe and beside it in FP8 and BF16.
 """
 
 from __future__ import annotations

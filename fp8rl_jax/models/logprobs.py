@@ -1,8 +1,9 @@
-"""THE log-probability: float32, full vocabulary, after temperature. There is no other.
+"""The log-probability: float32, full vocabulary, after temperature.
 
 ``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``. The sampler records
-it for the token it chose, the learner recomputes it for the same token; both through
-`logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
+it for the token it chose, the learner recomputes it for the same token; both by
+`_logprobs_of_logits`, or on a GPU both by the kernels that compute the same value (fused_head.py).
+Top-k and top-p choose the token and never renormalise this value.
 """
 
 from __future__ import annotations

@@ -20,23 +20,23 @@ from fp8rl_jax.training.runtime import Runtime, Served
 _NOT_METRICS = {"good", "bad_layer", "checksum", "health", "expert_tokens"}
 
 
-class Scores:
+class Rewards:
     """Rewards of a step's responses, each computed when it is complete."""
 
     def __init__(self, runtime: Runtime, questions: list[Question]):
         """`questions`: one for each response."""
         self._runtime, self._questions = runtime, questions
-        self.rewards = np.zeros(len(questions))
+        self.values = np.zeros(len(questions))
         self.errors = 0
         self._scored = np.zeros(len(questions), bool)
 
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
-        """Scores the responses that are `done` (B,) and have no reward yet."""
+        """Rewards the responses that are `done` (B,) and have no reward yet."""
         rows = np.flatnonzero(done & ~self._scored)
         fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
         texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
-        values, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
-        self.rewards[rows] = values
+        found, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
+        self.values[rows] = found
         self.errors += errors
         self._scored[rows] = True
 
@@ -54,14 +54,14 @@ class StepRecord(dict[str, Any]):
         yield
         self[f"time_{part}"] = time.perf_counter() - begin
 
-    def add_rollout(self, rollout: Rollout, scores: Scores, group: int) -> None:
+    def add_rollout(self, rollout: Rollout, rewards: Rewards, group: int) -> None:
         """Rewards, and lengths of responses; after `time_rollout`."""
         lengths = rollout.mask.sum(1)
         self.update(
-            reward_mean=float(scores.rewards.mean()),
-            reward_std=float(scores.rewards.std()),
-            reward_errors=scores.errors,
-            group_zero_std_frac=zero_std_fraction(scores.rewards, group),
+            reward_mean=float(rewards.values.mean()),
+            reward_std=float(rewards.values.std()),
+            reward_errors=rewards.errors,
+            group_zero_std_frac=zero_std_fraction(rewards.values, group),
             response_len_mean=float(lengths.mean()),
             response_len_max=int(lengths.max()),
             truncated_frac=float(1 - rollout.finished.mean()),

@@ -56,7 +56,7 @@ def _function(recipe, model=_MODEL):
         logits = routing.token_logits(rows, router)
         chosen = routing.choose_experts(model, logits, None)
         weights = routing.expert_weights(model, logits, chosen)
-        y, tokens = moe.mixture(model, recipe, rows, valid, weights, chosen, named)
+        y, tokens = moe.moe_forward(model, recipe, rows, valid, weights, chosen, named)
         return y[0].astype(jnp.float32), tokens
 
     return run
@@ -230,8 +230,8 @@ def _routes(logits, top_k, renormalize):
     )
 
     def run(logits):
-        chosen = routing.choose(model, logits, None)
-        return routing.weigh(model, logits, chosen), chosen
+        chosen = routing.select_experts(model, logits, None)
+        return routing.routing_weights(model, logits, chosen), chosen
 
     return exact_jit(run)(logits)
 

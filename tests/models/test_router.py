@@ -30,8 +30,8 @@ def _draw(rows=40, seed=0):
 
 def _run(config, logits, bias):
     def run(logits, bias):
-        chosen = router.choose(config, logits, bias)
-        return chosen, router.weigh(config, logits, chosen)
+        chosen = router.select_experts(config, logits, bias)
+        return chosen, router.routing_weights(config, logits, chosen)
 
     return (np.asarray(x) for x in exact_jit(run)(logits, bias))
 
@@ -85,8 +85,8 @@ def test_gradient_is_that_of_the_weights(config):
     chosen, _ = _run(config, logits, bias)
 
     def objective(logits, bias):
-        chosen = router.choose(config, logits, bias)
-        return (router.weigh(config, logits, chosen) * cotangent).sum()
+        chosen = router.select_experts(config, logits, bias)
+        return (router.routing_weights(config, logits, chosen) * cotangent).sum()
 
     grad, to_bias = jax.jit(jax.grad(objective, argnums=(0, 1)))(logits, bias)
     assert not np.asarray(to_bias).any()
