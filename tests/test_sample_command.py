@@ -17,6 +17,7 @@ import tiny_checkpoint
 from fp8rl_jax import cli
 from fp8rl_jax.policy import generate, load, source
 from fp8rl_jax.training.logs import read_jsonl
+from fp8rl_jax.training.runtime import make_runtime
 
 _OPTIONS = "min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=['+', '-']"
 
@@ -66,7 +67,7 @@ def test_sample_is_the_sampler(model, capsys):
     config.rollout.max_new_tokens, config.run.seed = 20, 3
     config.precision.rollout = config.precision.learner = "f32"
     assert source.usual_temperature(config) == 0.0, "generation_config.json has no do_sample"
-    with load.load_policy(config, prompts) as policy:
+    with load.load_policy(make_runtime(config, with_questions=False), prompts) as policy:
         runtime, rows = policy.runtime, policy.rows
         tokens, lengths = load.pad(runtime, rows)
         ones = np.ones(3, np.float32)

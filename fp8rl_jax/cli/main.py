@@ -1,8 +1,8 @@
 """The command line: `fp8rl COMMAND ...`.
 
 Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 1 ours, a traceback,
-a bound that `fp8rl drift --fail-above` was given and found exceeded, or a check of `fp8rl bench
-kernels` that failed.
+a bound that `fp8rl drift --fail-above` was given and found exceeded, or a kernel that failed in
+`fp8rl bench kernels`.
 """
 
 from __future__ import annotations

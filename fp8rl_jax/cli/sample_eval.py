@@ -118,9 +118,11 @@ def _sample(values: argparse.Namespace) -> int:
     from fp8rl_jax.policy.generate import generate
     from fp8rl_jax.policy.load import load_policy
     from fp8rl_jax.policy.source import usual_temperature
+    from fp8rl_jax.training.runtime import make_runtime
 
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
-    with load_policy(config, prompts, note) as policy:
+    runtime = make_runtime(config, with_questions=False)
+    with load_policy(runtime, prompts, note) as policy:
         writer = _Writer(prompts)
         timing = generate(policy, temperature, writer.show, writer.finished)
     note(str(timing))

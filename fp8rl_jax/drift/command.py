@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 
 import jax
 import ml_collections
 
 from fp8rl_jax.drift.attribute import analyse
 from fp8rl_jax.drift.programs import Programs, affordable
-from fp8rl_jax.policy.load import load_trained
+from fp8rl_jax.policy.load import Note, load_trained
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -19,7 +18,7 @@ def analyse_drift(
     config: ml_collections.ConfigDict,
     checkpoint: str | None = None,
     prompts: int | None = None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = lambda text: None,
 ) -> dict:
     """`drift.analyse` of a config's sampler and learner, on its training questions.
 

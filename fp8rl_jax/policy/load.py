@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import first_difference, read_saved_config
+from fp8rl_jax.training.run_directory import as_saved, first_difference, read_saved_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled
@@ -71,25 +70,26 @@ class Policy:
 
 @contextlib.contextmanager
 def load_policy(
-    config: ml_collections.ConfigDict,
+    runtime: Runtime,
     prompts: Sequence[str],
     note: Note = lambda text: None,
     as_questions: bool = False,
 ) -> Iterator[Policy]:
-    """The policy in `config.run.dir`, ready for some prompts, under its mesh.
+    """The policy in `run.dir`, ready for some prompts, under its mesh.
 
     Args:
-      config: of `load_config` or `directory_config`.
+      runtime: made from the configuration of the policy (`load_config` or `directory_config`).
       prompts: texts.
       note: told where the weights come from.
       as_questions: prompts are a task's questions; else those of a released model are text to go
         on with.
 
     Raises:
-      UserError: something in the configuration, the checkpoint or a prompt cannot work.
+      UserError: something in the checkpoint or a prompt cannot work.
     """
-    runtime = make_runtime(config, with_questions=False)
-    plain = is_released(config) and runtime.chat is None and not as_questions
+    config = runtime.config
+    released = is_released(config)
+    plain = released and runtime.chat is None and not as_questions
     rows = [
         encode_text(text, runtime.tokenizer)
         if plain
@@ -103,7 +103,7 @@ def load_policy(
     checks.check_positions(runtime, longest + config.rollout.max_new_tokens)
     runtime = runtime.with_prompt_slots(_round_slots(longest))
     with jax.set_mesh(runtime.mesh):
-        if is_released(config):
+        if released:
             trained = Trained(runtime.initial_params(), None, None, "rl", 0)
             note(f"weights of {config.model.checkpoint}")
         else:
@@ -131,7 +131,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Train
         )
     config = runtime.config
     theirs = read_saved_config(directory / "config.json")
-    ours = json.loads(json.dumps(config.to_dict()))
+    ours = as_saved(config)
     difference = first_difference(
         *({section: c.get(section, {}) for section in ("model", "data")} for c in (theirs, ours))
     )

@@ -34,7 +34,7 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
     if saved.exists():
-        ours = json.loads(json.dumps(config.to_dict()))
+        ours = as_saved(config)
         theirs = read_saved_config(saved)
         difference = first_difference(theirs, ours)
         if difference:
@@ -69,7 +69,7 @@ def open_run(resolved: Resolved, resume: bool) -> pathlib.Path:
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
-    ours = json.loads(json.dumps(config.to_dict()))
+    ours = as_saved(config)
     temporary = directory / "config.json.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,6 +97,11 @@ def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
                 f"in {directory} began with {before[name]!r}: put the directory back, or choose "
                 "another --config.run.dir"
             )
+
+
+def as_saved(config: ml_collections.ConfigDict) -> dict:
+    """The sections of a configuration as config.json holds them."""
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
