@@ -92,7 +92,7 @@ def _own_programs(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """A run of tests/tiny_config.py that nothing interrupted, once for all processes of pytest.
+    """A run of helpers/tiny_config.py that nothing interrupted, once for all processes of pytest.
 
     (directory with `run` and `cache`, how often each program was compiled)
     """

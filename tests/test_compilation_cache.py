@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from marks import slow
 from random_model import initial_params
+from tiny_run import CONFIG
 
 from fp8rl_jax import cli, compilation_cache
 from fp8rl_jax.compilation_cache import (
@@ -129,7 +130,7 @@ def test_a_directory_that_cannot_be_used_is_named_and_done_without(tmp_path, cap
     problem = use_compilation_cache(str(file))
     assert problem.startswith(f"compiled programs are not kept: {file}")
     assert _directory() is None
-    config = pathlib.Path(__file__).parent / "tiny_config.py"
+    config = CONFIG
     fields = [f"--config.run.compilation_cache={file}", "--config.rollout.group_size=1"]
     assert cli.run(["train", "--config", str(config), *fields]) == 2
     notes = capsys.readouterr().err.splitlines()

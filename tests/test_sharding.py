@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parent / "helpers"
 _COMPILER = os.environ.get("XLA_FLAGS", "")  # conftest.py's
 # Devices that share a busy machine's cores may come late to a collective operation.
 _PATIENT = "".join(

@@ -149,7 +149,7 @@ def test_threads_and_processes(recipe):
     """With 1, 2, 16 and 64 threads, each in a process of its own: one hash for all, both sides."""
     found = []
     for threads in (1, 2, 16, 64):
-        script = str(pathlib.Path(__file__).with_name("drift_process.py"))
+        script = str(pathlib.Path(__file__).parent / "helpers" / "drift_process.py")
         done = subprocess.run(
             [sys.executable, script, recipe], env={**os.environ, "NPROC": str(threads)},
             capture_output=True, text=True, timeout=1800,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow
+from tiny_run import CONFIG
 
 from fp8rl_jax import cli, exact_jit, kernels
 from fp8rl_jax.bench.drift_cost import (
@@ -21,7 +21,7 @@ from fp8rl_jax.bench.drift_cost import (
 from fp8rl_jax.config import load_config
 from fp8rl_jax.quant import products, quantize
 
-_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+_TINY = str(CONFIG)
 
 
 @pytest.mark.parametrize("shape", [slow((5, 128, 128)), slow((3, 300, 200)), (9, 64, 40)])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 from random_model import initial_params
+from tiny_run import CONFIG
 
 from fp8rl_jax import cli
 from fp8rl_jax.bench import rollout as bench_rollout
@@ -20,7 +20,7 @@ from fp8rl_jax.rollout import make_sampler
 
 _MODEL = ModelConfig(64, 128, 128, 1, 2, 1, 32)
 _CELL = Cell(batch=4, prompt=5, new=6, group=2)
-_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+_TINY = str(CONFIG)
 
 
 def test_small_models_have_the_stated_sizes():

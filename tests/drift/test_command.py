@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import drift_faults
 import jax
 import pytest
+from tiny_run import CONFIG
 
 from fp8rl_jax import cli, learner
 from fp8rl_jax.config import load_config
@@ -15,7 +15,7 @@ from fp8rl_jax.drift import attribute, self_check
 from fp8rl_jax.training.runtime import make_runtime
 
 _F32 = ("precision.rollout=f32", "precision.learner=f32")
-_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+_TINY = str(CONFIG)
 
 
 def _drift(directory, *arguments) -> int:

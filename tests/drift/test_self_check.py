@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
+from tiny_run import CONFIG
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import SelfCheck, kept_self_check, self_check
 from fp8rl_jax.training.runtime import make_runtime
 
-_TINY = str(pathlib.Path(__file__).parents[1] / "tiny_config.py")
+_TINY = str(CONFIG)
 _HOLDS, _FAILS = SelfCheck(20, 0, 0.0, 2), SelfCheck(20, 3, 1e-6, 2)
 
 

@@ -17,7 +17,7 @@ RECORDED = {"sft": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE.parent))  # the configuration's reward lies there
+    sys.path.insert(0, str(HERE.parent / "helpers"))  # the configuration's reward is there
     with tempfile.TemporaryDirectory() as directory:
         overrides = [f"--config.run.dir={directory}/run", f"--config.run.cache_dir={directory}/c"]
         train(load_config(str(HERE.parent / "tiny_config.py"), overrides))

@@ -1,8 +1,8 @@
 """The space over which zero drift is promised, covered in pairs.
 
 Every value of every factor meets every value of every other factor in some case (but for the pairs
-of `_TOO_LARGE`). `python tests/drift_space.py` runs all cases and prints a table of them;
-`python tests/drift_space.py 3 17` runs cases 3 and 17.
+of `_TOO_LARGE`). `python tests/helpers/drift_space.py` runs all cases and prints a table of them;
+`python tests/helpers/drift_space.py 3 17` runs cases 3 and 17.
 """
 
 from __future__ import annotations

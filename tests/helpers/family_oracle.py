@@ -1,7 +1,7 @@
 """Every family of models against Hugging Face transformers, with the same random parameters.
 
-`python tests/family_oracle.py` prints the table of docs/models.md; test_hf_families.py bounds its
-figures. Needs the extra `oracles`.
+`python tests/helpers/family_oracle.py` prints the table of docs/models.md; test_hf_families.py
+bounds its figures. Needs the extra `oracles`.
 """
 
 from __future__ import annotations

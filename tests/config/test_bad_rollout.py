@@ -1,23 +1,22 @@
 """What cannot work with continuous batching costs one sentence, before anything compiles.
 
-The commands of tests/test_bad_input.py, for `rollout.slots`, `rollout.pages` and what they exclude.
+With the fixtures of conftest.py, for `rollout.slots`, `rollout.pages` and what they exclude.
 """
 
 from __future__ import annotations
 
 import pytest
-from test_bad_input import (
-    _assert_words,
-    _begins,
-    _count_compilations,  # noqa: F401  (fixtures of that file)
-    _place,  # noqa: F401
-    _train,
-    refused,  # noqa: F401
-    refused_fields,  # noqa: F401
+from refusals import (
+    REFUSALS,
+    assert_words,
+    begins,
+    train_command,
 )
 
 from fp8rl_jax.config import checks, load_config
 from fp8rl_jax.errors import UserError
+
+pytestmark = REFUSALS
 
 # Four responses of at most 28 tokens a step: a page each, three pages at least in a pool.
 _EXPERTS = ["model.num_experts=4", "model.moe_intermediate_size=32"]
@@ -55,9 +54,9 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("case", _REFUSED)
-def test_refused(case, refused_fields):  # noqa: F811
+def test_refused(case, refused_fields):
     fields, words = _REFUSED[case]
-    _assert_words(refused_fields(*fields), words)
+    assert_words(refused_fields(*fields), words)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_refused(case, refused_fields):  # noqa: F811
 )
 def test_the_other_side_of_a_bound(fields):
     """Each number that a sentence advises is accepted."""
-    assert _begins(*_train(*fields))
+    assert begins(*train_command(*fields))
 
 
 @pytest.mark.parametrize(
@@ -101,4 +100,4 @@ def test_refused_on_four_devices(fields, words):
     with pytest.raises(UserError) as error:
         check(*fields)
     assert "\n" not in str(error.value)
-    _assert_words(str(error.value), words)
+    assert_words(str(error.value), words)

@@ -32,7 +32,7 @@ from fp8rl_jax.rollout.memory_plan import (
 from fp8rl_jax.sharding import abstract_mesh
 from fp8rl_jax.training import runtime
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _TINY, _QWEN = (str(_ROOT / "configs" / f"{n}.py") for n in ("tiny_arithmetic", "qwen3_8b"))
 _DENSE = models.ModelConfig(97, 64, 64, 2, 4, 2, 16)
 _EXPERTS = dataclasses.replace(

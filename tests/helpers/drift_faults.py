@@ -1,7 +1,7 @@
 """Faults that make rollout and learner differ, planted on one side while it is traced.
 
-Each is what someone once got wrong in a real system. `python tests/drift_faults.py` prints what the
-analysis says of every one.
+Each is what someone once got wrong in a real system.
+`python tests/helpers/drift_faults.py` prints what the analysis says of every one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fault:
     """What is planted, and what the verdict must hold.
 
     Attributes:
-      config: overrides of tests/tiny_config.py.
+      config: overrides of tests/helpers/tiny_config.py.
       rollout, learner: patches that hold while that side is traced.
       stale: the rollout keeps its weights through one update.
       culprit, layer: of the verdict.

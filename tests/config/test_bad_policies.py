@@ -1,7 +1,6 @@
 """Scaling policies and recipes that a user writes wrong, as text or as functions: one sentence.
 
-With the fixtures of test_bad_input.py: exit status 2, one sentence on standard error with the words
-given here, nothing compiled, nothing written. Proven for policies that are not understood, that
+The sentence holds the words given here. Proven for policies that are not understood, that
 have impossible arguments, whose module or function is missing, fails or returns something else,
 whose three functions do not fit, and that read the whole batch under zero drift; for recipes as
 'module:function' likewise; and every form that is valid is accepted and arrives in the recipe.
@@ -13,16 +12,14 @@ import itertools
 import sys
 
 import pytest
-import test_bad_input as bad
+import refusals as bad
 from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.quant import get_policy, recipe_names
 
-pytestmark = bad.pytestmark
-_count_compilations, _place = bad._count_compilations, bad._place
-refused, refused_fields = bad.refused, bad.refused_fields
+pytestmark = bad.REFUSALS
 
 _NUMBERS = itertools.count()
 _HEAD = """\
@@ -75,7 +72,7 @@ _NOT_UNDERSTOOD = [
 def test_policy_not_understood(text, refused_fields):
     """Unknown names, wrong arguments and what is no policy at all: every form is shown."""
     message = refused_fields(f"precision.weight_policy={text}")
-    bad._assert_words(message, [repr(text), "write", *_FORMS])
+    bad.assert_words(message, [repr(text), "write", *_FORMS])
 
 
 _ARGUMENTS = {
@@ -98,7 +95,7 @@ _ARGUMENTS = {
 @pytest.mark.parametrize("text", _ARGUMENTS)
 def test_policy_of_each_operand(field, text, refused_fields):
     """The same checks for weights, activations and gradients: arguments, modules, functions."""
-    bad._assert_words(refused_fields(f"precision.{field}={text}"), _ARGUMENTS[text])
+    bad.assert_words(refused_fields(f"precision.{field}={text}"), _ARGUMENTS[text])
 
 
 @_cases(
@@ -114,7 +111,7 @@ def test_policy_of_each_operand(field, text, refused_fields):
 )
 def test_arguments_that_no_scale_follows_from(given, words, refused_fields):
     """Arguments of the wrong kind, and those whose float32 multiplier overflows or vanishes."""
-    bad._assert_words(refused_fields(f"precision.weight_policy={given}"), words)
+    bad.assert_words(refused_fields(f"precision.weight_policy={given}"), words)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,7 @@ _FUNCTIONS = {
 def test_policy_function(given, words, refused_fields, module):
     """A function that fails or returns no policy, and policies whose three functions do not fit."""
     name = f"{module(given)}:f"
-    bad._assert_words(refused_fields(f"precision.weight_policy={name}"), [repr(name), *words])
+    bad.assert_words(refused_fields(f"precision.weight_policy={name}"), [repr(name), *words])
 
 
 _MODULES = {
@@ -185,7 +182,7 @@ _MODULES = {
 def test_module_that_fails(given, words, field, refused_fields, module):
     """Whatever a user's module does while it is imported ends in one sentence."""
     name = f"{module(given)}:f"
-    bad._assert_words(refused_fields(f"precision.{field}={name}"), [name, *words])
+    bad.assert_words(refused_fields(f"precision.{field}={name}"), [name, *words])
 
 
 _RECIPES = {
@@ -217,7 +214,7 @@ _RECIPES = {
 def test_recipe_function(side, given, words, refused_fields, module):
     """A function that fails or returns no recipe, and recipes that cannot work."""
     message = refused_fields(f"precision.{side}={module(given)}:f")
-    bad._assert_words(message, [f"precision.{side}", *words])
+    bad.assert_words(message, [f"precision.{side}", *words])
 
 
 _NAMES = {
@@ -235,7 +232,7 @@ _NAMES = {
 def test_recipe_name(name, refused_fields):
     """A near miss is answered with its neighbour, what is like none with all of them."""
     message = refused_fields(f"precision.learner={name}")
-    bad._assert_words(message, ["precision.learner", name.strip(), *_NAMES[name]])
+    bad.assert_words(message, ["precision.learner", name.strip(), *_NAMES[name]])
 
 
 _OWN = f"{_HEAD}p = lambda: ScalingPolicy(jnp.zeros, lambda s, a, m: s + 1, lambda s, a: a)\n"
@@ -262,7 +259,7 @@ def test_policy_of_the_user_that_reads_the_batch(recipe, init, refused_fields, m
     drift, whatever the recipe; with zero_drift='report' it is accepted."""
     name = module(_policy(init, "lambda s, a, m: m / jnp.maximum(a, 1)", "lambda s, a: s"))
     fields = [*_both(recipe), f"activation_policy={name}:f"]
-    bad._assert_words(refused_fields(*_full(*fields)), _LOCAL)
+    bad.assert_words(refused_fields(*_full(*fields)), _LOCAL)
     assert _begins(*fields, "zero_drift=report")
 
 

@@ -1,6 +1,6 @@
 """What a user gets wrong in the section `precision` costs one sentence too, and its neighbours run.
 
-As in test_bad_input.py, whose fixtures these tests use: exit status 2, one sentence on standard
+With the fixtures of conftest.py: exit status 2, one sentence on standard
 error with the words given here, nothing compiled, nothing written. Proven for every field of the
 section and for fields that do not go together: recipes, layers and modules in bf16, the KV cache,
 FP8 attention, the health switch, zero drift. Policies are in test_bad_policies.py. What lies just
@@ -13,15 +13,13 @@ import re
 
 import jax
 import pytest
-import test_bad_input as bad
+import refusals as bad
 
 from fp8rl_jax.config import checks, load_config
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.errors import UserError
 
-pytestmark = bad.pytestmark
-_count_compilations, _place = bad._count_compilations, bad._place
-refused, refused_fields = bad.refused, bad.refused_fields
+pytestmark = bad.REFUSALS
 
 
 def _cases(table: dict):
@@ -43,7 +41,7 @@ def _begins(*fields: str) -> bool:
     """Whether a run with these fields begins."""
     if "zero_drift=required" in fields and jax.default_backend() != "cpu":
         pytest.skip("zero drift is promised on the CPU alone")
-    return bad._begins(*bad._train(*_full(*fields)))
+    return bad.begins(*bad.train_command(*_full(*fields)))
 
 
 # Single fields.
@@ -86,7 +84,7 @@ _VALUES = {
 def test_field(field, refused_fields):
     """One field with a value that cannot work: the sentence holds it, and what may be written."""
     name = f"precision.{field.partition('=')[0]}"
-    bad._assert_words(refused_fields(f"precision.{field}"), [name, *_VALUES[field]])
+    bad.assert_words(refused_fields(f"precision.{field}"), [name, *_VALUES[field]])
 
 
 @pytest.mark.parametrize(
@@ -106,8 +104,8 @@ def test_field_of_the_file(field, kind, refused, tmp_path):
     source = f"get_config = lambda: C({{'precision': dict({field})}})"
     (tmp_path / "mine.py").write_text(f"from ml_collections import ConfigDict as C\n{source}\n")
     name = field.partition("=")[0]
-    message = refused(*bad._train(config="mine.py"))
-    bad._assert_words(message, ["mine.py", f"precision.{name}", "write", kind])
+    message = refused(*bad.train_command(config="mine.py"))
+    bad.assert_words(message, ["mine.py", f"precision.{name}", "write", kind])
 
 
 # Fields that do not go together.
@@ -166,7 +164,7 @@ _SEVERAL = {
 @_cases(_SEVERAL)
 def test_fields_that_contradict(given, words, refused_fields):
     """Fields that are good one by one: why they do not fit together, and the ways out."""
-    bad._assert_words(refused_fields(*_full(*given)), words)
+    bad.assert_words(refused_fields(*_full(*given)), words)
 
 
 _FIELD_AT_FAULT = {
@@ -198,7 +196,7 @@ def test_the_field_at_fault_is_named_first(case, refused_fields):
 @pytest.mark.parametrize("fields", [["attention=fp8", "kv_cache=bf16"], [*_BF16, "attention=fp8"]])
 def test_attention_without_a_quantised_cache_offers_one(fields, refused_fields):
     """The way out is written as the config takes it."""
-    bad._assert_words(refused_fields(*_full(*fields)), ["precision.kv_cache", "fp8_calibrated"])
+    bad.assert_words(refused_fields(*_full(*fields)), ["precision.kv_cache", "fp8_calibrated"])
 
 
 def test_what_was_refused_is_not_offered(refused_fields):
@@ -226,7 +224,7 @@ def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
         return
     with pytest.raises(UserError) as refusal:
         checks.check_platform(resolve_config(config))
-    bad._assert_words(str(refusal.value), words)
+    bad.assert_words(str(refusal.value), words)
 
 
 # The other side of every bound.

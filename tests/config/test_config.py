@@ -22,7 +22,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _NAMES = list(all_fields())
 
 

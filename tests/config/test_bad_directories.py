@@ -1,0 +1,182 @@
+"""Run directories that cannot be used cost one sentence: runs that exist, damaged checkpoints and
+caches, no room on the disk. The manner of the refusals is asserted by helpers/refusals.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections import namedtuple
+
+import pytest
+from refusals import (
+    CONFIG,
+    REFUSALS,
+    NoRun,
+    assert_words,
+    begins,
+    python,
+    train_command,
+    without_self_check,
+)
+
+from fp8rl_jax import cli, train
+from fp8rl_jax.config import load_config
+from fp8rl_jax.policy import evaluate
+from fp8rl_jax.training import sft
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import make_runtime, state_bytes
+
+pytestmark = REFUSALS
+
+
+@pytest.fixture(scope="module")
+def made_run(tmp_path_factory) -> pathlib.Path:
+    """A run directory with the checkpoint of an untrained state, and `../cache` with the same
+    state as finished fine-tuning. Copied, never changed."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "tiny.py").write_text(CONFIG)
+    places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
+    config = load_config(str(root / "tiny.py"), places)
+    runtime = make_runtime(config)
+    directory = train.open_run(runtime, resume=False)
+    optimizer, _ = optimizer_of_phase(config, "sft")
+    state = runtime.new_state(runtime.init_params(), optimizer)
+    logs = RunLogs(directory, None)
+    checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+    checkpoints.save(1, state, {"phase": "sft", "step": 1, "offsets": logs.offsets()})
+    checkpoints.close()
+    logs.close()
+    sft.save_cached(runtime, state, directory)
+    return directory
+
+
+@pytest.fixture
+def run_dir(made_run, tmp_path) -> pathlib.Path:
+    return shutil.copytree(made_run, tmp_path / "run")
+
+
+def _biggest_array(run_dir: pathlib.Path) -> pathlib.Path:
+    files = (run_dir / "checkpoints" / "1" / "state").rglob("d/*")
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_run_that_exists_needs_resume(refused_fields, run_dir):
+    """A finished or broken run is never overwritten; --resume is offered, and works."""
+    assert_words(refused_fields(), ["run.dir", "run already holds", "--resume"])
+    assert begins(*train_command(), "--resume")
+
+
+def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
+    """Two checkpoints of the three that may exist at a time are there: one must fit."""
+    shutil.copytree(run_dir / "checkpoints" / "1", run_dir / "checkpoints" / "2")
+    size = state_bytes(make_runtime(load_config("tiny.py")))
+    usage = lambda free: lambda _: namedtuple("usage", "total used free")(10**9, 0, free)
+    monkeypatch.setattr(shutil, "disk_usage", usage(size - 1))
+    assert "room" in refused(*train_command(), "--resume")
+    monkeypatch.setattr(shutil, "disk_usage", usage(size))
+    assert begins(*train_command(), "--resume")
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+@pytest.mark.parametrize(
+    ("field", "before", "now"),
+    [
+        ("optimizer.learning_rate=0.5", "0.0001", "0.5"),
+        ("run.seed=9", "0", "9"),
+        ("precision.rollout=bf16", "'fp8'", "'bf16'"),
+        ("env.task_options.max_terms=3", "2", "3"),
+    ],
+)
+def test_run_with_another_config(field, before, now, resume, refused, run_dir):
+    """The field that differs is named with both values."""
+    name = field.split("=")[0].replace(".max_terms", "")
+    message = refused(*train_command(field), *resume)
+    assert_words(message, ["run.dir", name, before, now, "--config.run.dir"])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 3}', "\0\0"])
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_run_with_a_damaged_config(content, resume, refused, run_dir):
+    """A config.json that is cut or of another kind is the user's to fix, and is named."""
+    (run_dir / "config.json").write_text(content)
+    assert_words(refused(*train_command(), *resume), ["config.json"])
+
+
+_DAMAGE = {
+    "cut": lambda run: os.truncate(_biggest_array(run), 100),
+    "deleted": lambda run: _biggest_array(run).unlink(),
+    "metadata deleted": lambda run: (run / "checkpoints/1/meta/metadata").unlink(),
+    "metadata emptied": lambda run: (run / "checkpoints/1/meta/metadata").write_text("{}"),
+    "metadata null": lambda run: (run / "checkpoints/1/meta/metadata").write_text("null"),
+    "metadata of a phase unknown": lambda run: _edit_meta(run, phase="other"),
+    "offsets changed": lambda run: _edit_meta(run, offsets={"metrics": 99}),
+}
+
+
+def _edit_meta(run_dir: pathlib.Path, **changes) -> None:
+    path = run_dir / "checkpoints" / "1" / "meta" / "metadata"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
+    """Neither resumed from nor evaluated; the sentence names the checkpoint."""
+    monkeypatch.undo()
+    monkeypatch.chdir(run_dir.parent)
+    without_self_check(monkeypatch)
+    monkeypatch.setattr(train._Run, "_describe", NoRun)  # the first thing after restoring
+    monkeypatch.setattr(evaluate, "evaluate", NoRun)
+    _DAMAGE[damage](run_dir)
+    arguments = [command, "--config", "tiny.py", *(["--resume"] if command == "train" else [])]
+    assert cli.run(arguments) == 2
+    error = capsys.readouterr().err
+    errors = [line for line in error.splitlines() if not line.startswith("  ")]
+    assert len(errors) == 1, error
+    assert errors[0].startswith("error: ")
+    assert "run" in errors[0] and ("checkpoints" in errors[0] or "metrics" in errors[0])
+
+
+@pytest.mark.slow
+def test_checkpoint_of_another_model(run_dir):
+    """A process that resumes from a model of another width: one sentence, status 2."""
+    (run_dir / "config.json").unlink()
+    process = python(*train_command("model.hidden_size=64"), "--resume", JAX_PLATFORMS="cpu")
+    assert process.returncode == 2, process.stderr
+    assert re.fullmatch(r"error: [^\n]+\n", process.stderr), process.stderr
+    assert "checkpoints" in process.stderr
+
+
+def test_damaged_sft_cache(made_run, tmp_path, monkeypatch, capsys):
+    """Another run.dir would meet the same cache again: the cache is named, to be deleted."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    without_self_check(monkeypatch)
+    monkeypatch.setattr(train, "run_sft", NoRun)
+    monkeypatch.setattr(train._Run, "_rl", NoRun)
+    cache = shutil.copytree(made_run.parent / "cache", tmp_path / "cache")
+    assert begins(*train_command("run.dir=first"))
+    assert "found in the cache" in "".join(capsys.readouterr()), "the cache is not used"
+
+    files = (path for path in cache.rglob("ocdbt.process_0/d/*"))
+    os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
+    assert cli.run(train_command("run.dir=second")) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert_words(message, ["error: ", str(cache), "delete"])
+    assert "another run.dir" not in message
+
+
+def test_report_of_a_damaged_run(run_dir, refused):
+    """A run directory whose config.json is cut has no report."""
+    (run_dir / "config.json").write_text("{")
+    assert_words(refused("report", "run"), ["config.json"])
+
+
+def test_compared_run_that_is_missing(run_dir, refused):
+    """The directory that cannot be compared is the one that is named."""
+    assert_words(refused("report", "run", "other"), ["other", "does not exist"])
