@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli import bench, sample_eval
+from fp8rl_jax.cli import algo, bench, sample_eval
 from fp8rl_jax.cli.arguments import (
     Command,
     argument,
@@ -212,6 +212,7 @@ COMMANDS = {
                 ),
             ),
         ),
+        *algo.COMMANDS,
         Command(
             "convert",
             "a checkpoint in Hugging Face's format in another number format",

@@ -23,6 +23,7 @@ from ml_collections import config_flags
 
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -153,6 +154,8 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             raise _unknown(section, where)
         if not isinstance(fields, ml_collections.ConfigDict):
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
+        if section == "algo":
+            _apply_preset(config, fields.get("preset"))
         for name, value in fields.items():
             path = f"{section}.{name}"
             if _removed(path, value, where):
@@ -171,6 +174,13 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
                     f"{_article(field.default)}"
                 )
             config[section][name] = float(value) if isinstance(field.default, float) else value
+
+
+def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
+    """Sets all fields that presets decide; an unknown name is left to the check of fields."""
+    if name in PRESETS:
+        for field in PRESET_FIELDS:
+            config.algo[field] = PRESETS[name].fields.get(field, FIELDS["algo"][field].default)
 
 
 def _article(default: Any) -> str:
@@ -243,6 +253,10 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
     Raises:
       UserError: an unknown field or a value of the wrong type.
     """
+    for argument in overrides:
+        name, _, preset = argument.lstrip("-").removeprefix("config.").partition("=")
+        if name == "algo.preset":
+            _apply_preset(config, preset)
     for argument in overrides:
         _apply(config, argument)
 
