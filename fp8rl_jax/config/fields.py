@@ -64,8 +64,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                                    "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
                                    "~/.cache/fp8rl_jax/compilation"),
         "samples": Field(4, "transcripts written at each evaluation", 0),
-        "loggers": Field("tensorboard", "where numbers go beside the JSON lines: tensorboard, wandb, "
-                         "mlflow, several with commas; '' for nowhere"),
+        "loggers": Field("tensorboard", "where numbers go beside JSON lines: tensorboard, wandb, "
+                         "mlflow, or several with commas"),
         "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
         "checkpoint_every": Field(20, "RL steps between checkpoints (supervised fine-tuning: at "
                                   "each evaluation)", 1),

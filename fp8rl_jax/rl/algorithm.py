@@ -77,7 +77,9 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
         algo.loss, LOSSES, "algo.loss",
         clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip,
     )  # fmt: skip
-    corrections = choose(correction, CORRECTIONS, "algo.correction")
+    corrections = []
+    if correction != "none":
+        corrections = choose(correction, CORRECTIONS, "algo.correction")
     if len({name for name, _ in corrections}) < len(corrections):
         raise UserError(f"algo.correction is {correction!r}: write each correction once")
     buffer = algo.overlong_buffer
@@ -183,7 +185,7 @@ def _mean(x: np.ndarray, mask: np.ndarray) -> float:
 
 def _weight_metrics(name: str, weights, mask, kept) -> dict[str, float]:
     """What one correction did to the tokens of the mask."""
-    if name == "none" or not mask.any():
+    if not mask.any():
         return {}
     w = weights[mask]
     return {

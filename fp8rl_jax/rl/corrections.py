@@ -35,8 +35,8 @@ def _weighted(weights: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(mask, weights, 1.0), mask
 
 
-def _kept(rows: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones(mask.shape), mask & rows
+def _kept(keep: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(mask.shape), mask & keep
 
 
 def tis(cap: float = 2.0, low: float = 0.0) -> Correction:
@@ -110,19 +110,13 @@ def veto(least: float = 1e-4) -> Correction:
 
 
 def opsm(delta: float = 1e-4) -> Correction:
-    """Off-policy sequence masking: drops responses with a negative advantage and ``mean(-D)`` above
-    `delta` (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
+    """Off-policy sequence masking: in responses with ``mean(-D)`` above `delta`, drops tokens with
+    a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
 
     def correction(d, mask, advantages):
-        negative = (np.where(mask, advantages, 0.0) < 0).any(axis=1, keepdims=True)
-        return _kept(~(negative & (_row_mean(-d, mask) > delta)), mask)
+        return _kept(~((advantages < 0) & (_row_mean(-d, mask) > delta)), mask)
 
     return correction
-
-
-def none() -> Correction:
-    """Weights of 1; keeps all."""
-    return lambda d, mask, advantages: _kept(np.array(True), mask)
 
 
 def chain(*corrections: Correction) -> Correction:
@@ -145,7 +139,6 @@ def _require(good: bool, sentence: str) -> None:
 
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
-    "none": none,
     "tis": tis,
     "seq_tis": seq_tis,
     "icepop": icepop,

@@ -30,7 +30,7 @@ def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     Returns:
       float32 of that shape, differentiable in logp.
     """
-    return -_difference(logp, ref_logp)
+    return jnp.clip(logp - ref_logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k2(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
@@ -47,8 +47,9 @@ def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 def absolute(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """``|d|``."""
-    return jnp.abs(_difference(logp, ref_logp))
+    """``|d|``, with gradient 0 at 0."""
+    d = _difference(logp, ref_logp)
+    return jax.lax.stop_gradient(jnp.sign(d)) * d
 
 
 def straight_through(estimator: Estimator) -> Estimator:

@@ -141,7 +141,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """
 
     def loss(logp, old, advantages, mask):
-        each = _log_ratio(logp, old, mask)
+        each, advantages = _log_ratio(logp, old, mask), _inside(advantages, mask)
         sign = jnp.sign(advantages)
         clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
         ratio = jnp.exp(_row_mean(clipped, mask))

@@ -24,7 +24,7 @@ def overlong_penalty(
     if not buffer:
         return np.zeros(len(lengths))
     excess = np.clip(lengths - (max_length - buffer), 0, buffer)
-    return -factor * excess / buffer
+    return -factor * (excess / buffer)
 
 
 def informative_groups(rewards: np.ndarray) -> np.ndarray:

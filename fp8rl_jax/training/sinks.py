@@ -7,7 +7,7 @@ resumed run continues from appear there twice.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pathlib
 import shutil
 from typing import ClassVar, Protocol

@@ -207,10 +207,9 @@ def gmpo(logp, old, advantages, mask, weights, clip_low=0.4, clip_high=0.4):
     """GMPO (2507.20673), equation 4 and algorithm 1: the geometric mean of the clipped ratios.
 
     The bounds are of log-ratios, and one-sided by the advantage's sign. A response has one
-    advantage and one value, which stands at each of its tokens. Its stats have no `ratio`: the
-    paper clips tokens and has no name for the mean of what it did not clip.
+    advantage and one value, which stands at each of its tokens.
     """
-    value, gradient, low, high = table(mask), table(mask), table(mask), table(mask)
+    value, gradient, ratio, low, high = (table(mask) for _ in range(5))
     for row, tokens in enumerate(map(kept, mask)):
         bounded = {}
         for t in tokens:
@@ -219,11 +218,12 @@ def gmpo(logp, old, advantages, mask, weights, clip_low=0.4, clip_high=0.4):
             high[row][t] = float(advantage > 0 and log_ratio > clip_high)
             bounded[t] = -clip_low if low[row][t] else clip_high if high[row][t] else log_ratio
         for t in tokens:
-            value[row][t] = -advantage * math.exp(mean(bounded.values()))
+            ratio[row][t] = math.exp(mean(bounded.values()))
+            value[row][t] = -advantage * ratio[row][t]
             if not low[row][t] and not high[row][t]:
                 total = math.fsum(weights[row][u] for u in tokens)
                 gradient[row][t] = total * value[row][t] / len(tokens)
-    return value, gradient, {"clipped_low": low, "clipped_high": high}
+    return value, gradient, {"ratio": ratio, "clipped_low": low, "clipped_high": high}
 
 
 # ------------------------- corrections: (log_ratio, mask, advantages, **arguments) -> weights, keep
@@ -322,7 +322,7 @@ def kl(name, logp, reference):
         "k1": (-log_r, 1.0),
         "k2": (log_r**2 / 2, -log_r),
         "k3": (math.exp(log_r) - 1 - log_r, 1 - math.exp(log_r)),
-        "abs": (abs(log_r), float((log_r < 0) - (log_r > 0))),
+        "abs": (abs(log_r), (log_r < 0) * 1.0 - (log_r > 0) * 1.0),
     }[name.removesuffix("+")]
     return (value, -log_r) if name.endswith("+") else (value, slope)
 
