@@ -56,11 +56,13 @@ def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
 
 def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """``A / (standard deviation of the responses' advantages + 1e-8)`` (Lite PPO,
-    arXiv:2508.08221). A response's advantage is that of its first token."""
+    arXiv:2508.08221). A response's advantage is that of its first token;
+    0 where all are equal."""
     first = np.argmax(mask, axis=1)
     of_rows = advantages[np.arange(len(mask)), first][mask.any(axis=1)]
-    deviation = of_rows.std() if of_rows.size else 0.0
-    return np.where(mask, advantages / (deviation + 1e-8), 0.0)
+    if not of_rows.size or of_rows.max() == of_rows.min():
+        return np.zeros_like(advantages)
+    return np.where(mask, advantages / (of_rows.std() + 1e-8), 0.0)
 
 
 def token_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:

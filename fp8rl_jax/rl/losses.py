@@ -72,7 +72,7 @@ def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -
             bound = -dual_clip * advantages
             dual = (advantages < 0) & (value > bound)
             value = jnp.where(dual, bound, value)
-            stats["clipped_dual"] = (dual & mask).astype(jnp.float32)
+            stats["clipped_dual"] = stop_gradient((dual & mask).astype(jnp.float32))
         return _inside(value, mask), stats
 
     return loss
@@ -136,13 +136,13 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """``-A exp(mean of clipped log-ratios)``, the response's value at each of its tokens.
 
-    With s the sign of A, a token's log-ratio l becomes ``s min(s l, s clip(l, -low, high))``
+    With s = 1 for A > 0, else -1, a log-ratio l becomes ``s min(s l, s clip(l, -low, high))``
     (arXiv:2507.20673). To be aggregated with seq_mean_token_mean.
     """
 
     def loss(logp, old, advantages, mask):
         each, advantages = _log_ratio(logp, old, mask), _inside(advantages, mask)
-        sign = jnp.sign(advantages)
+        sign = jnp.where(advantages > 0, 1.0, -1.0)
         clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
         ratio = jnp.exp(_row_mean(clipped, mask))
         stats = _clip_stats(ratio * mask, advantages, mask, 0.0, jnp.inf)

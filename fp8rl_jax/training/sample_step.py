@@ -53,7 +53,11 @@ class Samples:
 
 
 def sample_step(
-    runtime: Runtime, weights, stream: Stream, key: jax.Array, record: StepRecord,
+    runtime: Runtime,
+    weights,
+    stream: Stream,
+    key: jax.Array,
+    record: StepRecord,
     show: Callable[[Progress], None],
 ) -> Samples:
     """Samples `rollout.prompts_per_step` groups and rewards them.

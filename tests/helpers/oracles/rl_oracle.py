@@ -157,7 +157,9 @@ def ppo(logp, old, advantage, clip_low=0.2, clip_high=0.2, dual_clip=0.0):
     if dual:
         objective, slope = dual_clip * advantage, 0.0
     low, high = ratio < 1 - clip_low and advantage < 0, ratio > 1 + clip_high and advantage > 0
-    stats = {"ratio": ratio, "clipped_low": low, "clipped_high": high, "clipped_dual": dual}
+    stats = {"ratio": ratio, "clipped_low": low, "clipped_high": high}
+    if dual_clip:
+        stats["clipped_dual"] = dual
     return -objective, -slope, stats
 
 
@@ -172,9 +174,7 @@ def gspo(logp, old, advantages, mask, weights, clip_low=3e-4, clip_high=4e-4):
         middle = mean([logp[row][t] - old[row][t] for t in tokens]) if tokens else 0.0
         before.append([new - min(10.0, middle) for new in logp[row]])
     bounds = {"clip_low": clip_low, "clip_high": clip_high}
-    value, gradient, stats = ppo(logp, before, advantages, mask, weights, **bounds)
-    stats.pop("clipped_dual", None)
-    return value, gradient, stats
+    return ppo(logp, before, advantages, mask, weights, **bounds)
 
 
 @by_token
@@ -206,8 +206,8 @@ def sapo(logp, old, advantage, tau_positive=1.0, tau_negative=1.05):
 def gmpo(logp, old, advantages, mask, weights, clip_low=0.4, clip_high=0.4):
     """GMPO (2507.20673), equation 4 and algorithm 1: the geometric mean of the clipped ratios.
 
-    The bounds are of log-ratios, and one-sided by the advantage's sign. A response has one
-    advantage and one value, which stands at each of its tokens.
+    The bounds are of log-ratios, and one-sided by the advantage's sign (0 counts as negative). A
+    response has one advantage and one value, which stands at each of its tokens.
     """
     value, gradient, ratio, low, high = (table(mask) for _ in range(5))
     for row, tokens in enumerate(map(kept, mask)):
@@ -216,7 +216,8 @@ def gmpo(logp, old, advantages, mask, weights, clip_low=0.4, clip_high=0.4):
             advantage, log_ratio = advantages[row][tokens[0]], logp[row][t] - old[row][t]
             low[row][t] = float(advantage < 0 and log_ratio < -clip_low)
             high[row][t] = float(advantage > 0 and log_ratio > clip_high)
-            bounded[t] = -clip_low if low[row][t] else clip_high if high[row][t] else log_ratio
+            bounds = (-math.inf, clip_high) if advantage > 0 else (-clip_low, math.inf)
+            bounded[t] = max(bounds[0], min(bounds[1], log_ratio))
         for t in tokens:
             ratio[row][t] = math.exp(mean(bounded.values()))
             value[row][t] = -advantage * ratio[row][t]
