@@ -146,7 +146,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
         clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
         ratio = jnp.exp(_row_mean(clipped, mask))
         stats = _clip_stats(ratio * mask, advantages, mask, 0.0, jnp.inf)
-        low, high = (each < -clip_low) & (sign < 0), (each > clip_high) & (sign > 0)
+        low, high = (each < -clip_low) & (advantages < 0), (each > clip_high) & (advantages > 0)
         for name, where in (("clipped_low", low), ("clipped_high", high)):
             stats[name] = stop_gradient((where & mask).astype(jnp.float32))
         return _inside(-advantages * ratio, mask), stats
