@@ -48,6 +48,11 @@ from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl import clipped_policy_loss, k3
 
 Array = Any  # numpy on the host, jax.Array on the device
+# Metric -> the sum over response tokens whose mean it is.
+_MEANS = {
+    "entropy": "entropy", "clipfrac_low": "clipped_low", "clipfrac_high": "clipped_high",
+    "ratio_mean": "ratio", "kl_ref": "kl_ref",
+}  # fmt: skip
 
 
 @flax.struct.dataclass
@@ -185,9 +190,7 @@ def response_logprobs(
     return logp, entropy, out.aux
 
 
-def make_score(
-    model: ModelConfig, recipe: Recipe | str, *, shardings: dict | None = None
-) -> Callable:
+def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
     Serves old and reference log-probabilities.
@@ -198,7 +201,7 @@ def make_score(
         weights = quantize_params(params, recipe, scaling_state)
         return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
 
-    return exact_jit(score, **(shardings or {}))
+    return exact_jit(score)
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
@@ -270,10 +273,7 @@ def make_train_step(
             health, loss.router_aux_coef > 0, taps,
         )  # fmt: skip
         sums = {"entropy": (entropy * part.mask).sum()}
-        if "expert_tokens" in aux:
-            sums["expert_tokens"] = aux["expert_tokens"]
-        if "kv_health" in aux:
-            sums["kv_health"] = aux["kv_health"]
+        sums |= {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.kind == "sft":
             value = -(logp * part.mask).sum()
         else:
@@ -338,17 +338,11 @@ def make_train_step(
             "good": good,
             "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
             "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
-            "entropy": sums["entropy"] / token_count,
         }
-        if loss.kind == "grpo":
-            metrics["clipfrac_low"] = sums["clipped_low"] / token_count
-            metrics["clipfrac_high"] = sums["clipped_high"] / token_count
-            metrics["ratio_mean"] = sums["ratio"] / token_count
-        for name in ("expert_tokens", "router_aux_loss"):
-            if name in sums:
-                metrics[name] = sums[name]
-        if "kl_ref" in sums:
-            metrics["kl_ref"] = sums["kl_ref"] / token_count
+        metrics |= {name: sums[of] / token_count for name, of in _MEANS.items() if of in sums}
+        metrics |= {
+            name: sums[name] for name in ("expert_tokens", "router_aux_loss") if name in sums
+        }
         if health:
             metrics["health"] = _site_health(seen)
             if "kv_health" in sums:

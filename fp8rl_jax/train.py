@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -29,14 +28,21 @@ from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
 from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.disk import WRITE_ERRORS, check_room, no_room
+from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.health import age_metrics
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
-from fp8rl_jax.training.run_directory import check_directory, open_run
-from fp8rl_jax.training.runtime import Runtime, make_runtime, state_bytes, to_device
+from fp8rl_jax.training.run_directory import (
+    WRITE_ERRORS,
+    bytes_to_write,
+    check_directory,
+    check_room,
+    no_room,
+    open_run,
+    state_bytes,
+)
+from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
 from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
@@ -54,7 +60,6 @@ class Outcome:
     finished: bool
     stopped_by: str | None
     report: pathlib.Path | None
-    compile_counts: dict[str, int]
 
 
 def train(
@@ -74,12 +79,12 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
-    check_room(pathlib.Path(config.run.dir), _bytes_to_write(runtime))
+    check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
     checked = _self_check(runtime)
-    directory = open_run(runtime, resume)
+    directory = open_run(runtime)
     with jax.set_mesh(runtime.mesh), Display() as display:
         try:
             if checked is not None:
@@ -89,18 +94,6 @@ def train(
             if error.errno not in WRITE_ERRORS:
                 raise
             raise no_room(directory, error) from error
-
-
-def _bytes_to_write(runtime: Runtime) -> int:
-    """Bytes that the run adds to `run.dir`: checkpoints take the room of those they replace, once
-    the new one is complete; a reference policy stays."""
-    run, size = runtime.config.run, state_bytes(runtime)
-    checkpoints = os.path.join(run.dir, "checkpoints")
-    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
-    there = sum(name.isdecimal() for name in names)
-    has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
-    reference = size // 3 if runtime.config.algo.kl_coef and not has_reference else 0
-    return max(1, run.keep_checkpoints + 1 - there) * size + reference
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -154,20 +147,8 @@ class _Run:
         if stopped_by := self.stop():
             at = f"{self.phase} step {int(state.step)}"
             self.display.note(f"stopped by {stopped_by} after {at}, saved; --resume goes on")
-            return Outcome(False, stopped_by, None, self.compile_counts())
-        report = write_report(self.directory)
-        return Outcome(True, None, report, self.compile_counts())
-
-    def compile_counts(self) -> dict[str, int]:
-        """How often each program of the RL phase was compiled; 1 each in a healthy run (the
-        calibration once more if SFT ran, whose batches have another shape)."""
-        counts = {}
-        for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
-            if name in self.runtime.__dict__:
-                counts[name] = self.runtime.__dict__[name]._cache_size()
-        if hasattr(self, "train_step"):
-            counts["train_step"] = self.train_step._cache_size()
-        return counts
+            return Outcome(False, stopped_by, None)
+        return Outcome(True, None, write_report(self.directory))
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
@@ -431,7 +412,5 @@ class _Run:
 
     def _evaluate(self, weights, step: int) -> None:
         result, samples = evaluate(self.runtime, weights, "rl", step)
-        self.logs.write("eval", result)
-        for sample in samples:
-            self.logs.write("samples", sample)
+        self.logs.write_evaluation(result, samples)
         self.display.evaluation(result)

@@ -1,14 +1,37 @@
-"""Text to padded arrays and back: prompts for the sampler, sequences for the learner."""
+"""Batches: the order of examples, and text as padded arrays for sampler and learner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import grain
 import numpy as np
 
 from fp8rl_jax.data.chat import ChatFormat
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.errors import UserError
+
+
+class Stream:
+    """Endless shuffled batches of a sequence, exactly resumable.
+
+    Every epoch has its own order, drawn from (seed, epoch). The position is the number of
+    batches taken: a resumed stream gives the batch that would have come next.
+    """
+
+    def __init__(self, items: Sequence, batch_size: int, seed: int):
+        self._data = (
+            grain.MapDataset.source(items).seed(seed).shuffle().repeat().batch(
+                batch_size, batch_fn=list
+            )
+        )  # fmt: skip
+        self.position = 0
+
+    def next(self) -> list:
+        """The next batch."""
+        batch = self._data[self.position]
+        self.position += 1
+        return batch
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:

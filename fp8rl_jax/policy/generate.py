@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from fp8rl_jax import sharding
-from fp8rl_jax.models import rope_tables
 from fp8rl_jax.policy.load import Policy, pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
 from fp8rl_jax.training.runtime import Runtime
@@ -109,17 +108,12 @@ def generate(
 def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
     """Prompt tokens and Requests, laid out over the mesh; more rows so that they divide over it."""
     prompts, lengths = pad(runtime, rows)
-    count = len(lengths)
+    sample_ids = np.arange(len(lengths), dtype=np.int32)
+    temperatures = np.full(len(lengths), temperature, np.float32)
     new = runtime.config.rollout.max_new_tokens
-    limits = np.where(np.arange(count) < len(rows), new, 0).astype(np.int32)
-    by_row, whole = sharding.batch_sharding(runtime.mesh), sharding.replicated(runtime.mesh)
-    rope = jax.device_put(rope_tables(runtime.model, prompts.shape[1] + new), whole)
-    requests = Requests(
-        lengths=jax.device_put(lengths, by_row),
-        key=jax.device_put(runtime.keys["rollout"], whole),
-        sample_ids=jax.device_put(np.arange(count, dtype=np.int32), by_row),
-        temperature=jax.device_put(np.full(count, temperature, np.float32), by_row),
-        limits=jax.device_put(limits, by_row),
-        rope=rope,
+    limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
+    prompts, lengths, *fields = jax.device_put(
+        (prompts, lengths, sample_ids, temperatures, limits),
+        sharding.batch_sharding(runtime.mesh),
     )
-    return jax.device_put(prompts, by_row), requests
+    return prompts, Requests(lengths, runtime.keys["rollout"], *fields, runtime.rope)

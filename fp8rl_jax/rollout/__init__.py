@@ -1,9 +1,8 @@
 """The jitted sampler and the refit that feeds it. Never imports the learner."""
 
-from fp8rl_jax.rollout.calibrate import is_fresh, make_calibrate, require_fresh
 from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.halves import HalvedSampler
-from fp8rl_jax.rollout.refit import make_refit
+from fp8rl_jax.rollout.refit import is_fresh, make_calibrate, make_refit, require_fresh
 from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig, make_sampler
 from fp8rl_jax.rollout.stream import Stream, make_stream
 

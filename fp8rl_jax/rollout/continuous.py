@@ -49,13 +49,11 @@ class Batching:
     Attributes:
       slots: B, sequences that decode at a time.
       pages: P, pages of 64 tokens that they share; `models.least_pages` at least.
-      prefill_rows: prompts of which a turn prefills a chunk.
-      prefill_chunk: tokens of a chunk at most.
+      prefill_chunk: tokens at most that a turn prefills, of one prompt.
     """
 
     slots: int
     pages: int
-    prefill_rows: int = 1
     prefill_chunk: int = 64
 
 
@@ -144,9 +142,8 @@ class ContinuousLoop:
         prefill = functools.partial(self._prefill, prepared, requests)
         state = _once_if(state.schedule.prefilling.any(), prefill, state)
         plan = state.schedule
-        worth = (
-            plan.decoding.sum() >= plan.prefilling.sum()
-        )  # skip decoding while most slots prefill
+        # Skip decoding while most slots prefill.
+        worth = plan.decoding.sum() >= plan.prefilling.sum()
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
 
     # Admission.
@@ -196,11 +193,11 @@ class ContinuousLoop:
         return out.hidden, out.cache.runs
 
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
-        """The next chunk of the first slots that must prefill."""
-        plan, batching = state.schedule, self.batching
+        """The next chunk of the first slot that must prefill."""
+        plan = state.schedule
         prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
-        chunk = min(batching.prefill_chunk, prompt_slots)
-        slots, counts = schedule.to_prefill(plan, batching.prefill_rows, chunk)
+        chunk = min(self.batching.prefill_chunk, prompt_slots)
+        slots, counts = schedule.to_prefill(plan, chunk)
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
@@ -300,14 +297,11 @@ class ContinuousSampler:
           part: turns after which a call with `watch` looks at what has ended.
 
         Raises:
-          ValueError: taps, a size below 1, or one that the devices cannot share equally.
+          ValueError: taps, or sizes that the devices cannot share equally.
         """
         if sampler.taps:
             raise ValueError("continuous batching records no taps")
         devices = mesh.size if mesh is not None else 1
-        for name, size in dataclasses.asdict(batching).items():
-            if size < 1:
-                raise ValueError(f"{name} = {size}; give at least 1")
         for name in ("slots", "pages"):
             if getattr(batching, name) % devices:
                 raise ValueError(
@@ -391,7 +385,3 @@ class ContinuousSampler:
             "rollout_preemptions": int(progress.preemptions.sum()),
             "rollout_prefilled": int(progress.prefilled.sum()),
         }
-
-    def _cache_size(self) -> int:
-        """How often the loop was compiled, as a jitted function says it."""
-        return self._advance._cache_size()  # type: ignore[attr-defined]

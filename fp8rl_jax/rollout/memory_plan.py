@@ -204,7 +204,7 @@ def plan_rollout(
       reference: whether a reference policy is there too (algo.kl_coef).
     """
     slots = batching.slots // mesh.size
-    prefill_tokens = batching.prefill_rows * min(batching.prefill_chunk, prompt_tokens)
+    prefill_tokens = min(batching.prefill_chunk, prompt_tokens)
     return RolloutPlan(
         weights=weight_bytes(loop, learner_recipe),
         train_state=train_bytes(loop.model, learner_recipe, mesh, reference),

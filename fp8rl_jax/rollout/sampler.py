@@ -37,11 +37,9 @@ from fp8rl_jax.models import (
     scaled_logits,
     tensor_parallel,
 )
-from fp8rl_jax.models.taps import LOGITS
+from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe
 from fp8rl_jax.quant.recipe import FLOAT32
-from fp8rl_jax.rollout.recording import begin as begin_taps
-from fp8rl_jax.rollout.recording import write as write_taps
 from fp8rl_jax.rollout.sampling import sample_keys, sample_token
 
 
@@ -237,7 +235,7 @@ class Loop:
             prepared.weights, prompts, self.model, recipe, cache=cache,
             kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden", taps=sampler.taps,
         )  # fmt: skip
-        taps = begin_taps(prefill.aux.get("taps", {}), sampler.group_size, prompt_slots + slots_new)
+        taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
         if LOGITS in sampler.taps:
             taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
         ends = (requests.lengths - 1)[:, None, None]
@@ -260,6 +258,29 @@ class Loop:
         done = done | rollout.finished | (requests.limits <= 1)
         return LoopState(zero, drawn[0], done, cache, rollout)
 
+    def _begin_taps(self, prefill: dict[str, jax.Array], slots: int) -> dict[str, jax.Array]:
+        """Buffers (..., P * G, slots, ...) with the prompts' values (..., P, Tp, ...), kept as the
+        KV cache keeps its keys: slot == position, as in the learner's sequences."""
+        taps = {}
+        for name, x in prefill.items():
+            batch = batch_axis(name)
+            x = jnp.repeat(x, self.sampler.group_size, axis=batch)
+            widths = [(0, 0)] * x.ndim
+            widths[batch + 1] = (0, slots - x.shape[batch + 1])
+            taps[name] = jnp.pad(x, widths)
+        return taps
+
+    def _write_taps(self, taps: dict, new: dict, positions: jax.Array) -> dict[str, jax.Array]:
+        """`taps` with a decode step's values (T = 1) at `positions` (B,)."""
+        rows = jnp.arange(positions.shape[0])
+        written = {
+            name: taps[name].at[rows, positions].set(x[:, 0])
+            if batch_axis(name) == 0
+            else taps[name].at[:, rows, positions].set(x[:, :, 0])
+            for name, x in new.items()
+        }
+        return taps | written
+
     def cond_fn(self, state: LoopState) -> jax.Array:
         """Whether a slot is left and some response is not complete."""
         return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
@@ -277,7 +298,7 @@ class Loop:
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
         rollout = self._record(state.rollout, index, state.done, *drawn)
         if "taps" in out.aux:
-            taps = rollout.taps | write_taps(rollout.taps, out.aux["taps"], start + state.index)
+            taps = self._write_taps(rollout.taps, out.aux["taps"], start + state.index)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
         assert isinstance(out.cache, KVCache)
@@ -285,19 +306,14 @@ class Loop:
 
 
 def make_sampler(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    sampler: SamplerConfig,
-    *,
-    shardings: dict | None = None,
+    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig
 ) -> Callable[..., Rollout]:
-    """Returns the jitted sampler.
+    """Returns the jitted sampler. Its sharding follows its arguments.
 
     Args:
       model: shapes.
       recipe: numerics of the rollout.
       sampler: what is fixed at compile time.
-      shardings: keywords for jit (`in_shardings`, `out_shardings`) on a mesh; None on one device.
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
@@ -313,4 +329,4 @@ def make_sampler(
         step = functools.partial(loop.decode_step, prepared, requests)
         return lax.while_loop(loop.cond_fn, step, state).rollout
 
-    return exact_jit(sample, **(shardings or {}))
+    return exact_jit(sample)

@@ -255,16 +255,16 @@ def make_room(s: Schedule) -> Schedule:
     return dataclasses.replace(s, refs=refs, table=jnp.where(here, pages[:, None], s.table))
 
 
-def to_prefill(s: Schedule, rows: int, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """(slots (rows,), tokens (rows,) of each that are next): the first slots that must prefill; B
-    and 0 where there are fewer."""
-    slots = page_pool.first_true(s.prefilling, rows, otherwise=s.request.shape[0])
+def to_prefill(s: Schedule, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """(slot (1,), number of tokens (1,)) of the chunk to prefill: the first slot that must; B and 0
+    where there is none."""
+    slots = page_pool.first_true(s.prefilling, 1, otherwise=s.request.shape[0])
     left = jnp.append(s.known - 1 - s.cached, 0)[slots]
     return slots, jnp.minimum(left, chunk)
 
 
 def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
-    """So many more tokens are cached, as `to_prefill` said."""
+    """`counts` more tokens of `slots` are cached, as `to_prefill` said."""
     return dataclasses.replace(s, cached=s.cached.at[slots].add(counts, mode="drop"))
 
 

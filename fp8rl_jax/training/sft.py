@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
+from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -25,7 +25,7 @@ from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
-from fp8rl_jax.training.runtime import Runtime, empty_response_fields, to_device
+from fp8rl_jax.training.runtime import Runtime, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
@@ -155,9 +155,7 @@ def run_sft(
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
             result, samples = evaluate(runtime, weights, "sft", step + 1)
-            logs.write("eval", result)
-            for sample in samples:
-                logs.write("samples", sample)
+            logs.write_evaluation(result, samples)
             display.evaluation(result)
         stopping = stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
@@ -185,17 +183,9 @@ def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> st
 
 
 def _demonstrations(runtime: Runtime, questions) -> Batch:
-    rollout = runtime.config.rollout
     prompts, lengths = runtime.pad_prompts(questions)
-    targets, mask = pad_responses(
-        [q.answer for q in questions], runtime.tokenizer, rollout.max_new_tokens
-    )
-    batch = Batch(
-        tokens=join(prompts, lengths, targets, runtime.tokenizer.pad_id),
-        prompt_lengths=lengths,
-        targets=targets,
-        mask=mask.astype(np.float32),
-        temperature=np.ones(len(questions), np.float32),
-        **empty_response_fields(len(questions), targets.shape[1]),
-    )
-    return to_device(batch, runtime)
+    answers = [q.answer for q in questions]
+    slots = runtime.config.rollout.max_new_tokens
+    targets, mask = pad_responses(answers, runtime.tokenizer, slots)
+    ones = np.ones(len(questions), np.float32)
+    return to_device(runtime.batch(prompts, lengths, targets, mask, ones), runtime)

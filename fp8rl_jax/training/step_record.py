@@ -13,8 +13,7 @@ import numpy as np
 from fp8rl_jax.envs import Question, score
 from fp8rl_jax.rl import zero_std_fraction
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.training.expert_load import load_metrics
-from fp8rl_jax.training.health import add_counts, loss_metrics
+from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
 from fp8rl_jax.training.runtime import Runtime, Served
 
 _NOT_METRICS = {"good", "bad_layer", "checksum", "health", "expert_tokens"}

@@ -20,7 +20,7 @@ from fp8rl_jax.models import PAGE, least_pages, pages_of
 from fp8rl_jax.rollout import page_pool, schedule
 from fp8rl_jax.rollout.schedule import DONE, RUNNING
 
-_ROWS, _CHUNK = 2, 48
+_CHUNK = 48
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class _Turn:
 def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
     """A turn as rollout/continuous.py takes it; a request ends with its target's length."""
     admitted, source, target = schedule.admit(schedule.share_prompts(s))
-    slots, counts = schedule.to_prefill(admitted, _ROWS, _CHUNK)
+    slots, counts = schedule.to_prefill(admitted, _CHUNK)
     filled = schedule.prefilled(admitted, slots, counts)
 
     def decode(filled):
