@@ -26,7 +26,7 @@ from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
-from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
+from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.evaluate import evaluate
@@ -295,7 +295,7 @@ class _Run:
     def _sample(self, questions, state: TrainState, weights, step: int, record: StepRecord):
         """The responses to questions, and a batch with their advantages."""
         rt, config = self.runtime, self.config
-        require_fresh(state.kv_scales, step)
+        assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         group = config.rollout.group_size
         rows = len(questions) * group

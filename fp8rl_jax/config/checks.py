@@ -286,7 +286,8 @@ def _check_batches(config) -> None:
 
 
 def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
-    """Raises UserError if a batch does not divide over the devices that share it."""
+    """Raises UserError if a batch does not divide over the devices that share it, or a device's
+    share of `rollout.pages` cannot hold one sequence."""
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.updates_per_rollout * config.learner.micro_batches
@@ -306,16 +307,10 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
                 f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
                 "multiple"
             )
-
-    _check_pages(config, rows_at_once)
-
-
-def _check_pages(config: ml_collections.ConfigDict, devices: int) -> None:
-    """Raises UserError if a device's share of `rollout.pages` cannot hold one sequence."""
     rollout = config.rollout
-    least = devices * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
+    least = rows_at_once * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
     if rollout.slots and rollout.pages and rollout.pages < least:
-        each = f" on each of {devices} devices" if devices > 1 else ""
+        each = f" on each of {rows_at_once} devices" if rows_at_once > 1 else ""
         raise UserError(
             f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
             f"max_new_tokens{each}: write at least {least}, or 0"

@@ -105,7 +105,7 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
 def identity(checkpoint: str) -> str:
     """A hash that changes with a checkpoint's content, without reading its weights.
 
-    It takes config.json whole, and of every safetensors file the name, size and time of change.
+    It takes the content of config.json, and every safetensors file's name, size and time of change.
     Weights that were trained further keep names, sizes and headers, so these alone would find an
     old result for new weights. A copy of the same files has another time, which costs a second
     computation at worst.

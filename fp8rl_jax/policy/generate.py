@@ -1,6 +1,6 @@
 """Text of a policy, shown while it is made.
 
-Tokens come in parts of `CHUNK` decode steps (rollout/stream.py), with the bits of the sampler that
+Tokens come in parts of a few decode steps (`make_stream`), with the bits of the sampler that
 training uses; after each part the text that is settled is handed on. The parts are compiled before
 the clock starts.
 """
@@ -18,8 +18,6 @@ from fp8rl_jax import sharding
 from fp8rl_jax.policy.load import Policy, pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
 from fp8rl_jax.training.runtime import Runtime
-
-CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ def generate(
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
-    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, CHUNK)
+    stream = make_stream(runtime.model, runtime.rollout_recipe, settings)
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 

@@ -96,9 +96,6 @@ def load_policy(
         else encode_prompt(text, runtime.tokenizer, runtime.chat)
         for text in prompts
     ]
-    for text, row in zip(prompts, rows, strict=True):
-        if not row:
-            raise UserError(f"the prompt {text!r} has no token: write something")
     longest = max(map(len, rows))
     checks.check_positions(runtime, longest + config.rollout.max_new_tokens)
     runtime = runtime.with_prompt_slots(_round_slots(longest))

@@ -65,7 +65,7 @@ def is_released(config: ml_collections.ConfigDict) -> bool:
 
 
 def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """What a policy is sampled at when nobody says: a run at `rollout.temperature`, a Hugging Face
+    """The default temperature of a policy: a run at `rollout.temperature`, a Hugging Face
     model as its generation_config.json says, which is greedily (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature

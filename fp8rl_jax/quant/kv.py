@@ -4,7 +4,7 @@ The sampler's cache and the learner's attention both go through `quantize_kv`, s
 exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
 calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
 'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
-sequences (rollout/calibrate.py) and frozen until the next.
+sequences (rollout/refit.py) and frozen until the next.
 """
 
 from __future__ import annotations

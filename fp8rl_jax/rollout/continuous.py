@@ -2,8 +2,8 @@
 
 One jitted program: a loop whose every turn gives idle slots to waiting requests, prefills a chunk
 of some prompts and decodes one token of every slot that has its keys and values. A slot is refilled
-as soon as its response ends, without leaving the program. Keys and values lie in a pool of pages
-(models/kv_cache.py); who sits where is schedule.py's.
+as soon as its response ends, without leaving the program. Keys and values are stored in a pool of
+pages (models/kv_cache.py); schedule.py assigns slots and pages.
 
 A prompt is cached up to its last token, once for all samples of its group; the last token is the
 first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit,
@@ -14,7 +14,7 @@ The loop also ends after a given number of turns, so that the host can look at w
 the next part runs. On a mesh every device has slots, a pool and a queue of its own, for its share
 of the prompts; nothing is exchanged between devices while they run.
 
-Not done: taps; columns in parts (mesh.tensor); moving requests from one device to another.
+Not done: taps; layers sharded by columns (mesh.tensor); moving requests between devices.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BatchState:
 
     Attributes:
       pool: `PagedCache.runs`; the tables are the schedule's.
-      schedule: who is where.
+      schedule: which request has which slot and pages.
       tokens: (M, S) int32, each request's prompt and, right behind it, its response.
       logprobs: (M, R) float32.
       finished: (M,) bool, whether a response ended by itself.
@@ -83,7 +83,7 @@ class BatchState:
 def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
     """`run(state)` if `wanted` () bool, else `state`, as a loop of at most one turn.
 
-    XLA:GPU carries the pool through a loop where it lies; the branches of `lax.cond` return copies.
+    XLA:GPU updates the pool in place in a loop; the branches of `lax.cond` return copies.
     """
 
     def body(carried):
@@ -134,9 +134,7 @@ class ContinuousLoop:
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admission, a chunk of prefill, and a token of every slot that can draw one, unless more
         slots are still waiting for prefill."""
-        plan, source, target = lax.cond(
-            self._may_admit(state.schedule), self._admit, self._keep, state.schedule
-        )
+        plan, source, target = schedule.admit(state.schedule)
         pool = self._copy(state.pool, source, target)
         state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
         prefill = functools.partial(self._prefill, prepared, requests)
@@ -145,19 +143,6 @@ class ContinuousLoop:
         # Skip decoding while most slots prefill.
         worth = plan.decoding.sum() >= plan.prefilling.sum()
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
-
-    # Admission.
-
-    def _may_admit(self, plan: Schedule) -> jax.Array:
-        idle = (~plan.occupied).any() & (plan.status == schedule.WAITING).any()
-        return idle | plan.ready.any()
-
-    def _admit(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-        return schedule.admit(schedule.share_prompts(plan))
-
-    def _keep(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-        none = jnp.zeros_like(plan.request)
-        return plan, none, none
 
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
@@ -201,7 +186,7 @@ class ContinuousLoop:
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        # Behind a chunk's tokens lie slots that are written before anyone sees them, or page 0.
+        # Positions behind a chunk's tokens are written again before they are read, or are page 0's.
         positions = jnp.minimum(positions, plan.table.shape[1] * PAGE - 1)
         request = jnp.maximum(jnp.append(plan.request, 0)[slots], 0)
         column = jnp.minimum(positions, state.tokens.shape[1] - 1)
@@ -213,10 +198,9 @@ class ContinuousLoop:
         )  # fmt: skip
 
     def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
-        """One token of every slot that is ready; the others compute one that nobody reads."""
+        """One token of every slot that is ready; the others compute one that is not used."""
         loop = self.loop
-        # Before a prompt's first sample ends or loses its pages, its siblings get to share them.
-        plan = schedule.make_room(schedule.share_prompts(state.schedule))
+        plan = schedule.make_room(state.schedule)
         draws = plan.decoding
         request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
         position = jnp.where(draws, plan.cached, 0)
@@ -331,8 +315,8 @@ class ContinuousSampler:
 
         begin = loop.prefill
         if mesh is not None and devices > 1:
-            rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
-            specs: Any = (rows, whole, rows, rows, rows, whole)
+            rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+            specs: Any = (rows, replicated, rows, rows, rows, replicated)
             of_requests = Requests(*specs)
 
             def by_device(run, *specs):
@@ -341,7 +325,7 @@ class ContinuousSampler:
                 )
 
             begin = by_device(begin, rows, of_requests)
-            advance = by_device(advance, whole, of_requests, whole, rows)
+            advance = by_device(advance, replicated, of_requests, replicated, rows)
         self._prepare = loop.loop.prepare_once()
         self._begin = exact_jit(begin)
         self._advance = exact_jit(advance, donate_argnums=3)

@@ -76,17 +76,6 @@ def make_calibrate(model: ModelConfig, recipe: Recipe | str, *, margin: float = 
 
 
 def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Whether `scales` (if any) were calibrated on the weights of RL step `step`."""
+    """Whether `scales` (if any) were calibrated on the weights of RL step `step`: with older ones
+    sampling would clip keys and values, unseen."""
     return scales is None or int(scales.step) == step
-
-
-def require_fresh(scales: KVScales | None, step: int) -> None:
-    """Raises ValueError unless `is_fresh`.
-
-    Sampling with old scales would not fail: it would clip keys and values, unseen.
-    """
-    if is_fresh(scales, step):
-        return
-    assert scales is not None
-    age = "never calibrated" if int(scales.step) < 0 else f"calibrated at RL step {scales.step}"
-    raise ValueError(f"KV scales are {age}, and the weights are those of RL step {step}")

@@ -139,8 +139,8 @@ def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 class Loop:
     """Prefill and decode steps of one model, recipe and setting, to be traced.
 
-    The whole rollout in one program (`make_sampler`) and a rollout in parts (rollout/stream.py)
-    are made of these functions.
+    A rollout in one program (`make_sampler`) and in several (`make_stream`) are both made of these
+    functions.
     """
 
     model: ModelConfig
@@ -161,7 +161,7 @@ class Loop:
     def prepare(self, weights) -> Prepared:
         """Takes the scales and the output head out of the weights; converts what is read often.
 
-        What `prepare_once` has prepared is returned as it is.
+        What `prepare_once` has prepared is returned unchanged.
         """
         if isinstance(weights, Prepared):
             return weights
@@ -175,7 +175,7 @@ class Loop:
     def prepare_once(self) -> Callable[[Any], Any]:
         """`prepare` for a rollout in several programs, if it converts anything.
 
-        Else weights stay as they are, for `prepare` inside of each program: a program would return
+        Else weights stay unchanged, for `prepare` inside of each program: a program would return
         copies of all of them, and not in the layouts of `kernel_formats`.
         """
         return exact_jit(self.prepare) if self.converts else lambda weights: weights
@@ -330,3 +330,44 @@ def make_sampler(
         return lax.while_loop(loop.cond_fn, step, state).rollout
 
     return exact_jit(sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A rollout in several programs: the loop is left after every few tokens, to show text.
+
+    Weights are prepared once, outside of them. Their results are those of `make_sampler`, bit for
+    bit (tests/rollout/test_stream.py).
+
+    Attributes:
+      prepare: ``prepare(weights) -> prepared``, with weights from refit; see `Loop.prepare_once`.
+      begin: ``begin(prepared, prompts, requests) -> state``: prefill, and the first token.
+      advance: ``advance(prepared, requests, state) -> state`` after at most `chunk` more tokens of
+        every row; the old state is donated.
+    """
+
+    prepare: Callable[[Any], Any]
+    begin: Callable[[Any, jax.Array, Requests], LoopState]
+    advance: Callable[[Any, Requests, LoopState], LoopState]
+
+
+def make_stream(
+    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig, chunk: int = 16
+) -> Stream:
+    """The sampler of `make_sampler`, left after every `chunk` tokens."""
+    loop = Loop(model, get_recipe(recipe), sampler)
+
+    def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:
+        return loop.prefill(loop.prepare(weights), prompts, requests)
+
+    def advance(weights, requests: Requests, state: LoopState) -> LoopState:
+        prepared = loop.prepare(weights)
+        until = state.index + jnp.int32(chunk)
+
+        def cond_fn(state: LoopState) -> jax.Array:
+            return loop.cond_fn(state) & (state.index < until)
+
+        step = functools.partial(loop.decode_step, prepared, requests)
+        return lax.while_loop(cond_fn, step, state)
+
+    return Stream(loop.prepare_once(), exact_jit(begin), exact_jit(advance, donate_argnums=2))

@@ -48,6 +48,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         errors += failed
         length += int(rollout.mask[1:rows:2].sum())
     greedy, sampled = np.asarray(rewards[0::2]), np.asarray(rewards[1::2])
+    # The first batch compiles, so it is left out where there are others.
+    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
         "phase": phase,
         "step": step,
@@ -57,7 +59,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         "response_len_mean": length / len(questions),
         "reward_errors": errors,
         "time_eval": time.perf_counter() - start,
-        "tokens_per_s_eval": _rate(rates),
+        "tokens_per_s_eval": tokens / seconds,
     }
     answered = zip(questions, texts[1::2], sampled, strict=True)
     samples = [
@@ -72,10 +74,3 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         for question, response, reward in itertools.islice(answered, config.run.samples)
     ]
     return record, samples
-
-
-def _rate(rates: list[tuple[int, float]]) -> float:
-    """Tokens per second from (tokens, seconds) of batches; the first compiles, and is left out
-    where there are others."""
-    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
-    return tokens / seconds

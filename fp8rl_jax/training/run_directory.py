@@ -14,14 +14,14 @@ import pathlib
 import shutil
 import tempfile
 
-import jax
 import ml_collections
 
 from fp8rl_jax.config import default_config, flatten
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models import init_scaling
+from fp8rl_jax.rollout.memory_plan import train_bytes
+from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.runtime import Runtime
 
@@ -141,10 +141,8 @@ def first_difference(theirs: dict, ours: dict):
 
 def state_bytes(runtime: Runtime) -> int:
     """Size of a checkpoint: float32 parameters, two moments, states of scaling policies."""
-    shapes = runtime.param_shapes
-    scaling = jax.eval_shape(lambda params: init_scaling(params, runtime.learner_recipe), shapes)
-    params, states = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (shapes, scaling))
-    return 4 * (3 * params + states)
+    one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
+    return train_bytes(runtime.model, runtime.learner_recipe, one_device)
 
 
 def bytes_to_write(runtime: Runtime) -> int:

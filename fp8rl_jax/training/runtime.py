@@ -112,9 +112,7 @@ class Runtime(Resolved):
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.max_prompt_tokens = slots
-        resolved = resolve_config(config, with_task=False).with_vocabulary(
-            self.tokenizer.vocab_size
-        )
+        resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))
 
@@ -402,7 +400,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     Raises:
       UserError: something in the configuration cannot work.
     """
-    resolved = resolve_config(config, with_questions)
+    resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)

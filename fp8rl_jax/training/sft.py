@@ -42,12 +42,6 @@ _FIELDS = (
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
 
 
-def evaluation_steps(config) -> set[int]:
-    """Updates after which the stage is evaluated; the last is always among them."""
-    w = config.sft
-    return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
-
-
 def cache_directory(config) -> pathlib.Path:
     """Where the result of this configuration's stage is kept."""
     flat = flatten(config)
@@ -131,7 +125,8 @@ def run_sft(
     train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.sft_recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
-    evaluate_at = evaluation_steps(config)
+    steps, count = config.sft.steps, config.sft.evaluations
+    evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
     display.phase("SFT", config.sft.steps, int(state.step))
     for step in range(int(state.step), config.sft.steps):
         start = time.perf_counter()
