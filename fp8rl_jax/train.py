@@ -266,22 +266,15 @@ class _Run:
             with record.timed("step"):
                 questions = stream.next()
                 rollout, batch = self._sample(questions, state, served.weights, step, record)
-                with record.timed("old_logprobs"):
-                    batch = self._old_logprobs(batch, rollout, state, reference)
-                with record.timed("learner"):
-                    state, logp, updates = self._update(state, batch, step)
-                record.add_updates(updates, float(batch.mask.sum()), rt)
-                record["lr"] = float(self.schedule(step * algo.updates_per_rollout))
+                batch = self._score(batch, rollout, state, reference, record)
+                state, logp, updates = self._update(state, batch, step, record)
                 begins_to_drift = self._compare(record, logp, rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)
                 state = rt.advance(state, step + 1, stream.position)
                 state, served = self._refit(state, batch, record)
-            if rt.calibrated:
-                record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
             if begins_to_drift:
                 self._analyse_drift(state, served.weights, questions, step + 1)
-            self.logs.write("metrics", record)
-            self.display.rl_step(record)
+            self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
                 self._evaluate(served.weights, step + 1)
@@ -319,38 +312,41 @@ class _Run:
         advantages = group_advantages(rewards.values, group, config.algo.normalize_std)
         return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
 
-    def _old_logprobs(self, batch: Batch, rollout: Rollout, state, reference) -> Batch:
+    def _score(self, batch: Batch, rollout: Rollout, state, reference, record) -> Batch:
         """`batch` with log-probabilities before the update: the learner's, where they may differ
         from the sampler's, with importance weights; and the reference policy's."""
-        rt = self.runtime
-        if not rt.takes_rollout_logprobs(self.drifted):
-            old = rt.score_state(state, batch)
-            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if rt.use_tis:
-                cap = self.config.algo.tis_cap
-                weights = tis_weights(batch.old_logprobs, rollout.logprobs, cap)
-                batch = dataclasses.replace(batch, rollout_weights=weights)
-        if reference is not None:
-            own_routing = dataclasses.replace(batch, routing={})
-            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
-        return batch
+        rt, found = self.runtime, {}
+        with record.timed("old_logprobs"):
+            if not rt.takes_rollout_logprobs(self.drifted):
+                old = np.where(rollout.mask, rt.score_state(state, batch), 0.0)
+                found["old_logprobs"] = old
+                if rt.use_tis:
+                    cap = self.config.algo.tis_cap
+                    found["rollout_weights"] = tis_weights(old, rollout.logprobs, cap)
+            if reference is not None:
+                own_routing = dataclasses.replace(batch, routing={})
+                found["ref_logprobs"] = rt.score_state(reference, own_routing)
+        return dataclasses.replace(batch, **found)
 
-    def _update(self, state: TrainState, batch: Batch, step: int):
+    def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
         rt, count = self.runtime, self.config.algo.updates_per_rollout
         rows = batch.mask.shape[0] // count
         updates, first = [], None
-        for index in range(count):
-            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
-            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
-            metrics = jax.device_get(metrics)
-            if not metrics["good"]:
-                if index == 0:  # later, the state holds a part of this step: nothing to resume from
-                    self._save(state)
-                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
-            updates.append(metrics)
-            first = np.asarray(logp) if first is None else first
+        with record.timed("learner"):
+            for index in range(count):
+                part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
+                state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
+                metrics = jax.device_get(metrics)
+                if not metrics["good"]:
+                    if index == 0:  # later, the state holds a part of this step
+                        self._save(state)
+                    raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
+                updates.append(metrics)
+                first = np.asarray(logp) if first is None else first
+        record.add_updates(updates, float(batch.mask.sum()), rt)
+        record["lr"] = float(self.schedule(step * count))
         return state, first, updates
 
     def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
@@ -409,6 +405,12 @@ class _Run:
         policy = checkpoints.restore(0, _policy(state))
         checkpoints.close()
         return dataclasses.replace(state, **policy)
+
+    def _log(self, record: StepRecord) -> None:
+        if self.runtime.calibrated:
+            record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
+        self.logs.write("metrics", record)
+        self.display.rl_step(record)
 
     def _evaluate(self, weights, step: int) -> None:
         result, samples = evaluate(self.runtime, weights, "rl", step)

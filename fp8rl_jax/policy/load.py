@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 import optax
 
-from fp8rl_jax.config import checks, saved_config
+from fp8rl_jax.config import checks
 from fp8rl_jax.data import encode_prompt, encode_text, pad_rows
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.policy.source import is_released
@@ -25,7 +25,7 @@ from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import as_saved, first_difference, read_saved_config
+from fp8rl_jax.training.run_directory import as_saved, first_difference, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled
@@ -127,18 +127,15 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Train
             "--checkpoint or --config.run.dir"
         )
     config = runtime.config
-    theirs = read_saved_config(directory / "config.json")
-    ours = as_saved(config)
-    difference = first_difference(
-        *({section: c.get(section, {}) for section in ("model", "data")} for c in (theirs, ours))
-    )
+    saved_as = run_config(directory)
+    sides = as_saved(saved_as), as_saved(config)
+    difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
     if difference:
         name, before, now = difference
         raise UserError(
             f"the run in {directory} was trained with {name} = {before!r}, and the config says "
             f"{now!r}: set it back"
         )
-    saved_as = saved_config(theirs, f"{directory}/config.json")
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)
     checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)

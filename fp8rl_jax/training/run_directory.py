@@ -16,7 +16,7 @@ import tempfile
 
 import ml_collections
 
-from fp8rl_jax.config import default_config, flatten
+from fp8rl_jax.config import default_config, flatten, saved_config
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
@@ -123,6 +123,16 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
             f"run.dir: {path} is damaged ({error}): put the file back, or choose another "
             "--config.run.dir"
         ) from None
+
+
+def run_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
+    """The configuration of the run in a directory.
+
+    Raises:
+      UserError: its config.json is damaged, or has a field that is not known.
+    """
+    saved = directory / "config.json"
+    return saved_config(read_saved_config(saved), str(saved))
 
 
 def first_difference(theirs: dict, ours: dict):
