@@ -124,7 +124,7 @@ def _sample(values: argparse.Namespace) -> int:
 
 
 class _Writer:
-    """Prints answers one after the other, the first that is not complete as it is made."""
+    """Prints answers one after the other, the first that is not complete while it is made."""
 
     def __init__(self, prompts: Sequence[str]):
         self._prompts, self._row = prompts, -1

@@ -209,7 +209,13 @@ def _check_rollout(resolved: Resolved) -> None:
             "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
             "standard deviation too: write a group of at least 2"
         )
-    check_positions(resolved, rollout.max_prompt_tokens + rollout.max_new_tokens)
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if resolved.positions is not None and tokens > resolved.positions:
+        raise UserError(
+            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
+            f"{resolved.positions} positions of model.checkpoint = "
+            f"{resolved.config.model.checkpoint!r}: lower them"
+        )
     if rollout.temperature <= 0:
         raise UserError(
             f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
@@ -314,14 +320,4 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
         raise UserError(
             f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
             f"max_new_tokens{each}: write at least {least}, or 0"
-        )
-
-
-def check_positions(resolved: Resolved, tokens: int) -> None:
-    """Raises UserError if sequences of `tokens` tokens are longer than `model.checkpoint` knows."""
-    if resolved.positions is not None and tokens > resolved.positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
-            f"{resolved.positions} positions of model.checkpoint = "
-            f"{resolved.config.model.checkpoint!r}: lower them"
         )

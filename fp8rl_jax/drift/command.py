@@ -44,7 +44,7 @@ def analyse_drift(
                 note("random weights: name a run with --checkpoint to take its newest ones")
             state = runtime.new_state(runtime.initial_params(), optimizer)
         else:
-            trained = load_trained(runtime, pathlib.Path(checkpoint), note)
+            trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
             state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
         asked = runtime.questions["train"][: config.rollout.prompts_per_step]
         questions = affordable(runtime, asked)

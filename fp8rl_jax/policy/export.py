@@ -51,7 +51,7 @@ def export_run(
     config.run.dir, config.mesh = str(path), default_config().mesh
     runtime = make_runtime(config, with_questions=False)
     with jax.set_mesh(runtime.mesh):
-        params = load_trained(runtime, path, note).params
+        params = load_trained(runtime, path, note)[0].params
     begun = pathlib.Path(config.model.checkpoint)
     also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
     if fields is not None:

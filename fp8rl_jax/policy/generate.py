@@ -111,7 +111,6 @@ def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
     new = runtime.config.rollout.max_new_tokens
     limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
     prompts, lengths, *fields = jax.device_put(
-        (prompts, lengths, sample_ids, temperatures, limits),
-        sharding.batch_sharding(runtime.mesh),
+        (prompts, lengths, sample_ids, temperatures, limits), sharding.batch_sharding(runtime.mesh)
     )
     return prompts, Requests(lengths, runtime.keys["rollout"], *fields, runtime.rope)

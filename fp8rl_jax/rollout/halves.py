@@ -77,7 +77,7 @@ class HalvedSampler:
         def part(index: int) -> tuple:
             def cut(x):
                 each = len(x) // parts
-                return x[index * each : (index + 1) * each]
+                return np.asarray(x)[index * each : (index + 1) * each]
 
             rows = cut(sample_ids), cut(temperature), cut(limits)
             return prepared, cut(prompts), cut(lengths), key, *rows, rope

@@ -19,14 +19,7 @@ from fp8rl_jax import learner, sharding
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.resolve import Resolved, resolve_config
-from fp8rl_jax.data import (
-    ChatFormat,
-    Tokenizer,
-    join,
-    load_tokenizer,
-    pad_prompts,
-    pad_responses,
-)
+from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, pad_responses
 from fp8rl_jax.envs import Question, make_questions
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
