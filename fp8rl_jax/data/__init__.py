@@ -10,8 +10,7 @@ from fp8rl_jax.data.batching import (
     pad_rows,
 )
 from fp8rl_jax.data.chat import ChatFormat, ChatTemplate
-from fp8rl_jax.data.detokenize import Detokenizer
-from fp8rl_jax.data.load import load_tokenizer, tokenizer_files, tokenizer_path
+from fp8rl_jax.data.load import load_tokenizer, tokenizer_files
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -19,7 +18,6 @@ __all__ = [
     "ByteTokenizer",
     "ChatFormat",
     "ChatTemplate",
-    "Detokenizer",
     "PretrainedTokenizer",
     "Stream",
     "Tokenizer",
@@ -31,5 +29,4 @@ __all__ = [
     "pad_responses",
     "pad_rows",
     "tokenizer_files",
-    "tokenizer_path",
 ]

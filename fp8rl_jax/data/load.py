@@ -9,7 +9,7 @@ from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from fp8rl_jax.errors import UserError
 
 
-def tokenizer_path(name: str, checkpoint: str = "") -> str:
+def _path(name: str, checkpoint: str = "") -> str:
     """What `data.tokenizer` names, with 'checkpoint' resolved to `model.checkpoint`.
 
     Raises:
@@ -36,7 +36,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
     Raises:
       UserError: it cannot be read.
     """
-    path = tokenizer_path(config.tokenizer, checkpoint)
+    path = _path(config.tokenizer, checkpoint)
     if path == "byte":
         return ByteTokenizer()
     if pathlib.Path(path).is_dir():
@@ -46,7 +46,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
 
 def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
     """The files that the tokenizer of `load_tokenizer` depends on."""
-    path = tokenizer_path(name, checkpoint)
+    path = _path(name, checkpoint)
     if path == "byte":
         return []
     if not pathlib.Path(path).is_dir():

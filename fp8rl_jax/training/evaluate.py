@@ -41,7 +41,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
-        responses = runtime.decode(rollout)[:rows]
+        responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
         values, failed = score(runtime.reward, [q for q in part for _ in range(2)], responses)
         rewards += values
         texts += responses

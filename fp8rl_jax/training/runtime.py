@@ -151,8 +151,7 @@ class Runtime(Resolved):
         """Parameters that training begins with: of `model.checkpoint`, or random."""
         if not self.config.model.checkpoint:
             return self.init_params()
-        params = load_params(self.config, self.param_shardings)
-        return jax.device_put(params, self.param_shardings)
+        return load_params(self.config, self.param_shardings)
 
     @functools.cached_property
     def refit(self):
@@ -375,12 +374,10 @@ class Runtime(Resolved):
             routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
         )  # fmt: skip
 
-    def decode(self, rollout: Rollout) -> list[str]:
-        """Text of every response."""
-        return [
-            self.tokenizer.decode(row[keep].tolist())
-            for row, keep in zip(rollout.tokens, rollout.mask, strict=True)
-        ]
+    def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
+        """Text of responses (B, R) with a mask (B, R)."""
+        rows = zip(tokens, mask, strict=True)
+        return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
 
 
 def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True) -> Runtime:

@@ -32,8 +32,7 @@ class Rewards:
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Rewards the responses that are `done` (B,) and have no reward yet."""
         rows = np.flatnonzero(done & ~self._scored)
-        fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
-        texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
+        texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
         found, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
         self.values[rows] = found
         self.errors += errors
