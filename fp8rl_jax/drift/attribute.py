@@ -23,9 +23,9 @@ import numpy as np
 
 from fp8rl_jax.drift import compare
 from fp8rl_jax.drift.explain import Evidence, explain
-from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
+from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.drift.programs import Host, Programs, Taps
-from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS, tap_names
+from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray, is_weight
 from fp8rl_jax.rl import mismatch_metrics
 
@@ -136,7 +136,7 @@ def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Obs
             seen.unobservable += names
         else:
             _add(seen, tapped.taps, learner_taps, batch, mask)
-    order = {name: index for index, name in enumerate(ORDER)}
+    order = {name: index for index, name in enumerate(OPERATIONS)}
     layers = programs.runtime.model.num_hidden_layers
 
     def place(row: dict) -> tuple[int, int]:

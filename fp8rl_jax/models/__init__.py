@@ -32,14 +32,12 @@ from fp8rl_jax.models.params import (
     with_kv_scales,
 )
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.taps import LAYER_TAPS, MODEL_TAPS, Swap
+from fp8rl_jax.models.taps import Swap
 from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
 
 __all__ = [
-    "LAYER_TAPS",
     "LINEAR_LAYERS",
-    "MODEL_TAPS",
     "PAGE",
     "REMAT",
     "ForwardOutput",

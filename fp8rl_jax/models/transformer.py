@@ -23,7 +23,7 @@ from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import STACK, Run, layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import LINEAR, STACK, Run, layer_runs, layer_stacks, path_of, role_of
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -141,8 +141,7 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
     """
 
     def one(path, leaf, index: jax.Array):
-        names = [entry.key for entry in path]
-        linear = names[-1] == "kernel" and names[-2] != "router"
+        linear = role_of(path_of(path)) == LINEAR
         if by_kernel and linear and not isinstance(leaf, BoundWeight):
             return LayerOf(leaf, index)
         return take_layer(leaf, index)

@@ -11,6 +11,7 @@ Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name of its own; it is w
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,9 +28,30 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-_INTEGERS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-)  # fmt: skip
+# Fields of both sides, with the value where a file has none; None: it must be there.
+_SHARED = {
+    "vocab_size": None, "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
+    "num_attention_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN3_EXPERTS = {
+    "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+    "norm_topk_prob": False,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": 0, "kv_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
+    "v_head_dim": None, "rope_interleave": True,
+}  # fmt: skip
+_DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 0, "num_experts_per_tok": None, "moe_intermediate_size": None,
+    "norm_topk_prob": True, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_TYPES = typing.get_type_hints(ModelConfig)
+# Fields of a source that another form, or another file, stands for.
+_DROPPED = {
+    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
+    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
+}  # fmt: skip
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "linear layers have no bias here: take a model without"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
@@ -58,18 +80,16 @@ def read_config(fields: Fields) -> ModelConfig:
     """
     kind = family(fields)
     _refuse_unsupported(fields)
-    values: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
-    values |= rope_fields(fields, kind == "deepseek_v3")
-    values["rms_norm_eps"] = fields.number("rms_norm_eps", 1e-6)
-    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
+    values = _read(fields, _SHARED) | rope_fields(fields, kind == "deepseek_v3")
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
     if kind == "deepseek_v3":
-        values |= _read_latent(fields) | _read_deepseek_experts(fields)
+        values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
+        values["head_dim"] = values["qk_rope_head_dim"]  # has no part in latent attention
     else:
-        heads = values["num_attention_heads"]
         width = values["hidden_size"] // heads if kind != "qwen3" and heads > 0 else 128
-        values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
-        values["head_dim"] = fields.integer("head_dim", width)
+        values["head_dim"] = fields.get("head_dim", int, width)
     if kind == "qwen3_moe":
         values |= _read_qwen3_experts(fields)
     try:
@@ -78,12 +98,20 @@ def read_config(fields: Fields) -> ModelConfig:
         raise UserError(f"{fields.where}: {error}") from None
 
 
+def _read(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `defaults` names, in the types of ModelConfig."""
+    return {name: fields.get(name, _TYPES[name], value) for name, value in defaults.items()}
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     fields.require("hidden_act", ("silu",), _SILU)
     fields.require("attention_bias", (False,), _NO_BIAS)
     fields.require("mlp_bias", (False,), _NO_BIAS)
     fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
-    if fields.flag("use_sliding_window", False) and fields.values.get("sliding_window") is not None:
+    if (
+        fields.get("use_sliding_window", bool, False)
+        and fields.values.get("sliding_window") is not None
+    ):
         raise fields.error("use_sliding_window", _NO_WINDOW)
     types = fields.values.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
@@ -93,57 +121,22 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
-    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    return {
-        "num_experts": fields.integer(name),
-        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", False),
-        "first_k_dense_replace": _leading_layers(fields, "mlp_only_layers"),
-    }
-
-
-def _leading_layers(fields: Fields, name: str) -> int:
-    """k, where a field lists the layers 0 to k - 1."""
-    layers = fields.values.get(name) or []
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise fields.error(name, _EVERY_LAYER)
-    return len(layers)
-
-
-def _read_latent(fields: Fields) -> dict[str, Any]:
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    values: dict[str, Any] = {name: fields.integer(name) for name in names}
-    values["q_lora_rank"] = fields.integer("q_lora_rank", 0)
-    values["rope_interleave"] = fields.flag("rope_interleave", True)
-    # Of no part in latent attention; these are transformers' own values.
-    heads = fields.integer("num_attention_heads")
-    values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
-    values["head_dim"] = values["qk_rope_head_dim"]
-    return values
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise fields.error("mlp_only_layers", _EVERY_LAYER)
+    other_name = {"num_experts": fields.values.get("num_local_experts")}
+    return _read(fields, _QWEN3_EXPERTS | other_name) | {"first_k_dense_replace": len(dense)}
 
 
 def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
     fields.require("scoring_func", ("sigmoid",), "only sigmoid goes with this model type")
     fields.require("topk_method", ("noaux_tc",), "only noaux_tc goes with this model type")
-    layers = fields.integer("num_hidden_layers")
-    dense = fields.integer("first_k_dense_replace", 0)
-    if dense >= layers or fields.values.get("n_routed_experts") is None:
-        if dense < layers:
-            raise fields.error("n_routed_experts", "write the number of routed experts")
+    if fields.get("first_k_dense_replace", int, 0) >= fields.get("num_hidden_layers", int):
         return {}
-    return {
-        "scoring_func": "sigmoid",
-        "first_k_dense_replace": dense,
-        "num_experts": fields.integer("n_routed_experts"),
-        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", True),
-        "n_shared_experts": fields.integer("n_shared_experts", 0),
-        "n_group": fields.integer("n_group", 1),
-        "topk_group": fields.integer("topk_group", 1),
-        "routed_scaling_factor": fields.number("routed_scaling_factor", 1.0),
-    }
+    if fields.values.get("n_routed_experts") is None:
+        raise fields.error("n_routed_experts", "write the number of routed experts")
+    experts = fields.get("n_routed_experts", int)
+    return _read(fields, _DEEPSEEK_EXPERTS) | {"scoring_func": "sigmoid", "num_experts": experts}
 
 
 def family_of(config: ModelConfig) -> str:
@@ -177,22 +170,6 @@ def family_of(config: ModelConfig) -> str:
     return kind
 
 
-_SHARED = (*_INTEGERS, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
-_QWEN3_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-_LATENT = (
-    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
-)  # fmt: skip
-_DEEPSEEK_EXPERTS = (
-    "first_k_dense_replace", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "scoring_func",
-)  # fmt: skip
-# Fields of a source that another form, or another file, stands for.
-_DROPPED = {
-    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
-    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
-}  # fmt: skip
-
-
 def config_json(
     config: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -207,14 +184,14 @@ def config_json(
       UserError: no model type has these rules.
     """
     kind = family_of(config)
-    names = list(_SHARED)
+    names = [*_SHARED, "num_key_value_heads"]
     own: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
     if kind == "deepseek_v3":
         names += _LATENT
         # None of the modules that predict further tokens is written.
-        own |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0}
+        own["num_nextn_predict_layers"] = 0
         if config.num_experts:
-            names += _DEEPSEEK_EXPERTS
+            names += [*_DEEPSEEK_EXPERTS, "scoring_func"]
             own |= {"n_routed_experts": config.num_experts, "topk_method": "noaux_tc"}
         else:
             own["first_k_dense_replace"] = config.num_hidden_layers
@@ -223,8 +200,9 @@ def config_json(
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
         own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
-    own |= {name: getattr(config, name) for name in names}
-    own |= rope_json(config)
+    own |= {name: getattr(config, name) for name in names} | rope_json(config)
+    if own.get("q_lora_rank") == 0:
+        own["q_lora_rank"] = None
     own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
     defaults = {"max_position_embeddings": default_max_positions(config)}
     kept = {name: value for name, value in (others or {}).items() if name not in _DROPPED}

@@ -73,11 +73,11 @@ def rope_fields(fields: Fields, latent: bool) -> dict[str, Any]:
             )
     found: dict[str, Any] = {
         "rope_type": kind,
-        "rope_theta": rope.number("rope_theta", 10_000.0),
-        **{own: rope.number(theirs, default) for theirs, (own, default) in settings.items()},
+        "rope_theta": rope.get("rope_theta", float, 10_000.0),
+        **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
     }
     if kind != "default":
-        found["rope_original_max_position_embeddings"] = rope.integer(_ORIGINAL)
+        found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
     if found.get("rope_mscale_all_dim") and not latent:
         raise rope.error(
             "mscale_all_dim",
