@@ -23,20 +23,10 @@ def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return one != other
 
 
-def by_slot(d: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """|dlogp| per response slot of (B, R): slot, tokens, mean, max."""
-    return [
-        {"slot": slot, **_spread(d[mask[:, slot], slot])}
-        for slot in range(mask.shape[1])
-        if mask[:, slot].any()
-    ]
-
-
-def by_row(d: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """|dlogp| per row of the batch: row, tokens, mean, max."""
-    return [
-        {"row": row, **_spread(d[row, mask[row]])} for row in range(len(mask)) if mask[row].any()
-    ]
+def by_row(name: str, d: np.ndarray, mask: np.ndarray) -> list[dict]:
+    """|dlogp| of each row of (B, R) that has tokens: {name: row}, tokens, mean, max."""
+    rows = (row for row in range(len(mask)) if mask[row].any())
+    return [{name: row, **_spread(d[row, mask[row]])} for row in rows]
 
 
 def by_length(d: np.ndarray, mask: np.ndarray, prompt_lengths: np.ndarray) -> list[dict]:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8rl_jax.report import write_drift_page, write_report
-from fp8rl_jax.report.drift import NAME
+from fp8rl_jax.report.drift import NAME, exact, headline
 
 _SHOWN = 8
 
@@ -71,27 +71,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return "0 exactly" if value == 0 else f"{value:.3g}"
-
-
 def _headline(head: dict, logits: dict | None) -> Table:
     table = _table("figure", "value")
-    equal = head["logprob_equal_frac"]
-    rows = [
-        ("tokens compared", f"{head['drift_tokens']:.0f}"),
-        ("max |dlogp|", _number(head["train_rollout_logprob_abs_diff_max"])),
-        ("mean |dlogp|", _number(head["train_rollout_logprob_abs_diff"])),
-        ("log-probs with equal bits", "all" if equal == 1 else f"{equal:.2%}"),
-        ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
-        ("mismatch_kl", _number(head["mismatch_kl"])),
-        ("tis_clipfrac", _number(head["tis_clipfrac"])),
-    ]
-    if logits is not None:
-        rows.append(("max difference of a logit, full vocabulary", _number(logits["max"])))
-    for row in rows:
+    for row in headline(head, logits):
         table.add_row(*row)
     return table
 
@@ -116,7 +98,7 @@ def _layers(result: dict) -> Table | None:
         return None
     table = _table("layer", "left")
     for row in sorted(found, key=lambda row: row["left"])[:_SHOWN]:
-        table.add_row(str(row["layer"]), _number(row["left"]))
+        table.add_row(str(row["layer"]), exact(row["left"]))
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.router import (
     Router,
-    choose_experts,
-    expert_weights,
+    expert_tokens,
     mean_probability,
-    token_logits,
+    router_logits,
+    routing_weights,
+    select_experts,
 )
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value
@@ -93,17 +96,21 @@ def sparse_mlp(
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
-    logits = tap(module, "router_logits", token_logits(x.value, router.kernel, recipe.kernels))
-    chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
-    weights = expert_weights(config, logits, chosen)
+    own_rows = tensor_parallel.by_own_rows  # every device sorts and multiplies its own rows
+    product = functools.partial(router_logits, implementation=recipe.kernels)
+    logits = tap(module, "router_logits", own_rows(product, x.value, shared=(router.kernel,)))
+    select = functools.partial(select_experts, config)
+    chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.bias,)))
+    weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(module, "router_weights", weights)
-    y, tokens = moe_forward(config, recipe, x.value, valid, weights, chosen, experts)
+    run = functools.partial(moe_forward, config, recipe)
+    y = own_rows(run, x.value, weights, chosen, shared=(experts,))
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
-    aux = {"expert_tokens": tokens}
+    aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
     if collect_load:
         aux["expert_probability"] = mean_probability(config, logits, valid)
     return y, aux

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, resolve
 from fp8rl_jax.models import tensor_parallel
-from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value
 from fp8rl_jax.quant.varying import share
 
@@ -96,7 +95,9 @@ def token_logprobs(
         found = _logprobs(recipe, plain, *share(*operands))
         return tuple(x.reshape(batch, length) for x in found)
 
-    logp, entropy = by_own_rows(run, (hidden, targets, inverse_temperature), (value, master), 0)
+    logp, entropy = tensor_parallel.by_own_rows(
+        run, hidden, targets, inverse_temperature, shared=(value, master)
+    )
     return logp, jax.lax.stop_gradient(entropy)
 
 
@@ -124,6 +125,6 @@ def drawn_logprobs(
         return plain(scaled, tokens)
 
     def run(*operands):
-        return (by_platform(recipe.kernels, kernel, elsewhere, *operands),)
+        return by_platform(recipe.kernels, kernel, elsewhere, *operands)
 
-    return by_own_rows(run, (logits, scaled, tokens, inverse_temperature), (), 0)[0]
+    return tensor_parallel.by_own_rows(run, logits, scaled, tokens, inverse_temperature)

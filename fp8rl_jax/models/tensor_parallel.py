@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,24 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
         )(params, tokens, cache, kv_scales, *others)
 
     return split
+
+
+def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
+    """``run(*by_row, *shared)``, every device of a mesh with its own rows of the batch.
+
+    For work that XLA must not cut. A batch that the devices cannot share equally is computed by all
+    of them.
+
+    Args:
+      run: returns arrays (B, ...).
+      by_row: (B, ...). shared: what every device holds.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
+        return run(*by_row, *shared)
+    rows = PartitionSpec(_rows(by_row[0].shape[0]))
+    specs = (*(rows,) * len(by_row), *(_WHOLE,) * len(shared))
+    return jax.shard_map(run, in_specs=specs, out_specs=rows)(*by_row, *shared)
 
 
 # Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).

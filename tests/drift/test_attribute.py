@@ -6,6 +6,7 @@ import json
 import types
 
 import drift_faults
+import jax
 import numpy as np
 import pytest
 
@@ -134,6 +135,13 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     ]
     assert places == sorted(places), "rows come in the order of computation"
     assert [row["op"] for row in seen.rows if row["differ"]] == ["o_proj/output"] * 2
+
+
+def test_names_under_a_mesh():
+    """A mesh that shards layers, where nothing can be tapped, changes no name."""
+    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert set(tap_names(_MODEL)) - {LOGITS} == _PLAIN
 
 
 def test_every_value_has_its_operation():
