@@ -63,10 +63,12 @@ class Programs:
     questions: list[Question]
     key: jax.Array
 
-    @property
-    def group_size(self) -> int:
-        """Samples per question."""
-        return self.runtime.config.rollout.group_size
+    @classmethod
+    def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
+        """The run's two sides at a state whose KV scales are calibrated on the questions first."""
+        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
+        weights = runtime.refit_state(state)[0]
+        return cls(runtime, state, weights, questions, runtime.keys["rollout"])
 
     def rollout(self, taps: Sequence[str] = ()) -> tuple[Host, np.ndarray, np.ndarray]:
         """Samples: the rollout on the host, prompt tokens (P, Tp) and lengths (P,)."""
@@ -77,8 +79,9 @@ class Programs:
         return rt.generate(sampler, self.weights, self.questions, self.key, self._temperature())
 
     def _temperature(self) -> np.ndarray:
-        rows = len(self.questions) * self.group_size
-        return np.full(rows, self.runtime.config.rollout.temperature, np.float32)
+        config = self.runtime.config.rollout
+        rows = len(self.questions) * config.group_size
+        return np.full(rows, config.temperature, np.float32)
 
     def batch(self, rollout: Host, prompts: np.ndarray, lengths: np.ndarray) -> Host:
         """The rollout as the learner takes it; every other response with a negative advantage."""

@@ -65,9 +65,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     with jax.set_mesh(cut.mesh):
         state = cut.new_state(cut.init_params(), optimizer_of_phase(config, "rl")[0])
         questions = cut.questions["train"][: config.rollout.prompts_per_step]
-        prompts, lengths = cut.pad_prompts(questions)
-        state = cut.calibrate_state(state, prompts, lengths)
-        programs = Programs(cut, state, cut.refit_state(state)[0], questions, cut.keys["rollout"])
+        programs = Programs.calibrated(cut, state, questions)
         rollout, prompts, lengths = programs.rollout()
         batch = programs.batch(rollout, prompts, lengths)
         logp, _ = programs.learner(batch)

@@ -11,8 +11,8 @@ from fp8rl_jax.models.kv_cache import (
     pages_of,
 )
 from fp8rl_jax.models.logprobs import (
+    drawn_logprobs,
     head_logits,
-    inverse_temperature,
     logprobs_of_logits,
     output_head,
     scaled_logits,
@@ -46,6 +46,7 @@ __all__ = [
     "PagedCache",
     "Swap",
     "checksum",
+    "drawn_logprobs",
     "for_decoding",
     "forward",
     "head_logits",
@@ -54,7 +55,6 @@ __all__ = [
     "init_params",
     "init_probes",
     "init_scaling",
-    "inverse_temperature",
     "kernel_formats",
     "least_pages",
     "logprobs_of_logits",

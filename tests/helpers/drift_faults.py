@@ -125,8 +125,8 @@ def constant_tables(params, tokens, config, recipe, **options):
     )
 
 
-def _renormalised(scaled, targets):
-    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), targets)
+def _renormalised(logits, scaled, tokens, *others):
+    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), tokens)[0]
 
 
 def _bf16_router(x, kernel, implementation):
@@ -162,7 +162,7 @@ FAULTS = {
     ),
     "top-p renormalised": Fault(
         ("rollout.top_p=0.8",),
-        rollout=_patch(sampler, "logprobs_of_logits", _renormalised),
+        rollout=_patch(sampler, "drawn_logprobs", _renormalised),
         culprit="logprob", words=("the rollout renormalises",),
     ),
     "per-tensor activations": Fault(
