@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import flax.linen as nn
 import jax
@@ -80,7 +81,7 @@ def sparse_mlp(
     valid: jax.Array,
     init_scale: float,
     tensor: int,
-    collect_load: bool,
+    collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A router's experts, and the shared ones if the model has any.
 
@@ -88,11 +89,11 @@ def sparse_mlp(
       module, recipe, x, init_scale, tensor: as for `gated_mlp`.
       config: shapes.
       valid: (B, T) bool, tokens that are counted.
-      collect_load: also return the probabilities that a balancing loss needs.
+      collect: as for `forward`.
 
     Returns:
       (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
-      with collect_load 'expert_probability': (E,) float32, `mean_probability`}.
+      if collected 'expert_probability': (E,) float32, `mean_probability`}.
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
@@ -111,6 +112,6 @@ def sparse_mlp(
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
-    if collect_load:
+    if "expert_probability" in collect:
         aux["expert_probability"] = mean_probability(config, logits, valid)
     return y, aux

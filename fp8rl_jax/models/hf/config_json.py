@@ -5,8 +5,14 @@ router, latent attention), so reading adds what the type implies, and writing fi
 rules a ModelConfig follows. What the file says and this library does not do is refused by name;
 what has no effect on the forward pass (dropout, token ids, initialisation) is passed over.
 
-Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name of its own; it is written as
-'deepseek_v3', which transformers knows.
+Rotary embeddings have a form of transformers 4 and one of transformers 5. Either is read; the first
+is written, which every version of transformers and the inference engines read::
+
+    4:  "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...} or null
+    5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
+
+DeepSeek writes "type" for "rope_type". Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name
+of its own; it is written as 'deepseek_v3', which transformers knows.
 """
 
 from __future__ import annotations
@@ -16,9 +22,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
-from fp8rl_jax.models.hf.rope_json import default_max_positions, rope_fields, rope_json
 
 # Model type -> the class that transformers makes of it.
 ARCHITECTURES = {
@@ -47,6 +52,30 @@ _DEEPSEEK_EXPERTS = {
     "routed_scaling_factor": 1.0,
 }  # fmt: skip
 _TYPES = typing.get_type_hints(ModelConfig)
+_ORIGINAL = "original_max_position_embeddings"
+# Of each type: name in the file -> (field of ModelConfig, value where the file has none).
+_SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "llama3": {
+        "factor": ("rope_factor", None),
+        "low_freq_factor": ("rope_low_freq_factor", None),
+        "high_freq_factor": ("rope_high_freq_factor", None),
+    },
+    "yarn": {
+        "factor": ("rope_factor", None),
+        "beta_fast": ("rope_beta_fast", 32.0),
+        "beta_slow": ("rope_beta_slow", 1.0),
+        "mscale": ("rope_mscale", 0.0),
+        "mscale_all_dim": ("rope_mscale_all_dim", 0.0),
+    },
+}
+# Settings that are understood where they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_factor": (None,),
+    "truncate": (None, True),
+    "partial_rotary_factor": (None, 1, 1.0),
+}
+_NAMES = {"rope_type", "type", "rope_theta", _ORIGINAL}
 # Fields of a source that another form, or another file, stands for.
 _DROPPED = {
     "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
@@ -80,7 +109,7 @@ def read_config(fields: Fields) -> ModelConfig:
     """
     kind = family(fields)
     _refuse_unsupported(fields)
-    values = _read(fields, _SHARED) | rope_fields(fields, kind == "deepseek_v3")
+    values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
@@ -108,10 +137,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.require("attention_bias", (False,), _NO_BIAS)
     fields.require("mlp_bias", (False,), _NO_BIAS)
     fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
-    if (
-        fields.get("use_sliding_window", bool, False)
-        and fields.values.get("sliding_window") is not None
-    ):
+    windows = fields.get("use_sliding_window", bool, False)
+    if windows and fields.values.get("sliding_window") is not None:
         raise fields.error("use_sliding_window", _NO_WINDOW)
     types = fields.values.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
@@ -137,6 +164,38 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
         raise fields.error("n_routed_experts", "write the number of routed experts")
     experts = fields.get("n_routed_experts", int)
     return _read(fields, _DEEPSEEK_EXPERTS) | {"scoring_func": "sigmoid", "num_experts": experts}
+
+
+def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
+    """The rope_* fields of ModelConfig, from either form; `latent`: of the model's attention."""
+    parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
+    values = {name: value for part in parts if part for name, value in part.values.items()}
+    theta = values.get("rope_theta", fields.values.get("rope_theta"))
+    where = next((part.where for part in reversed(parts) if part), fields.where)
+    rope = Fields({**values, "rope_theta": theta}, where)
+    kind = values.get("rope_type", values.get("type", "default"))
+    name = "type" if "rope_type" not in values and "type" in values else "rope_type"
+    if kind not in ROPE_TYPES:
+        raise rope.error(name, f"only {', '.join(ROPE_TYPES)} are supported: take another model")
+    settings = _SETTINGS[kind]
+    for setting in sorted(set(values) - _NAMES - set(settings)):
+        if values[setting] not in _NEUTRAL.get(setting, ()):
+            raise rope.error(
+                setting, f"this setting of rope_type {kind!r} is not supported: take another model"
+            )
+    found: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": rope.get("rope_theta", float, 10_000.0),
+        **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
+    }
+    if kind != "default":
+        found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
+    if found.get("rope_mscale_all_dim") and not latent:
+        raise rope.error(
+            "mscale_all_dim",
+            "a model without latent attention has no such temperature: take another model",
+        )
+    return found
 
 
 def family_of(config: ModelConfig) -> str:
@@ -170,6 +229,27 @@ def family_of(config: ModelConfig) -> str:
     return kind
 
 
+def _rope_json(config: ModelConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a configuration."""
+    scaling: dict[str, Any] | None = None
+    if config.rope_type != "default":
+        scaling = {
+            "rope_type": config.rope_type,
+            _ORIGINAL: config.rope_original_max_position_embeddings,
+        }
+        for theirs, (own, default) in _SETTINGS[config.rope_type].items():
+            value = float(getattr(config, own))
+            if theirs.startswith("mscale") and value == default:
+                continue
+            scaling[theirs] = value
+        if not config.latent and config.rope_mscale_all_dim:
+            raise UserError(
+                f"model.rope_mscale_all_dim is {config.rope_mscale_all_dim}: Hugging Face's models "
+                "know it with latent attention alone; set it to 0"
+            )
+    return {"rope_theta": float(config.rope_theta), "rope_scaling": scaling}
+
+
 def config_json(
     config: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -200,10 +280,13 @@ def config_json(
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
         own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
-    own |= {name: getattr(config, name) for name in names} | rope_json(config)
+    own |= {name: getattr(config, name) for name in names} | _rope_json(config)
     if own.get("q_lora_rank") == 0:
         own["q_lora_rank"] = None
     own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
-    defaults = {"max_position_embeddings": default_max_positions(config)}
+    # Rotary embeddings have no limit of their own.
+    original = int(config.rope_original_max_position_embeddings * config.rope_factor)
+    limit = 32_768 if config.rope_type == "default" else original
+    defaults = {"max_position_embeddings": limit}
     kept = {name: value for name, value in (others or {}).items() if name not in _DROPPED}
     return defaults | kept | own
