@@ -1,6 +1,6 @@
 """From log-probabilities that differ to the operation that makes them differ.
 
-1. The run's own sampler and train step give the headline: they are compared as they are.
+1. The run's own sampler and train step give the headline: they are compared unchanged.
 2. The same programs with every intermediate value tapped are compared value by value, in the order
    of computation. The **first** value whose bits differ is where the programs part. A tapped
    program may compile differently: where it no longer gives the log-probabilities of the untapped
@@ -117,7 +117,7 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
 
 
 def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
-    """Taps everything; in parts where tapping all at once changes the log-probabilities."""
+    """Taps everything; fewer values at a time where tapping all changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]

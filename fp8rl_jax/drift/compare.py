@@ -16,7 +16,7 @@ _WORST = 12
 
 
 def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where two arrays differ, as float32 bits; integers as they are."""
+    """Where two arrays differ, as float32 bits; integers as numbers."""
     if np.issubdtype(np.asarray(one).dtype, np.integer):
         return one != other
     one, other = (np.ascontiguousarray(x, np.float32).view(np.int32) for x in (one, other))
@@ -66,7 +66,7 @@ def compare_taps(
     """How a tapped value differs, a row for each layer that holds it.
 
     Args:
-      name: of models/taps.py.
+      name: of operations.py.
       rollout, learner: (L, B, T, ...), or (B, T, ...) outside the layers.
       valid: (B, T), of `valid_positions`.
 

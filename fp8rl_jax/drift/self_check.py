@@ -101,7 +101,7 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
 
 
 def _cut(runtime: Runtime) -> Runtime:
-    """The runtime with few layers, prompts and new tokens; everything else as it is."""
+    """The runtime with few layers, prompts and new tokens, and otherwise unchanged."""
     recipes = (runtime.rollout_recipe, runtime.learner_recipe)
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)

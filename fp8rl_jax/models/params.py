@@ -1,10 +1,10 @@
 """Parameter trees: initialisation, quantisation for the forward pass, and their checksum.
 
 One tree, three forms: float32 masters (what is trained), `quantize_params` of them (what the
-sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, norms and routers as they
-are), and `trainable_params`, which pairs the two for the learner's forward pass. Their structures
-are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers` into up to
-three runs.
+sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32 for norms and
+routers), and `trainable_params`, which pairs the two for the learner's forward pass. Their
+structures are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers`
+into up to three runs.
 
 A *site* is a quantised linear layer of a run, named by its path (``layers.self_attn.q_proj``);
 policy states and probes are flat dictionaries of sites, stacked over the run's layers, and where
@@ -89,7 +89,7 @@ def _runs(params, recipe: Recipe) -> list[Run]:
 def split_layers(params, recipe: Recipe):
     """Parameters with their stacks of layers cut into runs under one recipe (models/stacks.py).
 
-    The tree as it is when every layer of a stack has the same recipe.
+    The tree itself when every layer of a stack has the same recipe.
     """
     runs = _runs(params, recipe)
     if is_whole(runs):
@@ -226,7 +226,7 @@ def kernel_formats(weights, shardings):
     """Shardings of rollout weights with the layouts that the GPU kernels read without a copy.
 
     The kernels read the (in, out) matrices of linear layers and head column by column. A buffer
-    that lies row by row would be copied in every rollout.
+    that is stored row by row would be copied in every rollout.
 
     Args:
       weights: of `quantize_params`, or their shapes.

@@ -255,7 +255,7 @@ def forward(
     parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
     if by_shard_map and (taps or swaps):
         raise ValueError(
-            "intermediate values lie in parts where mesh.tensor is above 1, and where GPU kernels "
+            "intermediate values are sharded where mesh.tensor is above 1, and where GPU kernels "
             "run on several devices: set mesh.tensor to 1, or use one device"
         )
     module = Transformer(config, recipe, remat, tuple(collect), parts)

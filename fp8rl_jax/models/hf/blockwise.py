@@ -45,7 +45,7 @@ def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint whose linear layers are FP8.
 
     Args:
-      tensors: of the model; the modules of those that stay as they are get named.
+      tensors: of the model; the modules of those that are not FP8 get named.
     """
     kept = (tensor.module for tensor in tensors if tensor.role != LINEAR)
     return {

@@ -194,7 +194,7 @@ class GGUF:
 
 
 def _name(name: str) -> str:
-    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; others as they are."""
+    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; others unchanged."""
     module, _, kind = name.rpartition(".")
     if kind == "weight" and module in _MODEL:
         return _MODEL[module]

@@ -11,7 +11,7 @@ fails before leaves nothing. What is written::
 
 FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128: those that the sampler
 serves. Norms and routers are float32 in every form of the parameters here, so under 'fp8' they keep
-it. QArray leaves are written as they are under 'fp8', and dequantised otherwise.
+it. QArray leaves keep their bytes under 'fp8', and dequantised otherwise.
 """
 
 from __future__ import annotations
