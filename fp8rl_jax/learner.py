@@ -162,8 +162,7 @@ def response_logprobs(
     rope,
     remat: str,
     kv_scales: KVScales | None,
-    collect_health: bool = False,
-    collect_load: bool = False,
+    collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
@@ -176,8 +175,8 @@ def response_logprobs(
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
         params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        rope=rope, remat=remat, output="hidden", collect_health=collect_health,
-        collect_load=collect_load, taps=taps, swaps={**(swaps or {}), **routing},
+        rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
+        swaps={**(swaps or {}), **routing},
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
@@ -265,13 +264,13 @@ def make_train_step(
     layers, or 'logits' (B, R, V)}. If not good, the returned state is the state before the step.
     """
     recipe = get_recipe(recipe)
+    collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
     def objective(params, probes, weights, state: TrainState, part: Batch, rope, token_count):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales,
-            health, loss.router_aux_coef > 0, taps,
-        )  # fmt: skip
+            paired, part, model, recipe, rope, remat, state.kv_scales, collect, taps
+        )
         sums = {"entropy": (entropy * part.mask).sum()}
         sums |= {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.kind == "sft":

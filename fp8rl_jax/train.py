@@ -22,7 +22,7 @@ from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
-from fp8rl_jax.models.size import parameter_counts
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
@@ -152,7 +152,7 @@ class _Run:
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
-        counts = parameter_counts(model, rt.param_shapes)
+        counts = parameter_counts(model)
         active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "

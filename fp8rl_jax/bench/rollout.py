@@ -40,8 +40,8 @@ from fp8rl_jax.models import (
     quantize_params,
     rope_tables,
 )
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
-from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import HalvedSampler, Rollout, SamplerConfig, make_refit
 from fp8rl_jax.version import __version__

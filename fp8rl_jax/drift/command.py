@@ -50,7 +50,4 @@ def analyse_drift(
         questions = affordable(runtime, asked)
         if len(questions) < len(asked):
             note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
-        weights = runtime.refit_state(state)[0]
-        key = runtime.keys["rollout"]
-        return analyse(Programs(runtime, state, weights, questions, key), note)
+        return analyse(Programs.calibrated(runtime, state, questions), note)

@@ -67,7 +67,7 @@ def make_calibrate(model: ModelConfig, recipe: Recipe | str, *, margin: float = 
         weights = quantize_params(params, recipe, scaling_state)
         out = forward(
             weights, tokens, model, recipe,
-            lengths=lengths, rope=rope, output="hidden", collect_amax=True,
+            lengths=lengths, rope=rope, output="hidden", collect=("kv_amax",),
         )  # fmt: skip
         amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)

@@ -25,13 +25,11 @@ from fp8rl_jax.models import (
     PAGE,
     KVCache,
     ModelConfig,
+    drawn_logprobs,
     for_decoding,
     forward,
-    fused_head,
     head_logits,
     init_cache,
-    inverse_temperature,
-    logprobs_of_logits,
     output_head,
     pages_of,
     scaled_logits,
@@ -191,14 +189,7 @@ class Loop:
         logits = head_logits(hidden, prepared.head, self.recipe)
         scaled = scaled_logits(logits, temperature)
         token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
-
-        def plain(scaled, token):
-            return logprobs_of_logits(scaled, token)[0]
-
-        if not fused_head.applies(self.recipe):
-            return token, plain(scaled, token), logits
-        inverse = inverse_temperature(temperature)
-        logp = fused_head.drawn_logprobs(logits, scaled, token, inverse, self.recipe, plain)
+        logp = drawn_logprobs(logits, scaled, token, temperature, self.recipe)
         return token, logp, logits
 
     def _draw(self, prepared: Prepared, requests: Requests, hidden, index):

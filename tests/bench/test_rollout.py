@@ -15,7 +15,7 @@ from fp8rl_jax.bench import rollout as bench_rollout
 from fp8rl_jax.bench.rollout import CASES, SMALL, Cell, Plan, arguments, model_of, settings_of
 from fp8rl_jax.bench.rollout_ways import WAYS, long_tail, make_static
 from fp8rl_jax.models import ModelConfig, forward, rope_tables
-from fp8rl_jax.models.size import parameter_counts
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.rollout import make_sampler
 
 _MODEL = ModelConfig(64, 128, 128, 1, 2, 1, 32)

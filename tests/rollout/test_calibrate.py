@@ -170,7 +170,7 @@ def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
             quantize_params(params, recipe), tokens, _MODEL, recipe, rope=_ROPE, kv_scales=scales,
-            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None, collect_health=True,
+            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None, collect=("kv_health",),
         )  # fmt: skip
 
     return exact_jit(run)
