@@ -21,6 +21,8 @@ from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
 from fp8rl_jax.quant.site import OperandScaling, quantize_operand
 
+# And the amax of each block, float32; None where it is not known, as nothing reads it.
+Quantized = tuple[QArray, jax.Array | None]
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
 
@@ -74,7 +76,7 @@ def fuses_quantisation(recipe: Recipe) -> bool:
 
 def quantize_activation(
     x: jax.Array, operand: Operand, current: OperandScaling | None, implementation: str
-) -> tuple[QArray, jax.Array | None]:
+) -> Quantized:
     """Rounds a (..., rows, columns) array to bf16 and quantises it.
 
     Args:
@@ -83,7 +85,7 @@ def quantize_activation(
       implementation: of `Recipe.kernels`.
 
     Returns:
-      QArray, and the amax of each block where the policy keeps a state, which nobody else reads.
+      QArray, and the amax of each block where the policy keeps a state.
     """
     settings = kernel_settings(operand)
     whole = operand.block == _ROW or x.ndim == 2 or x.shape[-2] % K_BLOCK == 0

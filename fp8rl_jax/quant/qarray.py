@@ -199,9 +199,9 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         saturated, underflowed = jnp.float32(0), jnp.sum(lost, dtype=jnp.float32)
         bad = ~jnp.isfinite(q.scale)
     else:
-        limit = formats.rounding_limit(q.qvalue.dtype) * q.spread_scale()
+        limit = formats.ROUNDING_LIMIT[q.qvalue.dtype] * q.spread_scale()
         above = (jnp.abs(x.astype(jnp.float32)) > limit) & jnp.isfinite(x)
-        not_finite = stored > formats.largest_code(q.qvalue.dtype)
+        not_finite = stored > formats.LARGEST_CODE[q.qvalue.dtype]
         # One pass for the three: XLA would compute the bytes again for each reduction of its own.
         blocks = _resolve(x.shape, q.block_shape)
         counted = [

@@ -84,10 +84,6 @@ class LayerOf:
     def ndim(self) -> int:
         return self.stack.ndim - 1
 
-    def taken(self) -> QArray | jax.Array:
-        """The layer, cut out."""
-        return take_layer(self.stack, self.layer)
-
 
 Weight = jax.Array | QArray | BoundWeight | LayerOf
 
@@ -121,7 +117,7 @@ def quantize_weight(
 
 
 def bind(w: Weight) -> BoundWeight:
-    """`w` as a BoundWeight, for any form that the learner may hold."""
+    """`w` as a BoundWeight."""
     assert not isinstance(w, LayerOf)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 

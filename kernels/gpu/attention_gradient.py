@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
 from fp8rl_jax.kernels.gpu.attention import multiply, store_vectors, vectors
 from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
@@ -41,8 +42,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _add_to_query(
     dquery, start, end, query, query_scale, dout, logsumexp, delta, position, k, v, k_scale,
-    v_scale,
-    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    v_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -77,20 +77,13 @@ def query_gradient_kernel(
     logsumexp,  # (B, T, H) float32, over log 2
     delta,  # (B, T, H) float32
     dq,  # (B, T, H, D) float32
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
     k += first_key * D
@@ -142,10 +135,10 @@ def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _add_to_keys(
     dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout, logsumexp,
-    delta, positions,
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
+    delta, positions, T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows adds; scores and weights are (keys, rows) here, to be left operands."""
     place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
@@ -176,31 +169,13 @@ def _add_to_keys(
 @triton.jit
 def key_gradient_kernel(
     q,  # as of `query_gradient_kernel`
-    k,
-    v,
-    positions,
-    q_scale,
-    k_scale,
-    v_scale,
-    dout,
-    logsumexp,
-    delta,
+    k, v, positions, q_scale, k_scale, v_scale, dout, logsumexp, delta,
     dk,  # (B, S, HKV, D) float32
     dv,  # (B, S, HKV, DV) float32
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = H // HKV
     first_row, first_key = batch * T * H + kv_head * GROUP, batch * S * HKV + kv_head
@@ -281,7 +256,7 @@ def attention_vjp(
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
-    of_rows = operands.in_their_type(cotangent), logsumexp, delta
+    of_rows = rounded(cotangent, operands.arrays[0].dtype), logsumexp, delta
     (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
     dk, dv = operands.call(
         key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"

@@ -30,11 +30,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu.attention import (
     LOWEST,
     check_operands,
     head_width,
+    in_float32,
     multiply,
     store_vectors,
     vectors,
@@ -58,8 +58,8 @@ def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: t
 
 @triton.jit
 def scores_of(
-    query, key, query_scale, k_scale, place, there,
-    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+    query, key, query_scale, k_scale, place, there, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
 ):  # fmt: skip
     """(rows, keys) scores over log 2, without a mask."""
     score = multiply(query, key.T)
@@ -123,20 +123,13 @@ def fast_attention_kernel(
     v_scale,  # likewise
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     # Within a sequence 32 bits count; the tiles with the most keys come first, as they end last.
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
@@ -189,11 +182,6 @@ TILES = {
 }
 
 
-def tile_for(table: dict[int, Tile], widest: int) -> Tile:
-    """The tile for a head whose widest vector has `widest` features."""
-    return table[min(width for width in table if width >= widest)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """What the kernels of attention and its gradients read, all in one type.
@@ -207,30 +195,21 @@ class Operands:
     arrays: tuple[jax.Array, ...]
     constants: dict[str, int | float | bool]
 
-    def in_their_type(self, x: jax.Array) -> jax.Array:
-        """`x`, rounded to bf16 where the operands are."""
-        return rounded(x, self.arrays[0].dtype)
-
     def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
-        """A kernel's results.
+        """The float32 results, of the shapes `out`, of a kernel over `arrays` and `more`.
 
-        Args:
-          kernel: takes `arrays`, then `more`.
-          tables: {dtype: {width: Tile}}.
-          more: further operands.
-          out: shapes of the results, float32.
-          over: 'rows' or 'keys', of which each program has a tile.
+        `tables` is {dtype: {width: Tile}}; each program has a tile of 'rows' or of 'keys' (`over`).
         """
         q, _, v = self.arrays[:3]
         (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
-        tile = tile_for(tables[q.dtype.name], max(features, v_features))
-        programs = {
-            "rows": -(-queries * heads // kv_heads // tile.rows), "keys": -(-slots // tile.keys)
-        }  # fmt: skip
+        table, widest = tables[q.dtype.name], max(features, v_features)
+        tile = table[min(width for width in table if width >= widest)]
+        rows = -(-queries * heads // kv_heads // tile.rows)
+        programs = rows if over == "rows" else -(-slots // tile.keys)
         return triton_call(
             kernel, *self.arrays, *more,
             out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out),
-            grid=(programs[over], kv_heads, batch), warps=tile.warps, stages=tile.stages,
+            grid=(programs, kv_heads, batch), warps=tile.warps, stages=tile.stages,
             ROWS=tile.rows, KEYS=tile.keys, **self.constants,
         )  # fmt: skip
 
@@ -251,7 +230,7 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
         raise ValueError(
             f"attention: a sequence's queries {q.shape[1:]} must be fewer than 2**31 numbers"
         )
-    dtype = jnp.float32 if any(x.dtype == jnp.float32 for x in (q, k, v)) else jnp.bfloat16
+    dtype = jnp.float32 if in_float32(q, k, v) else jnp.bfloat16
     q_scaled, kv_scaled = q_scale is not None, k_scale is not None or v_scale is not None
     scales = [
         jnp.broadcast_to(jnp.float32(1) if given is None else given, like.shape[:3])

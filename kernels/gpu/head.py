@@ -53,9 +53,8 @@ _LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _logits_tile(
-    x, w, row, column,
-    K: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, row, column, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """(BM, BN) float32 of x (., K) by w (., K) transposed, at rows and columns that exist."""
     depth = tl.arange(0, BK)
@@ -144,15 +143,9 @@ def head_statistics_kernel(
     total,  # (M, TILES) float32: sum of exp(scaled - top)
     moment,  # (M, TILES) float32: sum of exp(scaled - top) * (scaled - top)
     chosen,  # (M,) float32: the target's scaled logit
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (N + BN - 1) // BN
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, TILES, BAND)
     row = row_tile * BM + tl.arange(0, BM)
@@ -171,16 +164,9 @@ def head_statistics_kernel(
 def logits_statistics_kernel(
     logits,  # (M, N) float32
     targets,  # the rest as for head_statistics_kernel
-    inverse_temperature,
-    top,
-    total,
-    moment,
-    chosen,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+    inverse_temperature, top, total, moment, chosen, M: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -199,17 +185,15 @@ def logits_statistics_kernel(
 @triton.jit
 def combine_kernel(
     top,  # (M, TILES), as is
-    total,
-    moment,
+    total, moment,
     chosen,  # (M,)
     targets,  # (M,) int32
     logp,  # (M,) float32
     entropy,  # (M,) float32, in nats
     logsumexp,  # (M,) float32, of the scaled logits
-    N: tl.constexpr,
-    TILES: tl.constexpr,
+    N: tl.constexpr, TILES: tl.constexpr,
     WIDTH: tl.constexpr,  # TILES or more, a power of two
-):
+):  # fmt: skip
     row = tl.program_id(0)
     tile = tl.arange(0, WIDTH)
     at = tl.cast(row, tl.int64) * TILES + tile
@@ -242,16 +226,11 @@ def head_gradient_kernel(
     dlogp,  # (M,) float32
     dlogits,  # (M, WIDTH): gradient with respect to the unscaled logits; zeros from column N on
     dlogits_t,  # (WIDTH, M): the same, transposed
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr,  # N or more
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BAND: tl.constexpr,
-):
+):  # fmt: skip
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, (WIDTH + BN - 1) // BN, BAND)
     row = row_tile * BM + tl.arange(0, BM)
     row_ok = row < M
