@@ -3,12 +3,12 @@
 Knows arrays; knows nothing of models.
 """
 
+from fp8rl_jax.kernels import dequantized as dequantize_kv
 from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
-    dequantize_kv,
     kv_health,
     missing_scales,
     quantize_kv,

@@ -10,7 +10,6 @@ its result, an `Activation`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ Quantized = tuple[QArray, jax.Array | None]
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "q"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """An activation, and its quantised form where the operation that made it quantised it, too.

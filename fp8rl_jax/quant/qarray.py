@@ -26,7 +26,6 @@ may differ from an IEEE implementation in their smallest elements, and below 1.7
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -40,9 +39,7 @@ from fp8rl_jax.kernels.reference.products import wide_type
 from fp8rl_jax.quant import formats, scaling
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["block_shape"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QArray:
     """A quantised array: ``value ~ qvalue * scale``, the scale repeated over its block.
@@ -58,7 +55,7 @@ class QArray:
 
     qvalue: jax.Array
     scale: jax.Array
-    block_shape: tuple[int, ...]
+    block_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

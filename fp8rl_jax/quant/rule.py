@@ -40,12 +40,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.activations import (
-    Activation,
-    Quantized,
-    as_activation,
-    quantize_activation,
-)
+from fp8rl_jax.quant.activations import Activation, Quantized, as_activation, quantize_activation
 from fp8rl_jax.quant.products import dgrad, fprop, has_grouped_kernels, wgrad
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Operand, Recipe
@@ -189,11 +184,10 @@ def _observed(
     return OperandProbe(amax, counts)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "weight", "experts", "gradient", "seen"],
-    meta_fields=["x_dtype", "parameter_dtype", "has_master"],
-)
+_STATIC = {"static": True}  # no array
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residual:
     """What the backward pass needs.
@@ -215,9 +209,9 @@ class _Residual:
     experts: Experts
     gradient: tuple[OperandScaling | None, OperandProbe | None]
     seen: SiteProbe | None
-    x_dtype: jnp.dtype
-    parameter_dtype: jnp.dtype | None
-    has_master: bool
+    x_dtype: jnp.dtype = dataclasses.field(metadata=_STATIC)
+    parameter_dtype: jnp.dtype | None = dataclasses.field(metadata=_STATIC)
+    has_master: bool = dataclasses.field(metadata=_STATIC)
 
 
 @jax.custom_jvp

@@ -26,12 +26,7 @@ COUNTS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 OPERAND_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 
 
-def _pytree(cls):
-    fields = [f.name for f in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
-
-
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OperandScaling:
     """State of one operand's policy at one site (or stacked over layers).
@@ -45,7 +40,7 @@ class OperandScaling:
     age: jax.Array
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SiteScaling:
     """States of a site's policies; None for an operand whose policy keeps none."""
@@ -55,7 +50,7 @@ class SiteScaling:
     gradient: OperandScaling | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OperandProbe:
     """Zeros whose cotangent is an observation.
@@ -69,7 +64,7 @@ class OperandProbe:
     counts: jax.Array | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SiteProbe:
     """Probes of a site's operands; None for an operand that is not observed."""

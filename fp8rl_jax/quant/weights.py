@@ -10,7 +10,6 @@ convert the whole stack in every turn of the outer one. All give the same bits o
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,7 @@ from fp8rl_jax.quant.recipe import FLOAT32, Recipe
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling, quantize_operand
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "master", "scaling", "probe"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundWeight:
     """A weight as the forward pass sees it, with all that belongs to it and its call site.
@@ -60,7 +55,7 @@ class BoundWeight:
         return BoundWeight(self.value.mT, None if self.master is None else self.master.mT)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerOf:
     """One layer of stacked weights, named and not cut out. For forward passes alone.

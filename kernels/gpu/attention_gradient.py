@@ -1,17 +1,15 @@
 """Gradients of attention by Triton, for heads of up to 256 features (Dao, 2307.08691, algorithm 2).
 
 The backward pass makes no bitwise promise between rollout and learner, so its kernels have wide
-tiles. It is deterministic: no sum depends on the order in which programs run. Wider heads (latent
-attention), whose gradients of a block of keys do not fit into registers, go block by block in jnp
-(reference/attention_gradient.py).
+tiles. Wider heads (latent attention), whose gradients of a block of keys do not fit into registers,
+go block by block in jnp (reference/attention_gradient.py).
 
 Weights are recomputed from a row's logsumexp: ``p = exp(score - logsumexp)``, and the softmax's
-gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both, as the logsumexp of
-strict attention is nowhere. Then ``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``,
-``dq = ds k``, ``dk = ds^T q``: three products in `query_gradient_kernel`, a program for each tile
-of rows, and four in `key_gradient_kernel`, a program for each block of keys, which adds up all rows
-of its group itself. Two kernels that both recompute p in place of one with atomic additions of dq:
-each sum has one order, so the results are the same every time.
+gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both. Then
+``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``, ``dq = ds k``, ``dk = ds^T q``: three
+products in `query_gradient_kernel`, a program for each tile of rows, and four in
+`key_gradient_kernel`, a program for each block of keys, which adds up all rows of its group itself.
+Both recompute p: no sum depends on the order in which programs run, so results are deterministic.
 
 Gradients are with respect to the dequantised values. The stored bytes enter the products, with the
 scales folded into scores, dp and ds; p and ds are rounded to bf16 for their products.
@@ -102,18 +100,15 @@ def query_gradient_kernel(
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    for start in range(0, unmasked, KEYS):
-        dquery = _add_to_query(
-            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
-            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
-            False,
-        )  # fmt: skip
-    for start in range(unmasked, end, KEYS):
-        dquery = _add_to_query(
-            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
-            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
-            True,
-        )  # fmt: skip
+    first, last = 0, unmasked
+    for masked in tl.static_range(2):
+        for start in range(first, last, KEYS):
+            dquery = _add_to_query(
+                dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta,
+                position, k, v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED,
+                KV_SCALED, masked == 1,
+            )  # fmt: skip
+        first, last = unmasked, end
     store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
 
 
@@ -200,18 +195,15 @@ def key_gradient_kernel(
     first, unmasked = _first_and_unmasked(positions, start, T, KEYS)
     tiles = (T * GROUP + ROWS - 1) // ROWS
     border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
-    for tile in range(first * GROUP // ROWS, border):
-        dkey, dvalue = _add_to_keys(
-            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
-            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
-            Q_SCALED, KV_SCALED, True,
-        )  # fmt: skip
-    for tile in range(border, tiles):
-        dkey, dvalue = _add_to_keys(
-            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
-            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
-            Q_SCALED, KV_SCALED, False,
-        )  # fmt: skip
+    first, last = first * GROUP // ROWS, border
+    for unmasked_part in tl.static_range(2):
+        for tile in range(first, last):
+            dkey, dvalue = _add_to_keys(
+                dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
+                logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
+                Q_SCALED, KV_SCALED, unmasked_part == 0,
+            )  # fmt: skip
+        first, last = border, tiles
     store_vectors(dk + first_key * D, dkey * (SCALE * _LOG_2), place, there, D, WIDTH)
     store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)
 

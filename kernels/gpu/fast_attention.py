@@ -11,13 +11,9 @@ by positions, which may have any order: blocks of keys that all rows of a tile s
 blocks that none sees are left out.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
-beforehand, once for all tiles and exactly, because this instruction reads bf16 from shared memory.
-Scales of quantised queries, keys and values are folded, as in strict attention: those of keys and
-queries multiply scores, those of values multiply weights. Weights are rounded to bf16 for their
-product with values.
-
-A row's bits are not those of strict attention: there are no splits, a block may be of 128 keys, and
-the tensor core itself adds a block's product to the sum so far. Nothing is promised of them.
+beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
+weights rounded as in strict attention. A row's bits are not those of strict attention: there are no
+splits, a block may be of 128 keys, and the tensor core adds a block's product to the sum so far.
 
 Not done: heads wider than 256 features, so latent attention; `vmap`.
 """
@@ -147,16 +143,14 @@ def fast_attention_kernel(
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    for start in range(0, unmasked, KEYS):
-        top, total, values = _add_block(
-            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
-            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, False,
-        )  # fmt: skip
-    for start in range(unmasked, end, KEYS):
-        top, total, values = _add_block(
-            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
-            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, True,
-        )  # fmt: skip
+    first, last = 0, unmasked
+    for masked in tl.static_range(2):
+        for start in range(first, last, KEYS):
+            top, total, values = _add_block(
+                top, total, values, start, end, query, query_scale, position, k, v, k_scale,
+                v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, masked == 1,
+            )  # fmt: skip
+        first, last = unmasked, end
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
     tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
@@ -255,7 +249,6 @@ def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
     Returns:
       (B, T, H, Dv) float32, NaN for a query of negative position, and (B, T, H) float32 over log 2.
     """
-
     q, _, v = operands.arrays[:3]
     return operands.call(
         fast_attention_kernel, TILES, out=((*q.shape[:3], v.shape[3]), q.shape[:3])

@@ -1,10 +1,9 @@
 """Log-probabilities from hidden states without logits in memory, by Triton.
 
-``logp(t) = x_t - log sum_v exp(x_v)`` with ``x = (hidden @ head) / temperature``: the definition of
-models/logprobs.py, computed as ``(x_t - max) - log sum_v exp(x_v - max)``. A learner scores whole
-responses with `head_logprobs`; a sampler, which has the logits of its few rows in memory because it
-draws from them, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of
-rows and the place of the row among them, provided that the logits are `matmul.matmul`'s.
+``logp(t) = (x_t - max) - log sum_v exp(x_v - max)`` with ``x = (hidden @ head) / temperature``. A
+learner scores whole responses with `head_logprobs`; a sampler, which has the logits of its few rows
+in memory, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of rows and
+the place of the row among them, provided that the logits are `matmul.matmul`'s.
 
 For each row and each 128 columns of the vocabulary (a tile, part of the numeric contract) a kernel
 keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
@@ -24,15 +23,10 @@ a sum of integers would not.
 Memory: the forward pass keeps 12 bytes per row and 128 columns. The backward pass writes the
 gradient of the logits for `CHUNK` tokens at a time, twice (each of the two products that follow
 reads it along its own contraction), in the operands' type: with bf16 and a vocabulary of 151,936
-that is 2.5 GB, as much as the float32 gradient of a head of width 4,096.
+that is 2.5 GB. Gradients make no bitwise promise; there is none of the entropy, which is a metric.
 
-Gradients make no bitwise promise; those of bf16 operands take the logits' gradient in bf16. There
-is none of the entropy, which is a metric. Kernels have no rule for `vmap` or differentiation:
-the caller joins the two passes in a `custom_vjp`.
-
-Not done: a vocabulary split over devices (its parts' three numbers could be gathered and combined,
-were the parts multiples of 128 columns). A tile's arithmetic runs beside the product of another
-program on the multiprocessor, if there is one, not beside its own program's next.
+Not done: rules for `vmap` and differentiation (the caller joins the two passes in a `custom_vjp`);
+a vocabulary split over devices.
 """
 
 from collections.abc import Sequence
@@ -265,25 +259,21 @@ def _kind(hidden: jax.Array, head: jax.Array) -> str:
     )
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def _tiles(columns: int) -> int:
     return -(-columns // HEAD_COLUMNS)
 
 
 def _statistics_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Maximum, sum and moment of each row and tile; the target's logit of each row."""
-    return (*[_float32(rows, _tiles(columns))] * 3, _float32(rows))
+    shapes = *[(rows, _tiles(columns))] * 3, (rows,)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
 def _combine(statistics, targets: jax.Array, columns: int):
-
     rows, tiles = statistics[0].shape
     return triton_call(
         combine_kernel, *statistics, targets,
-        out=(_float32(rows),) * 3,
+        out=(jax.ShapeDtypeStruct((rows,), jnp.float32),) * 3,
         grid=(rows,), warps=4, stages=1,
         N=columns, TILES=tiles, WIDTH=1 << (tiles - 1).bit_length(),
     )  # fmt: skip
@@ -307,7 +297,6 @@ def head_logprobs(
     Raises:
       ValueError: operands of another type.
     """
-
     kind = _kind(hidden, head)
     rows, columns = hidden.shape[0], head.shape[1]
     hidden, head = align(hidden), align(head.T)
@@ -324,12 +313,8 @@ def head_logprobs(
 def logprobs_of_logits(
     logits: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same three from (M, V) float32 logits, before temperature; bit for bit the same.
-
-    Raises:
-      ValueError: logits of another type.
-    """
-
+    """The same three from (M, V) float32 logits before temperature, bit for bit; ValueError for
+    logits of another type."""
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}; the head's product gives it")
     rows, columns = logits.shape
@@ -359,11 +344,7 @@ def head_logprobs_vjp(
 
     Returns:
       dhidden (M, D) and dhead (D, V), float32.
-
-    Raises:
-      ValueError: operands of another type.
     """
-
     kind = _kind(hidden, head)
     (rows, depth), columns, dtype = hidden.shape, head.shape[1], hidden.dtype
     pack = per_load(dtype)

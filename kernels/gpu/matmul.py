@@ -194,7 +194,6 @@ def _unused(dtype) -> jax.Array:
 
 def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
     """(TOTAL, K) by (E, N, K) with scales (KB, TOTAL) and (E, KB, ...) -> (TOTAL, N)."""
-
     kind = kind_of(x, w, x_scale is not None)
     x, w = _operands(x, w, kind)
     (total, depth), (count, columns) = x.shape, w.shape[:2]
@@ -297,7 +296,6 @@ def grouped_wgrad(
     Returns:
       (count, K, N) float32; zeros for experts without rows.
     """
-
     kind = kind_of(x, dy, x_scale is not None)
     if kind == "float32":
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)

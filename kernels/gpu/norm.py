@@ -4,17 +4,14 @@ Purpose: what a layer does between two FP8 products in one pass over memory, wit
 summation. A reduction left to XLA is ordered by the shape of the whole array, so the norm of a row
 could have other bits in a decode step than in a train step.
 
-All functions take two-dimensional row-major arrays. Tiles follow from the width and nothing is
-tuned at run time. Values are rounded to nearest even. Scales of rows come as the matmul kernel
-reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where both transposes
-cancel.
+Arrays are two-dimensional and row-major; values are rounded to nearest even. Scales of rows come as
+the matmul kernel reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where
+both transposes cancel.
 
 Invariants:
   * a row's result depends on the row alone: its width and dtypes decide in which order it is
     summed, and rows that share a program do not meet; nor do blocks of 128 columns;
-  * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`:
-    both are built from the same functions below, and what is quantised is the value rounded to
-    the dtype that the unfused kernel stores;
+  * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`;
   * the quantiser is that of fp8rl_jax/quant/qarray.py: amax on the integer bits (exact in any
     order, NaN above inf above every number), true quotients, rounding to nearest even. XLA:CPU
     flushes denormals and these kernels do not (qarray.py says where that begins), and the byte of
@@ -25,8 +22,7 @@ largest FP8 value by at most one float32 ulp and rounds to it. exp and rsqrt are
 approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22), the same bits for the same
 value wherever it stands, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
 
-Not done: gradients; arrays without rows; a batching rule; the residual addition in front of a norm;
-rows too wide for the registers of one program.
+Not done: gradients; arrays without rows; a batching rule; rows of more than `MAX_WIDTH`.
 """
 
 import dataclasses

@@ -73,9 +73,6 @@ def triton_call(
 
     Returns:
       An array, or a tuple of them as in `out`.
-
-    Raises:
-      ImportError: jax-triton, Triton or JAX's CUDA plugin is not installed.
     """
     library = _jax_triton()
     version = tuple(int(part) for part in library.__version__.split(".")[:2])

@@ -8,20 +8,19 @@ the whole stack in every turn, which was a fifth of a train step. Bits it copies
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bits:
     """An array of FP8 or bf16 numbers as uint8 or uint16, and the type of its numbers."""
 
     bits: jax.Array
-    dtype: jnp.dtype
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -118,15 +118,12 @@ class DotMode:
 
 
 _LONE_DOTS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-_AMX = DotMode(_LONE_DOTS, amx_order, step=8, float32=False)
 # Of YNNPACK's kernels those that agree with each other.
-_PAIRS = DotMode(
-    {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False},
-    pairs_order,
-    step=1,
-    float32=True,
-)
-DOT_MODES = {"amx": _AMX, "pairs": _PAIRS}
+_CONSISTENT = {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False}
+DOT_MODES = {
+    "amx": DotMode(_LONE_DOTS, amx_order, step=8, float32=False),
+    "pairs": DotMode(_CONSISTENT, pairs_order, step=1, float32=True),
+}
 _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
 
 
@@ -186,9 +183,8 @@ def bf16_dot_mode() -> DotMode | None:
     """How products of bf16 are made on this machine: the first mode whose order holds, if any."""
     if jax.default_backend() != "cpu" or not _has_bf16_instructions():
         return None
-    return next(
-        (mode for mode in DOT_MODES.values() if _knows(mode.options) and _holds(mode)), None
-    )
+    modes = DOT_MODES.values()
+    return next((mode for mode in modes if _knows(mode.options) and _holds(mode)), None)
 
 
 @functools.cache
@@ -288,7 +284,5 @@ def product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
     """(M, K) times (K, N) in float32, for any K and in no particular order."""
     if in_bf16(x.dtype, w.dtype):
         # XLA would fold a transpose of the result into the product, as one of its operands.
-        return lax.optimization_barrier(
-            _bf16_product(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
-        )
+        return lax.optimization_barrier(product(x, w))
     return _dot(widened(x, jnp.float32), widened(w, jnp.float32), 1)
