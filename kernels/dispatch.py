@@ -6,7 +6,7 @@ is the reference outright, so that a program for a CPU does not carry kernels th
 ``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.
 The two are not the same bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with
 the Mosaic kernel for the FP8 products that it supports, which are those of many rows. It is asked
-for by name, because nobody has compared its bits with the Triton kernel's on a GPU yet.
+for by name: its bits have not been compared with the Triton kernel's on a GPU yet.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def attention(
         return gpu_kernels().attention.attention(*arrays, scale=scale, **keywords)
 
     def plain(arrays, keywords):
-        by_feature = {"keys_by_feature": keys_by_feature}
-        return reference.attention.attention(*arrays, scale=scale, **by_feature, **keywords)
+        return reference.attention.attention(
+            *arrays, scale=scale, keys_by_feature=keys_by_feature, **keywords
+        )
 
     return by_platform(implementation, kernel, plain, arrays, keywords)
 

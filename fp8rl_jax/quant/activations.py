@@ -20,7 +20,7 @@ from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
 from fp8rl_jax.quant.site import OperandScaling, quantize_operand
 
-# And the amax of each block, float32; None where it is not known, as nothing reads it.
+# A quantised operand, and the amax of each block in float32; None where nothing reads it.
 Quantized = tuple[QArray, jax.Array | None]
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 

@@ -61,11 +61,7 @@ def make_dot_general(
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
-        elif (
-            rhs.ndim == len(batch) + 2
-            and tuple(rhs_contract) == (len(batch),)
-            and tuple(rhs_batch) == tuple(range(len(batch)))
-        ):
+        elif rhs.ndim == len(batch) + 2 and [*rhs_batch, *rhs_contract] == [*range(len(batch) + 1)]:
             w = rhs
         else:
             raise ValueError(

@@ -93,11 +93,9 @@ def _multiply_for_gradient(recipe: Recipe, x: Operand, w: Operand) -> jax.Array:
 def has_grouped_kernels(recipe: Recipe) -> bool:
     """Whether the grouped GPU kernels know the operands of a recipe: values in the compute dtype,
     or DeepSeek-V3's blocks."""
-    if recipe.activation is None or recipe.weight is None:
-        return True
-    rows = [recipe.activation] + ([recipe.gradient] if recipe.gradient else [])
-    by_row = all(operand.block == (1, K_BLOCK) for operand in rows)
-    return by_row and recipe.weight.block == (K_BLOCK, K_BLOCK)
+    blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
+    operands = recipe.operands.items()
+    return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)
 
 
 def _by_kernel(name: str, recipe: Recipe, x: Operand, w: Operand, *others, **keywords):

@@ -78,7 +78,7 @@ def recipe_names() -> list[str]:
 
 
 def get_recipe(recipe: Recipe | str) -> Recipe:
-    """Returns the recipe of that name; a Recipe is returned as it is.
+    """Returns the recipe of that name; a Recipe is returned unchanged.
 
     Args:
       recipe: a name of `recipe_names`, or ``package.module:function``, a function without

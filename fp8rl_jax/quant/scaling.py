@@ -136,7 +136,7 @@ def _delayed(history: int, margin: float) -> ScalingPolicy:
 
 
 def static(amax: float) -> ScalingPolicy:
-    """A constant scale that maps `amax` to the largest FP8 value; what lies above saturates.
+    """A constant scale that maps `amax` to the largest FP8 value; larger values saturate.
 
     Raises:
       UserError: amax is not between 1e-30 and 1e30.

@@ -151,8 +151,7 @@ def update_site(recipe: Recipe, site: SiteScaling, amax: dict[str, jax.Array]) -
 
     states = {}
     for name, operand in recipe.operands.items():
-        before = getattr(site, name)
-        if before is None:
+        if (before := getattr(site, name)) is None:
             continue
         stacks = before.age.ndim
         state = stacked(operand.policy.update, stacks)(before.state, amax[name])

@@ -99,7 +99,7 @@ def take_layer(tree, layer: jax.Array):
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """`x` in the recipe's compute dtype (rounded to bf16, or float32 as it is)."""
+    """`x` in the recipe's compute dtype (rounded to bf16, or in float32)."""
     return x.astype(jnp.float32) if recipe.compute_dtype == FLOAT32 else formats.round_bf16(x)
 
 

@@ -11,12 +11,11 @@ caches): the same functions in the same order, hence the same bits.
 Invariants, for the bits of a row:
   * its position, query, visible keys and values decide them. Rows of a tile do not meet: a row of a
     tensor core's result depends on that row of the left operand, and only the loop's end is shared;
-  * what lies behind its position adds nothing: a score there is -inf, its weight exactly 0, the
+  * what is behind its position adds nothing: a score there is -inf, its weight exactly 0, the
     maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
     the tile or a longer cache, change nothing;
-  * where a block of keys lies, in a cache of the sequence's own or in a page of a pool, decides
-    nothing. A page is a block, so one number of the table is read for it, and none of the pages
-    behind the last position of the tile;
+  * where a block of keys is stored, in a cache of the sequence's own or in a page of a pool,
+    decides nothing. A page is a block; none behind the last position of the tile is read;
   * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
     NaN, and 0 * NaN is;
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
@@ -367,11 +366,8 @@ def attention(
     """`reference.attention` by the Triton kernels.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope: as for the reference.
-      table: (B, N) int32; then k, v, k_scale, v_scale and k_rope are pages of a pool, (P, 64, ...)
-        instead of (B, S, ...), and slot j of sequence b is slot j % 64 of page table[b, j // 64].
-        Entries behind a sequence's last position may be any number. Page ids are not checked: one
-        outside of the pool reads other memory.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table: as for the
+        reference. Page ids are not checked: one outside of the pool reads other memory.
       one_split: whether a program takes one split of the keys; None for the choice by shape. Never
         changes a bit.
 

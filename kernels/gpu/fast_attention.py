@@ -1,8 +1,7 @@
 """Attention by tiles of 64 or 128 rows, and each row's logsumexp: what the gradients start from.
 
-The arguments and the meaning are those of strict attention (attention.py). Its gradients make no
-bitwise promise, so they recompute the result by this faster kernel, which also writes the
-logsumexp of each row's scores.
+The arguments and the meaning are those of strict attention (attention.py), whose gradients
+recompute the result by this faster kernel.
 
 The online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles that the wide
 tensor core instruction (wgmma) takes, where strict attention has 16 rows. A row is a query and one
@@ -72,7 +71,7 @@ def scores_of(
 def seen_by(position, exists, S, KEYS: tl.constexpr):
     """Slots where a tile's loop over keys takes up its mask, at a block's start, and ends.
 
-    What lies behind the end is not read: garbage may be NaN, and 0 * NaN is.
+    What is behind the end is not read: garbage may be NaN, and 0 * NaN is.
     """
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1

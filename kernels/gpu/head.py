@@ -12,9 +12,8 @@ logits come out of the tensor core (`head_statistics_kernel`) or out of memory
 (`logits_statistics_kernel`), and the three numbers have the same bits both ways:
 
 * The product is `matmul_kernel`'s without scales: the same instruction, K ascending.
-* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order in which the
-  tile lies in registers, which differs between an accumulator and a load. So terms become integers
-  first (`_steps`); those have no order.
+* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order of registers,
+  which an accumulator and a load hold differently. So terms become integers first (`_steps`).
 * A row of `combine_kernel` is one program, the same one whatever the number of rows.
 
 A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
@@ -109,7 +108,7 @@ def _store_statistics(
     scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's three numbers per row, and the target's logit if it lies in the tile."""
+    """Writes a tile's three numbers per row, and the target's logit if it is in the tile."""
     target = tl.load(targets + row)
     here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
     tl.store(tl.broadcast_to((chosen + row)[:, None], scaled.shape), scaled, mask=here)
@@ -121,7 +120,7 @@ def _store_statistics(
     at = tl.cast(row, tl.int64) * TILES + tile
     tl.store(top + at, maximum, mask=row_ok)
     tl.store(total + at, _sum_fine(weight), mask=row_ok)
-    # Terms lie between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
+    # Terms are between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
     # coarse steps will do.
     terms = tl.where(weight > 0, -weight * below, 0.0)
     tl.store(moment + at, _sum_coarse(terms).to(tl.float32) * -(2.0**-23), mask=row_ok)

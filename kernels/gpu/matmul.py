@@ -2,7 +2,7 @@
 
 Operands come as in `reference.matmul.block_matmul`, (M, K) and (K, N). The kernels read both along
 K ("K-major"): rows of x and rows of the transposed weight, which is the only order that Hopper's
-FP8 tensor cores take. Where the second operand's buffer lies column by column the transpose costs
+FP8 tensor cores take. Where the second operand is stored column by column the transpose costs
 nothing, and a rollout's weights are laid out so once per refit; elsewhere XLA copies it.
 
 With scales, each 128 of K gives a float32 partial sum that leaves the tensor core, is multiplied by
@@ -181,13 +181,6 @@ def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
     return "bf16" if lhs.dtype == rhs.dtype == jnp.bfloat16 else "float32"
 
 
-def _operands(lhs: jax.Array, rhs: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Both in a type that the kernel multiplies, every row of K at a multiple of 16 bytes."""
-    if kind == "float32":
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    return align(lhs), align(rhs)
-
-
 def _unused(dtype) -> jax.Array:
     return jnp.zeros((1,), dtype)
 
@@ -195,7 +188,9 @@ def _unused(dtype) -> jax.Array:
 def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
     """(TOTAL, K) by (E, N, K) with scales (KB, TOTAL) and (E, KB, ...) -> (TOTAL, N)."""
     kind = kind_of(x, w, x_scale is not None)
-    x, w = _operands(x, w, kind)
+    if kind == "float32":
+        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    x, w = align(x), align(w)
     (total, depth), (count, columns) = x.shape, w.shape[:2]
     by_column = x_scale is not None and w_scale.shape[2] != -(-columns // K_BLOCK)
     tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns)

@@ -9,14 +9,12 @@ kernel, with instructions of the same depth (m64nNk32), and nothing splits K.
 
 A program has three or four warpgroups. The last one, the producer, only starts copies from global
 to shared memory (TMA), some steps ahead. Each of the others, the consumers, owns 64 rows of the
-tile: while one scales and adds its partial sum, another keeps the tensor core busy. Programs stay
-on their multiprocessor and take one tile after another, so operands of the next tile arrive while
-the last one is stored. Rows past M arrive as zeros and are not stored: the copy engine clips both.
+tile: while one scales and adds, another keeps the tensor core busy. Programs take one tile after
+another, so operands of the next arrive while the last is stored. The copy engine clips rows past M.
 
 Not here: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
-`supports` says so, and the Triton kernels take those. A tile of 256 rows, two instructions of 64
-for each of two consumers, was compiled and left out: two totals and a partial sum are 192 of 232
-registers, and ptxas spills.
+`supports` says so, and the Triton kernels take those. A tile of 256 rows was compiled and left out:
+two totals and a partial sum are 192 of 232 registers, and ptxas spills.
 """
 
 from __future__ import annotations
@@ -150,7 +148,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
             done = of_every_tile(load)
 
-            # A barrier is not left with an arrival that nobody has waited for.
+            # A barrier is not left with an arrival that has not been waited for.
             @pl.loop(lax.max(done - stages, 0), done)
             def _drain(step):
                 plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -228,7 +226,7 @@ def fp8_matmul(
 ) -> jax.Array:
     """`reference.matmul.block_matmul` of E4M3 operands with scales, for the shapes of `supports`.
 
-    The kernel reads rhs as (N, K): where its buffer lies column by column the transpose costs
+    The kernel reads rhs as (N, K): where it is stored column by column the transpose costs
     nothing, elsewhere XLA copies it. An M that is no multiple of 8 costs a copy of lhs and one of
     the result. A batch under `vmap` runs as a loop.
 

@@ -1,8 +1,8 @@
 """RMSNorm, gated activation and FP8 quantisation of blocks by Triton.
 
-Purpose: what a layer does between two FP8 products in one pass over memory, with a fixed order of
-summation. A reduction left to XLA is ordered by the shape of the whole array, so the norm of a row
-could have other bits in a decode step than in a train step.
+What a layer does between two FP8 products, in one pass over memory and a fixed order of summation:
+a reduction left to XLA is ordered by the shape of the array, and differs between decoding and
+training.
 
 Arrays are two-dimensional and row-major; values are rounded to nearest even. Scales of rows come as
 the matmul kernel reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where

@@ -3,13 +3,11 @@
 Nothing is tuned at run time. A tile's rows, columns, warps and pipeline stages decide speed; what
 decides bits is the same for all of them: the contraction runs in ascending steps of the same tensor
 core instruction (depth 32 for FP8, 16 for bf16), FP8 partial sums leave the tensor core every 128
-of K, and nothing splits K over programs. That the hardware's instruction gives an element the same
-bits whatever the width of the tile is measured by `launch/gpu_check.sh`, which compares every tile
-of these tables with every other.
+of K, and nothing splits K over programs. `launch/gpu_check.sh` compares the bits of every tile with
+those of every other.
 
 FP8 tiles have at least 64 rows and 4 warps: below that Triton takes the f16 instruction, which
-rounds otherwise. Registers and shared memory of every entry are checked by compiling it
-(tests/kernels/gpu/test_sass.py).
+rounds otherwise. tests/kernels/gpu/test_sass.py checks registers and shared memory of every entry.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _reader(
         (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales have no further axis, or none at all.
       at_once: chunks of a step.
       table, positions: as for `attention`.
-      by_feature: whether slots lie last.
+      by_feature: whether slots are the last axis.
 
     Returns:
       step -> float32 of (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh, slots); scales as
@@ -179,7 +179,7 @@ def attention(
       k_scale, v_scale: likewise (B, S, Hkv), () or None.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
         queries and keys, never quantised (multi-head latent attention); None for none.
-      table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
+      table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh),
         and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
         None for a cache of (B, S). Entries behind a sequence's position are never read.
       keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
@@ -215,7 +215,7 @@ def attention(
             multiplier = read["k_scale"](step) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
-        # XLA:CPU multiplies a few rows by keys that lie feature by feature several times faster,
+        # XLA:CPU multiplies a few rows by keys stored feature by feature several times faster,
         # with the same bits.
         keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
         score = prevent_fma(_scalar_products(q, keys) * multiplier)

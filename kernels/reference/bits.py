@@ -2,7 +2,7 @@
 
 XLA:CPU has no code for FP8 and bf16 but conversions: it moves them through wider floats and rounds
 them back, whole buffers at a time. A scan that stacks what its backward pass will read did so for
-the whole stack in every turn, which was a fifth of a train step. Bits it copies as they are.
+the whole stack in every turn, which was a fifth of a train step. Bits it only copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bits:
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """FP8 as uint8, bf16 as uint16, other types as they are."""
+    """FP8 as uint8, bf16 as uint16, other types unchanged."""
     if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
