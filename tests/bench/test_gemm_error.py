@@ -23,7 +23,7 @@ _USERS = """\
 from fp8rl_jax.quant import Operand, Recipe, delayed, power_of_two
 
 def mine():
-    policy = power_of_two(delayed(history=4, algorithm="most_recent"))
+    policy = power_of_two(delayed(history=4))
     tensor = Operand(block=(-1, -1), policy=policy)
     return Recipe("mine", weight=tensor, activation=tensor, gradient=None)
 """
