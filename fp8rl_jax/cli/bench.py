@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 
 from fp8rl_jax.cli.arguments import (
     Command,
@@ -29,6 +31,13 @@ def _repeats(default: int):
 def _out(default: str, files: str):
     help = f"directory of {files} (default: {default})"
     return argument("--out", type=directory, default=default, metavar="DIR", help=help)
+
+
+def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
+    """Writes a result and prints where."""
+    with writing(command, path.parent):
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
 
 
 def _step(values: argparse.Namespace) -> int:
@@ -75,11 +84,9 @@ def _kernels(values: argparse.Namespace) -> int:
         preset(name)
     kernels.require_gpu("fp8rl bench kernels")
     out = writable("bench kernels", values.out)
-    result = kernels.bench(models, values.rows or kernel_shapes.ROWS, values.quick, note)
+    result = kernels.bench(models, values.rows, values.quick, note)
     print(kernels.format_table(result))
-    with writing("bench kernels", values.out):
-        path = kernels.write(result, out)
-    print(path)
+    _write_json("bench kernels", out / "kernels.json", result)
     return 0 if result["ok"] else 1
 
 
