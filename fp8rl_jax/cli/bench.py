@@ -65,13 +65,14 @@ def _gemm_error(values: argparse.Namespace) -> int:
     for name in recipes or ():
         get_recipe(name)
     out = writable("bench gemm-error", values.out)
-    from fp8rl_jax.bench.gemm_error import format_table, gemm_errors, write_gemm_errors
+    from fp8rl_jax.bench import gemm_error
 
-    result = gemm_errors(recipes, note=note)
-    print(format_table(result))
-    with writing("bench gemm-error", values.out):
-        paths = write_gemm_errors(result, out)
-    print(*paths, sep="\n")
+    result = gemm_error.gemm_errors(recipes, note=note)
+    print(gemm_error.format_table(result))
+    _write_json("bench gemm-error", out / "gemm_error.json", result)
+    with writing("bench gemm-error", out):
+        gemm_error.draw(result).savefig(out / "gemm_error.png")
+    print(out / "gemm_error.png")
     return 0
 
 
