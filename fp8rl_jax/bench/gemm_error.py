@@ -299,7 +299,7 @@ def _draw_recipes(axes, rows: list[dict]) -> None:
         axes.plot(middle, heights, "o", color=colour, ms=5, label=gemm)
         for x, height in zip(middle, heights, strict=True):
             if x < 0.1:
-                axes.text(x + 0.1, height, f"{x * 1e-4:.0e}", va="center", fontsize=7, color=colour)
+                axes.text(x + 0.2, height, f"{x * 1e-4:.0e}", va="center", fontsize=7, color=colour)
     axes.set_yticks(range(len(rows)), [row["recipe"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left=-0.3)

@@ -119,9 +119,7 @@ def _rollout(values: argparse.Namespace) -> int:
     out = writable(command, values.out)
     result = rollout.bench(models, plan, note)
     print(rollout.format_table(result))
-    with writing(command, values.out):
-        path = rollout.write(result, out)
-    print(path)
+    _write_json(command, out / "rollout.json", result)
     return 0
 
 
