@@ -23,14 +23,22 @@ _MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch o
 _MOST_SLOTS = 1 << 15  # sequences, and tokens of one, that `fp8rl bench rollout` takes
 
 
+_DEFAULT = "(default: %(default)s)"
+
+
 def _repeats(default: int):
-    help = "timed repetitions, after one that compiles"
+    help = f"timed repetitions, after one that compiles {_DEFAULT}"
     return argument("--repeats", type=int, default=default, metavar="N", help=help)
 
 
 def _out(default: str, files: str):
-    help = f"directory of {files} (default: {default})"
+    help = f"directory of {files} {_DEFAULT}"
     return argument("--out", type=directory, default=default, metavar="DIR", help=help)
+
+
+def _slots(name: str, default: str, help: str):
+    help = f"{help} {_DEFAULT}"
+    return argument(name, type=counts(_MOST_SLOTS), default=default, metavar="N,N", help=help)
 
 
 def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
@@ -44,9 +52,8 @@ def _step(values: argparse.Namespace) -> int:
     config = read_config("bench", values)
     from fp8rl_jax.bench import step_time
 
-    print(
-        step_time.format_table(step_time.bench(config, values.recipes.split(","), values.repeats))
-    )
+    rows = step_time.bench(config, values.recipes.split(","), values.repeats)
+    print(step_time.format_table(rows))
     return 0
 
 
@@ -121,12 +128,6 @@ def _rollout(values: argparse.Namespace) -> int:
     print(rollout.format_table(result))
     _write_json(command, out / "rollout.json", result)
     return 0
-
-
-def _slots(name: str, default: str, help: str):
-    numbers = counts(_MOST_SLOTS)
-    help = f"{help} (default: {default})"
-    return argument(name, type=numbers, default=numbers(default), metavar="N,N", help=help)
 
 
 COMMANDS = (
