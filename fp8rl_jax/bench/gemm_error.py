@@ -9,13 +9,9 @@ outputs, so that fprop contracts over K, dgrad over N and wgrad over M.
 The metric is DeepGEMM's ``calc_diff = 1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64, x being the
 product under the recipe and y the float64 product of the same bf16 operands.
 
-The article's two columns differ for reasons that have nothing to do with the kernels. Its cuBLAS
-column is the error of 1x128 by 128x128 blocks. Its DeepGEMM column is reproduced by two changes,
-both of which DeepGEMM's test of its weight-gradient kernel makes: both operands have 1x128
-blocks along the contraction, and a residual, ten times normal numbers, is added to both sides.
-The variance of the product is K and that of the residual 100, so the residual multiplies the error
-by about ``K / (K + 100)``. Which test the article ran is inferred from the figures: it says
-nothing of it.
+The article's DeepGEMM column is reproduced by two changes, both of which DeepGEMM's test of its
+weight-gradient kernel makes: both operands have 1x128 blocks along the contraction, and a residual
+of ten times normal numbers is added to both sides (docs/gemm_error.md).
 
 What is not measured: anything but normal numbers. Outliers, which decide between block sizes, are
 absent, so per-tensor scales look as good here as finer ones.
@@ -25,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,26 +78,31 @@ def calc_diff(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.vdot(x - y, x - y) / total) if total else 0.0
 
 
-class _Operands:
-    """Normal operands of one layer, rounded to bf16, and the exact products.
+class _Operands(NamedTuple):
+    """Operands of one layer, and the exact products.
 
     Attributes:
-      x, w, dy: (M, K), (K, N), (M, N) float32 arrays that hold bf16 values.
+      x, w, dy: (M, K), (K, N), (M, N) float32 arrays of normal numbers, rounded to bf16.
       residual: (M, N) float64, standard deviation 10.
       exact: {GEMM: float64 product}.
     """
 
-    def __init__(self, shape: Shape):
-        m, k, n = shape
-        rng = np.random.default_rng((_SEED, *shape))  # whatever other shapes are measured
+    x: np.ndarray
+    w: np.ndarray
+    dy: np.ndarray
+    residual: np.ndarray
+    exact: dict[str, np.ndarray]
 
-        def normal(*size: int) -> np.ndarray:
-            return rng.standard_normal(size).astype(jnp.bfloat16).astype(np.float32)
 
-        self.x, self.w, self.dy = normal(m, k), normal(k, n), normal(m, n)
-        self.residual = _RESIDUAL * rng.standard_normal((m, n))
-        x, w, dy = (a.astype(np.float64) for a in (self.x, self.w, self.dy))
-        self.exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
+def _operands(shape: Shape) -> _Operands:
+    """Those of a shape, whatever other shapes are measured."""
+    m, k, n = shape
+    rng = np.random.default_rng((_SEED, *shape))
+    bf16 = [rng.standard_normal(s).astype(jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
+    x, w, dy = (a.astype(np.float64) for a in bf16)
+    exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
+    residual = _RESIDUAL * rng.standard_normal((m, n))
+    return _Operands(*(a.astype(np.float32) for a in bf16), residual, exact)
 
 
 class _Layer:
@@ -171,7 +172,7 @@ def gemm_errors(
     article: list[dict] = []
     errors: dict[str, dict[str, list[float]]] = {n: {g: [] for g in GEMMS} for n in layers}
     for shape in ARTICLE if shapes is None else shapes:
-        operands = _Operands(shape)
+        operands = _operands(shape)
         article.append(_article_row(shape, operands))
         for name, layer in layers.items():
             for gemm, product in layer.products(operands).items():

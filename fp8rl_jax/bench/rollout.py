@@ -66,8 +66,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Tokens per second over transformers' that the project wants, on a CPU, in this cell.
 TARGETS = {"bf16": 3.0, "fp8": 1.5}
-
-
 _TARGET_CELL = Cell(32, 64, 128, 1)
 
 
@@ -92,10 +90,10 @@ class Plan:
     prompts: Sequence[int]
     news: Sequence[int]
     groups: Sequence[int]
-    cases: Sequence[str] = tuple(CASES)
-    lengths: Sequence[str] = ("full",)
-    peers: Sequence[str] = PEERS
-    repeats: int = 3
+    cases: Sequence[str]
+    lengths: Sequence[str]
+    peers: Sequence[str]
+    repeats: int
 
     def __post_init__(self):
         if self.repeats < 1:
