@@ -35,12 +35,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "user_cache": {"kernels", _PACKAGE},
     "compilation_cache": {"user_cache"},
-    "deviceless": {"sharding"},
     "training": _LIBRARY | {"config", "report", "user_cache"},
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
-    "bench": _PROGRAM | {"deviceless"},
+    "bench": _PROGRAM,
     "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
     _PACKAGE: set(),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 
 import numpy as np
@@ -12,13 +11,12 @@ from matplotlib.figure import Figure
 
 from fp8rl_jax.report.html import (
     COLOURS,
-    CSS,
-    HEAD,
     draw_line,
     figure_html,
     panels_of,
     table_html,
     text_html,
+    write_page,
 )
 from fp8rl_jax.report.summary import number, share
 
@@ -41,12 +39,8 @@ def drift_section(directory: pathlib.Path) -> str:
 
 def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
     """Writes directory/drift.html from its drift.json, atomically, and returns the path."""
-    body = f"<h1>Drift of {text_html(directory.resolve().name)}</h1>{drift_section(directory)}"
-    page = f"{HEAD}<title>Drift</title><style>{CSS}</style></head><body>{body}</body></html>"
-    temporary = directory / f".drift.html.{os.getpid()}.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, directory / "drift.html")
-    return directory / "drift.html"
+    title = f"Drift of {directory.resolve().name}"
+    return write_page(directory / "drift.html", title, drift_section(directory))
 
 
 def _section(result: dict) -> str:
