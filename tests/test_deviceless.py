@@ -11,7 +11,8 @@ pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_j
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "docs" / "scripts"))
 
 import aot_h200
-import deviceless
+
+from fp8rl_jax import deviceless
 
 
 def _assert_own_products(text: str, kernels: int) -> None:

@@ -35,11 +35,12 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "user_cache": {"kernels", _PACKAGE},
     "compilation_cache": {"user_cache"},
+    "deviceless": {"sharding"},
     "training": _LIBRARY | {"config", "report", "user_cache"},
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
-    "bench": _PROGRAM,
+    "bench": _PROGRAM | {"deviceless"},
     "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
     _PACKAGE: set(),
 }

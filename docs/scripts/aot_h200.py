@@ -11,7 +11,6 @@ many tokens, prefill included). Memory is per device, as XLA planned it.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 import time
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8rl_jax import sharding
+from fp8rl_jax import deviceless, sharding
 from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
 from fp8rl_jax.models import (
     init_params,
@@ -34,10 +33,6 @@ from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler
 from fp8rl_jax.rollout.sampler import Loop, Requests, SamplerConfig
 from fp8rl_jax.training.optimizer import make_optimizer
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests" / "helpers"))
-
-import deviceless
 
 GIB = 2**30
 SLOTS, PROMPT, SEQUENCES = 4096, 512, {"decode": 64, "train": 32}

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import re
 
-import deviceless
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow
 
-from fp8rl_jax import cli
+from fp8rl_jax import cli, deviceless
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_shapes import Attention, Product, calls

@@ -13,10 +13,11 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-import deviceless
 import jax
 import pytest
 from gpu_checks import reports
+
+from fp8rl_jax import deviceless
 
 pytestmark = pytest.mark.gpu
 

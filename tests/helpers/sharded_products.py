@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 
-import deviceless
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fp8rl_jax import deviceless
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import block_matmul
 from fp8rl_jax.kernels.reference import products

@@ -6,10 +6,10 @@ import json
 import pathlib
 import sys
 
-import deviceless
 import jax
 import numpy as np
 
+from fp8rl_jax import deviceless
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.rollout import ContinuousSampler

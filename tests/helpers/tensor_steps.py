@@ -13,14 +13,13 @@ import sys
 import time
 import types
 
-import deviceless
 import jax
 import numpy as np
 import optax
 from jax.sharding import AxisType
 from random_model import initial_params
 
-from fp8rl_jax import sharding
+from fp8rl_jax import deviceless, sharding
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig

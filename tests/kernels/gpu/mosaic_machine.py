@@ -18,10 +18,10 @@ import sys
 import tempfile
 from typing import Any
 
-import deviceless
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax import deviceless
 from fp8rl_jax.kernels.gpu import mosaic_matmul
 from fp8rl_jax.sharding import replicated
 
