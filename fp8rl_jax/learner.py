@@ -160,8 +160,7 @@ def response_logprobs(
     rope,
     remat: str,
     kv_scales: KVScales | None,
-    collect_health: bool = False,
-    collect_load: bool = False,
+    collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
@@ -174,8 +173,8 @@ def response_logprobs(
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
         params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        rope=rope, remat=remat, output="hidden", collect_health=collect_health,
-        collect_load=collect_load, taps=taps, swaps={**(swaps or {}), **routing},
+        rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
+        swaps={**(swaps or {}), **routing},
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
@@ -188,9 +187,7 @@ def response_logprobs(
     return logp, entropy, out.aux
 
 
-def make_score(
-    model: ModelConfig, recipe: Recipe | str, *, shardings: dict | None = None
-) -> Callable:
+def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
     Serves old and reference log-probabilities.
@@ -201,7 +198,7 @@ def make_score(
         weights = quantize_params(params, recipe, scaling_state)
         return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
 
-    return exact_jit(score, **(shardings or {}))
+    return exact_jit(score)
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
@@ -267,13 +264,13 @@ def make_train_step(
     optimiser's momentum would still move the weights.
     """
     recipe = get_recipe(recipe)
+    collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
     def objective(params, probes, weights, state: TrainState, part: Batch, rope):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales,
-            health, loss.router_aux_coef > 0, taps,
-        )  # fmt: skip
+            paired, part, model, recipe, rope, remat, state.kv_scales, collect, taps
+        )
         counts = part.weights != 0
         each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts)
         tokens["entropy"] = entropy
@@ -339,9 +336,9 @@ def make_train_step(
             "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
             "tokens": per_token,
         }
-        for name in ("expert_tokens", "router_aux_loss"):
-            if name in sums:
-                metrics[name] = sums[name]
+        metrics |= {
+            name: sums[name] for name in ("expert_tokens", "router_aux_loss") if name in sums
+        }
         if health:
             metrics["health"] = _site_health(seen)
             if "kv_health" in sums:

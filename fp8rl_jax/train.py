@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -23,20 +22,27 @@ from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
-from fp8rl_jax.models.size import parameter_counts
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
 from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
-from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
+from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.disk import WRITE_ERRORS, check_room, no_room
+from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.health import age_metrics
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
-from fp8rl_jax.training.run_directory import check_directory, open_run
-from fp8rl_jax.training.runtime import Runtime, make_runtime, state_bytes, to_device
+from fp8rl_jax.training.run_directory import (
+    WRITE_ERRORS,
+    bytes_to_write,
+    check_directory,
+    check_room,
+    no_room,
+    open_run,
+    state_bytes,
+)
+from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
 from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
@@ -54,7 +60,6 @@ class Outcome:
     finished: bool
     stopped_by: str | None
     report: pathlib.Path | None
-    compile_counts: dict[str, int]
 
 
 def train(
@@ -74,12 +79,12 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
-    check_room(pathlib.Path(config.run.dir), _bytes_to_write(runtime))
+    check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
     checked = _self_check(runtime)
-    directory = open_run(runtime, resume)
+    directory = open_run(runtime)
     with jax.set_mesh(runtime.mesh), Display() as display:
         try:
             if checked is not None:
@@ -89,18 +94,6 @@ def train(
             if error.errno not in WRITE_ERRORS:
                 raise
             raise no_room(directory, error) from error
-
-
-def _bytes_to_write(runtime: Runtime) -> int:
-    """Bytes that the run adds to `run.dir`: checkpoints take the room of those they replace, once
-    the new one is complete; a reference policy stays."""
-    run, size = runtime.config.run, state_bytes(runtime)
-    checkpoints = os.path.join(run.dir, "checkpoints")
-    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
-    there = sum(name.isdecimal() for name in names)
-    has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
-    reference = size // 3 if runtime.config.algo.kl_coef and not has_reference else 0
-    return max(1, run.keep_checkpoints + 1 - there) * size + reference
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -154,24 +147,12 @@ class _Run:
         if stopped_by := self.stop():
             at = f"{self.phase} step {int(state.step)}"
             self.display.note(f"stopped by {stopped_by} after {at}, saved; --resume goes on")
-            return Outcome(False, stopped_by, None, self.compile_counts())
-        report = write_report(self.directory)
-        return Outcome(True, None, report, self.compile_counts())
-
-    def compile_counts(self) -> dict[str, int]:
-        """How often each program of the RL phase was compiled; 1 each in a healthy run (the
-        calibration once more if SFT ran, whose batches have another shape)."""
-        counts = {}
-        for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
-            if name in self.runtime.__dict__:
-                counts[name] = self.runtime.__dict__[name]._cache_size()
-        if hasattr(self, "train_step"):
-            counts["train_step"] = self.train_step._cache_size()
-        return counts
+            return Outcome(False, stopped_by, None)
+        return Outcome(True, None, write_report(self.directory))
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
-        counts = parameter_counts(model, rt.param_shapes)
+        counts = parameter_counts(model)
         active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
@@ -285,22 +266,15 @@ class _Run:
             with record.timed("step"):
                 questions = stream.next()
                 rollout, batch = self._sample(questions, state, served.weights, step, record)
-                with record.timed("old_logprobs"):
-                    batch = self._old_logprobs(batch, rollout, state, reference)
-                with record.timed("learner"):
-                    state, logp, updates = self._update(state, batch, step)
-                record.add_updates(updates, float(batch.mask.sum()), rt)
-                record["lr"] = float(self.schedule(step * algo.updates_per_rollout))
+                batch = self._score(batch, rollout, state, reference, record)
+                state, logp, updates = self._update(state, batch, step, record)
                 begins_to_drift = self._compare(record, logp, rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)
                 state = rt.advance(state, step + 1, stream.position)
                 state, served = self._refit(state, batch, record)
-            if rt.calibrated:
-                record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
             if begins_to_drift:
                 self._analyse_drift(state, served.weights, questions, step + 1)
-            self.logs.write("metrics", record)
-            self.display.rl_step(record)
+            self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
                 self._evaluate(served.weights, step + 1)
@@ -314,7 +288,7 @@ class _Run:
     def _sample(self, questions, state: TrainState, weights, step: int, record: StepRecord):
         """The responses to questions, and a batch with their advantages."""
         rt, config = self.runtime, self.config
-        require_fresh(state.kv_scales, step)
+        assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         group = config.rollout.group_size
         rows = len(questions) * group
@@ -338,38 +312,41 @@ class _Run:
         advantages = group_advantages(rewards.values, group, config.algo.normalize_std)
         return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
 
-    def _old_logprobs(self, batch: Batch, rollout: Rollout, state, reference) -> Batch:
+    def _score(self, batch: Batch, rollout: Rollout, state, reference, record) -> Batch:
         """`batch` with log-probabilities before the update: the learner's, where they may differ
         from the sampler's, with importance weights; and the reference policy's."""
-        rt = self.runtime
-        if not rt.takes_rollout_logprobs(self.drifted):
-            old = rt.score_state(state, batch)
-            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if rt.use_tis:
-                cap = self.config.algo.tis_cap
-                weights = tis_weights(batch.old_logprobs, rollout.logprobs, cap)
-                batch = dataclasses.replace(batch, rollout_weights=weights)
-        if reference is not None:
-            own_routing = dataclasses.replace(batch, routing={})
-            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
-        return batch
+        rt, found = self.runtime, {}
+        with record.timed("old_logprobs"):
+            if not rt.takes_rollout_logprobs(self.drifted):
+                old = np.where(rollout.mask, rt.score_state(state, batch), 0.0)
+                found["old_logprobs"] = old
+                if rt.use_tis:
+                    cap = self.config.algo.tis_cap
+                    found["rollout_weights"] = tis_weights(old, rollout.logprobs, cap)
+            if reference is not None:
+                own_routing = dataclasses.replace(batch, routing={})
+                found["ref_logprobs"] = rt.score_state(reference, own_routing)
+        return dataclasses.replace(batch, **found)
 
-    def _update(self, state: TrainState, batch: Batch, step: int):
+    def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
         rt, count = self.runtime, self.config.algo.updates_per_rollout
         rows = batch.mask.shape[0] // count
         updates, first = [], None
-        for index in range(count):
-            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
-            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
-            metrics = jax.device_get(metrics)
-            if not metrics["good"]:
-                if index == 0:  # later, the state holds a part of this step: nothing to resume from
-                    self._save(state)
-                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
-            updates.append(metrics)
-            first = np.asarray(logp) if first is None else first
+        with record.timed("learner"):
+            for index in range(count):
+                part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
+                state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
+                metrics = jax.device_get(metrics)
+                if not metrics["good"]:
+                    if index == 0:  # later, the state holds a part of this step
+                        self._save(state)
+                    raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
+                updates.append(metrics)
+                first = np.asarray(logp) if first is None else first
+        record.add_updates(updates, float(batch.mask.sum()), rt)
+        record["lr"] = float(self.schedule(step * count))
         return state, first, updates
 
     def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
@@ -429,9 +406,13 @@ class _Run:
         checkpoints.close()
         return dataclasses.replace(state, **policy)
 
+    def _log(self, record: StepRecord) -> None:
+        if self.runtime.calibrated:
+            record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
+        self.logs.write("metrics", record)
+        self.display.rl_step(record)
+
     def _evaluate(self, weights, step: int) -> None:
         result, samples = evaluate(self.runtime, weights, "rl", step)
-        self.logs.write("eval", result)
-        for sample in samples:
-            self.logs.write("samples", sample)
+        self.logs.write_evaluation(result, samples)
         self.display.evaluation(result)

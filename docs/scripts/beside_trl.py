@@ -116,7 +116,7 @@ def _ours(recipe: str):
     optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
     key = jax.random.key(0)
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
-    sample = HalvedSampler(model, recipe, bench.settings_of(cell))
+    sample = HalvedSampler(model, recipe, cell.settings)
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
     weights = refit(state.params)[0]
     limits, numbers = np.full(rows, NEW, np.int32), np.zeros((rows, NEW), np.float32)

@@ -209,7 +209,13 @@ def _check_rollout(resolved: Resolved) -> None:
             "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
             "standard deviation too: write a group of at least 2"
         )
-    check_positions(resolved, rollout.max_prompt_tokens + rollout.max_new_tokens)
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if resolved.positions is not None and tokens > resolved.positions:
+        raise UserError(
+            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
+            f"{resolved.positions} positions of model.checkpoint = "
+            f"{resolved.config.model.checkpoint!r}: lower them"
+        )
     if rollout.temperature <= 0:
         raise UserError(
             f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
@@ -286,7 +292,8 @@ def _check_batches(config) -> None:
 
 
 def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
-    """Raises UserError if a batch does not divide over the devices that share it."""
+    """Raises UserError if a batch does not divide over the devices that share it, or a device's
+    share of `rollout.pages` cannot hold one sequence."""
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.updates_per_rollout * config.learner.micro_batches
@@ -306,27 +313,11 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
                 f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
                 "multiple"
             )
-
-    _check_pages(config, rows_at_once)
-
-
-def _check_pages(config: ml_collections.ConfigDict, devices: int) -> None:
-    """Raises UserError if a device's share of `rollout.pages` cannot hold one sequence."""
     rollout = config.rollout
-    least = devices * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
+    least = rows_at_once * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
     if rollout.slots and rollout.pages and rollout.pages < least:
-        each = f" on each of {devices} devices" if devices > 1 else ""
+        each = f" on each of {rows_at_once} devices" if rows_at_once > 1 else ""
         raise UserError(
             f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
             f"max_new_tokens{each}: write at least {least}, or 0"
-        )
-
-
-def check_positions(resolved: Resolved, tokens: int) -> None:
-    """Raises UserError if sequences of `tokens` tokens are longer than `model.checkpoint` knows."""
-    if resolved.positions is not None and tokens > resolved.positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
-            f"{resolved.positions} positions of model.checkpoint = "
-            f"{resolved.config.model.checkpoint!r}: lower them"
         )

@@ -18,7 +18,7 @@ class Field(NamedTuple):
     """A field of the configuration.
 
     Attributes:
-      default: its value when nobody sets it; its type is the field's.
+      default: its value where it is not set; its type is the field's.
       meaning: what `--help` says.
       least, most: bounds of a number.
       choices: of a text; any text if empty.
@@ -36,10 +36,7 @@ class Field(NamedTuple):
         return isinstance(self.default, ml_collections.ConfigDict)
 
 
-def _options(meaning: str) -> Field:
-    return Field(ml_collections.ConfigDict(), meaning)
-
-
+_OPTIONS = ml_collections.ConfigDict()
 # Shapes of the model when the configuration says nothing: these, else the defaults of ModelConfig.
 _SMALL = {
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -118,14 +115,15 @@ FIELDS: dict[str, dict[str, Field]] = {
                            "directory, or 'checkpoint' for that of model.checkpoint"),
         "chat": Field(False, "questions are the user's messages in the tokenizer's chat template"),
         "system_prompt": Field("", "with chat: a system message before the question; '' for none"),
-        "chat_options": _options("with chat: variables of the template, such as enable_thinking"),
+        "chat_options": Field(_OPTIONS, "with chat: variables of the template, such as "
+                              "enable_thinking"),
         "bos_token": Field("<bos>", "begin of sequence in tokenizer.json"),
         "eos_token": Field("<eos>", "end of sequence in tokenizer.json"),
         "pad_token": Field("<pad>", "padding in tokenizer.json"),
     },
     "env": {
         "task": Field("basic_arithmetic", "a task of reasoning_gym"),
-        "task_options": _options("keywords of that task"),
+        "task_options": Field(_OPTIONS, "keywords of that task"),
         "reward": Field("exact_match", "exact_match, math_equal, or a function as "
                         "'module:function'"),
         "train_questions": Field(4096, "distinct questions for RL, in a new order each epoch", 1),

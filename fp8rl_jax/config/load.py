@@ -103,9 +103,7 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 def describe_fields() -> str:
     """The table of fields that `--help` prints."""
     return "\n".join(
-        f"  --config.{path}={{}}\n        {field.meaning}"
-        if field.is_free
-        else f"  --config.{path}={field.default!r}\n        {field.meaning}"
+        f"  --config.{path}={ {} if field.is_free else field.default!r}\n        {field.meaning}"
         for path, field in all_fields().items()
     )
 
@@ -201,7 +199,9 @@ def read_config_file(path: str) -> Any:
         name, colon, argument = path.rpartition(":")
         file = pathlib.Path(name) if colon else file
     if not file.is_file():
-        raise UserError(f"--config: {path} is no file; name a config such as {_example()}")
+        raise UserError(
+            f"--config: {path} is no file; name a config such as configs/tiny_arithmetic.py"
+        )
     spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
     if spec is None or spec.loader is None:
         raise UserError(f"--config: {path} is no Python file; name one that ends in .py")
@@ -229,10 +229,6 @@ def _failing(path: str, error: BaseException) -> UserError:
         f"--config: {path} fails with {type(error).__name__}: {error}; fix the file so that "
         "get_config() takes no argument (or that after the colon) and returns a ConfigDict"
     )
-
-
-def _example() -> str:
-    return "configs/tiny_arithmetic.py"
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:

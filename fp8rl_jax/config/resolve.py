@@ -1,7 +1,7 @@
 """From the text of a configuration to one checked value that everything downstream takes.
 
 `resolve_config` reads what the configuration names (a model's shapes, scaling policies, the
-reward), checks the whole, and gives a `Resolved`. Nobody derives shapes or recipes again.
+reward), checks all of it, and gives a `Resolved`. Shapes and recipes are derived here alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.config.precision import SIDES, side_recipe
-from fp8rl_jax.envs import check_task, load_reward
+from fp8rl_jax.envs import load_reward
 from fp8rl_jax.envs.rewards import RewardFunction
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
@@ -92,12 +92,11 @@ class Resolved:
         return dataclasses.replace(self, model=model)
 
 
-def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) -> Resolved:
+def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     """Checks `config` and looks up what it names; compiles nothing.
 
     Args:
       config: of `load_config`.
-      with_task: look at the task's name and options, too.
 
     Raises:
       UserError: the first thing that cannot work, in one sentence.
@@ -110,6 +109,4 @@ def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) ->
         load_reward(config.env.reward), positions,
     )  # fmt: skip
     checks.check(resolved)
-    if with_task:
-        check_task(config.env.task, config.env.task_options.to_dict())
     return resolved

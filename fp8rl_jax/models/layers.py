@@ -64,7 +64,7 @@ def replicate(tree, spec: PartitionSpec = _WHOLE):
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
     another order; with the weight gathered first the matmul is the one of a single device. `spec`
-    is what stays in parts on purpose (columns of the output head over `tensor`).
+    is what stays sharded on purpose (columns of the output head over `tensor`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree

@@ -1,8 +1,9 @@
-"""Which layers are stacked together: by kind (dense, with experts) and by recipe.
+"""The tree of parameters: which layers are stacked together, and what its leaves are.
 
-Parameters keep layers of one kind in one stack: `layers`, and before it `dense_layers` in a model
-whose first layers are dense although the others have experts. A forward pass scans over *runs*:
-layers of one stack under one recipe (`Recipe.layer_segments` keeps the first or last in bf16).
+Parameters keep layers of one kind (dense, with experts) in one stack: `layers`, and before it
+`dense_layers` in a model whose first layers are dense although the others have experts. A forward
+pass scans over *runs*: layers of one stack under one recipe (`Recipe.layer_segments` keeps the
+first or last in bf16).
 """
 
 from __future__ import annotations
@@ -13,6 +14,24 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe
 
 DENSE_STACK, STACK = "dense_layers", "layers"
+Path = tuple[str, ...]
+LINEAR, TABLE, SMALL = "linear", "table", "small"
+
+
+def path_of(keys) -> Path:
+    """Names of a leaf's path as `jax.tree_util` gives it."""
+    return tuple(key.key for key in keys)
+
+
+def role_of(path: Path) -> str:
+    """LINEAR; TABLE: embedding and head; SMALL: norms and routers, float32 in every form.
+
+    Args:
+      path: of a leaf, in the whole tree or within a stack.
+    """
+    if path[-1] == "weight" or path[-2:-1] == ("router",):
+        return SMALL
+    return LINEAR if path[-1] == "kernel" else TABLE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import STACK, Run, layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import LINEAR, STACK, Run, layer_runs, layer_stacks, path_of, role_of
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -38,6 +38,7 @@ from fp8rl_jax.quant import (
 from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
+COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 LINEAR_LAYERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj",
@@ -53,11 +54,12 @@ class ForwardOutput:
       hidden: (B, T, D) after the final norm, in the compute dtype.
       cache: the cache with the new keys and values, in the form it was given, or None.
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
-        collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
-        {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
-        outside the layers}; with experts, of the S layers that have them, 'expert_tokens': (S, E)
-        int32, tokens within `lengths` that each expert got, and with collect_load
-        'expert_probability': (S, E) float32, `router.mean_probability` of those tokens}.
+        experts, of the S layers that have them, 'expert_tokens': (S, E) int32, tokens within
+        `lengths` that each expert got; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
+        outside the layers}; what `collect` names: 'kv_health': {count name: (L,) float32}, what
+        the quantisation of K and V (and of q under FP8 attention) lost; 'kv_amax': {'q' | 'k' |
+        'v': (L, B) float32}; 'expert_probability': (S, E) float32, `router.mean_probability` of
+        the tokens within `lengths`}.
     """
 
     logits: jax.Array | None
@@ -77,9 +79,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     recipe: Recipe
     remat: str = "none"
-    collect_health: bool = False
-    collect_amax: bool = False
-    collect_load: bool = False
+    collect: tuple[str, ...] = ()
     tensor: int = 1
 
     @nn.compact
@@ -92,8 +92,8 @@ class Transformer(nn.Module):
         stored_runs, auxes = [], []
         for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
             settings = (
-                config, run.recipe, config.num_experts > 0 and run.stack == STACK,
-                self.collect_health, self.collect_amax, self.collect_load, self.tensor,
+                config, run.recipe, config.num_experts > 0 and run.stack == STACK, self.collect,
+                self.tensor,
             )  # fmt: skip
             stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
@@ -141,8 +141,7 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
     """
 
     def one(path, leaf, index: jax.Array):
-        names = [entry.key for entry in path]
-        linear = names[-1] == "kernel" and names[-2] != "router"
+        linear = role_of(path_of(path)) == LINEAR
         if by_kernel and linear and not isinstance(leaf, BoundWeight):
             return LayerOf(leaf, index)
         return take_layer(leaf, index)
@@ -204,9 +203,7 @@ def forward(
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
     output: str = "logits",
-    collect_health: bool = False,
-    collect_amax: bool = False,
-    collect_load: bool = False,
+    collect: Collection[str] = (),
     taps: Collection[str] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> ForwardOutput:
@@ -227,10 +224,7 @@ def forward(
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
       output: 'logits' or 'hidden'.
-      collect_health: also count what the quantisation of K and V (and of q under FP8 attention)
-        lost, per layer.
-      collect_amax: also return the amax of q, k and v, per layer and sequence.
-      collect_load: also return the probabilities that the routers gave their experts.
+      collect: what else to observe, of COLLECTED; see `ForwardOutput.aux`.
       taps: names of intermediate values to return; see models/taps.py.
       swaps: values that take the place of intermediate ones, by name.
 
@@ -238,12 +232,14 @@ def forward(
       ForwardOutput.
 
     Raises:
-      ValueError: `remat` or `output` is not one of the values above, or `kv_scales` are missing.
+      ValueError: `remat`, `output` or `collect` is none of these, or `kv_scales` are missing.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
     if output not in ("logits", "hidden"):
         raise ValueError(f"output is {output!r}; write 'logits' or 'hidden'")
+    if not set(collect) <= set(COLLECTED):
+        raise ValueError(f"collect is {collect!r}; write some of {', '.join(COLLECTED)}")
     recipe = get_recipe(recipe)
     batch, length = tokens.shape
     if positions is None:
@@ -259,10 +255,10 @@ def forward(
     parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
     if by_shard_map and (taps or swaps):
         raise ValueError(
-            "intermediate values lie in parts where mesh.tensor is above 1, and where GPU kernels "
+            "intermediate values are sharded where mesh.tensor is above 1, and where GPU kernels "
             "run on several devices: set mesh.tensor to 1, or use one device"
         )
-    module = Transformer(config, recipe, remat, collect_health, collect_amax, collect_load, parts)
+    module = Transformer(config, recipe, remat, tuple(collect), parts)
     runs = layer_runs(layer_stacks(config), recipe)
     swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
 

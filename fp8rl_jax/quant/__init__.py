@@ -3,18 +3,18 @@
 Knows arrays; knows nothing of models.
 """
 
+from fp8rl_jax.kernels import dequantized as dequantize_kv
 from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
-    dequantize_kv,
     kv_health,
     missing_scales,
     quantize_kv,
 )
 from fp8rl_jax.quant.products import scaled_matmul
-from fp8rl_jax.quant.qarray import QArray, block_health, quantize, quantize_with
+from fp8rl_jax.quant.qarray import QArray, block_health, quantize
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.rule import grouped_matmul, matmul
@@ -27,7 +27,6 @@ from fp8rl_jax.quant.scaling import (
     static,
 )
 from fp8rl_jax.quant.site import (
-    OperandProbe,
     SiteProbe,
     SiteScaling,
     init_probe,
@@ -51,7 +50,6 @@ __all__ = [
     "KVScales",
     "LayerOf",
     "Operand",
-    "OperandProbe",
     "QArray",
     "Recipe",
     "ScalingPolicy",
@@ -82,7 +80,6 @@ __all__ = [
     "quantize",
     "quantize_kv",
     "quantize_weight",
-    "quantize_with",
     "recipe_names",
     "same_forward",
     "scaled_matmul",

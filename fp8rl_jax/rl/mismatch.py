@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
+from fp8rl_jax.rl.losses import MAX_LOG_RATIO
 
 
 def mismatch_metrics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import jax
@@ -30,24 +31,25 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
     size = config.eval.batch_size
     key = jax.random.fold_in(runtime.keys["eval"], step + (phase == "rl") * (1 << 30))
     temperature = np.tile(np.float32([0.0, 1.0]), size)
-    rewards, texts, errors, length = [], [], 0, 0
-    rates = []
+    rewards, texts, rates, errors, length = [], [], [], 0, 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
+        rows = 2 * len(part)  # the others fill the batch
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
         rollout, _, _ = runtime.generate(
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
-        tokens = int(rollout.mask[: 2 * len(part)].sum())  # without the rows that fill the batch
-        rates.append((tokens, time.perf_counter() - begin))
-        responses = runtime.decode(rollout)[: 2 * len(part)]
+        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
+        responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
         values, failed = score(runtime.reward, [q for q in part for _ in range(2)], responses)
         rewards += values
         texts += responses
         errors += failed
-        length += int(rollout.mask[1 : 2 * len(part) : 2].sum())
+        length += int(rollout.mask[1:rows:2].sum())
     greedy, sampled = np.asarray(rewards[0::2]), np.asarray(rewards[1::2])
+    # The first batch compiles, so it is left out where there are others.
+    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
         "phase": phase,
         "step": step,
@@ -57,8 +59,9 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         "response_len_mean": length / len(questions),
         "reward_errors": errors,
         "time_eval": time.perf_counter() - start,
-        "tokens_per_s_eval": _rate(rates),
+        "tokens_per_s_eval": tokens / seconds,
     }
+    answered = zip(questions, texts[1::2], sampled, strict=True)
     samples = [
         {
             "phase": phase,
@@ -66,15 +69,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
             "prompt": question.text,
             "response": response,
             "answer": question.answer,
-            "reward": reward,
+            "reward": float(reward),
         }
-        for question, response, reward in zip(questions, texts[1::2], sampled, strict=True)
-    ][: config.run.samples]
-    return record, [{**s, "reward": float(s["reward"])} for s in samples]
-
-
-def _rate(rates: list[tuple[int, float]]) -> float:
-    """Tokens per second from (tokens, seconds) of batches; the first compiles, and is left out
-    where there are others."""
-    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
-    return tokens / seconds
+        for question, response, reward in itertools.islice(answered, config.run.samples)
+    ]
+    return record, samples

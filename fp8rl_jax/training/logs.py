@@ -10,9 +10,6 @@ from typing import Any
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.sinks import open_sinks
 
-# Not reproducible: left out of bitwise comparisons.
-TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")
-
 
 class JsonlWriter:
     """Appends one JSON object a line; its size is a position that a run can return to."""
@@ -54,11 +51,6 @@ def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """The reproducible part of a record."""
-    return {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
-
-
 class RunLogs:
     """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`."""
 
@@ -89,6 +81,12 @@ class RunLogs:
         """Appends a record to one of NAMES; its numbers go to the loggers too."""
         self._writers[name].write(record)
         self._show(name, record)
+
+    def write_evaluation(self, record: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        """Appends the two results of `evaluate`."""
+        self.write("eval", record)
+        for sample in samples:
+            self.write("samples", sample)
 
     def _show(self, name: str, record: dict[str, Any], again: bool = False) -> None:
         """Hands a record's numbers to the loggers; `again`: it was written before a resumption."""

@@ -13,8 +13,7 @@ import numpy as np
 from fp8rl_jax.envs import Question, score
 from fp8rl_jax.rl import zero_std_fraction
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.training.expert_load import load_metrics
-from fp8rl_jax.training.health import add_counts, loss_metrics
+from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
 from fp8rl_jax.training.runtime import Runtime, Served
 
 _NOT_METRICS = {"good", "bad_layer", "checksum", "health", "expert_tokens"}
@@ -33,8 +32,7 @@ class Rewards:
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Rewards the responses that are `done` (B,) and have no reward yet."""
         rows = np.flatnonzero(done & ~self._scored)
-        fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
-        texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
+        texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
         found, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
         self.values[rows] = found
         self.errors += errors

@@ -18,6 +18,7 @@ from fp8rl_jax.config import (
 )
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.envs import check_task
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
@@ -304,15 +305,20 @@ _SHAPES_ALONE = (
 )
 
 
+def _resolve(config):
+    check_task(config.env.task, config.env.task_options.to_dict())
+    return resolve_config(config)
+
+
 def test_shipped_configs_are_valid():
     """Those without a checkpoint load and pass the checks as they are, and so do the defaults."""
     names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
     assert names > {*_PUBLISHED, "smollm2_135m"}
     for name in names - {*_PUBLISHED, "smollm2_135m"}:
-        resolve_config(load_config(f"{_ROOT}/configs/{name}.py"))
+        _resolve(load_config(f"{_ROOT}/configs/{name}.py"))
     overrides = (*_SHAPES_ALONE, "--config.model.name=smollm2_135m")
-    resolve_config(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
-    resolve_config(default_config())
+    _resolve(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
+    _resolve(default_config())
 
 
 @pytest.mark.parametrize("case", ["", ":case1", ":case2", ":case3", ":case4"])
@@ -327,7 +333,7 @@ def test_published_runs_are_valid(name, case):
     learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
     assert config.precision.rollout == "fp8"
     assert config.precision.learner == learner.get(case, "fp8")
-    resolve_config(config)
+    _resolve(config)
     sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size

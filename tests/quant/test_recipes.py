@@ -42,7 +42,7 @@ from fp8rl_jax.quant import (
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = [name for name in recipe_names() if get_recipe(name).name == name]
 PASSES = ("fprop", "dgrad", "wgrad")
-DELAYED = "delayed(history=1024, margin=0, algorithm='max')"
+DELAYED = "delayed(history=1024, margin=0)"
 POW2 = "power_of_two(dynamic)"
 WHOLE = {"tensor": "-1x-1", "row": "1x-1", "column": "-1x1"}  # blocks that a table names
 

@@ -70,19 +70,18 @@ def _oracle_trace(trace, *args, **kwargs) -> np.ndarray:
     return np.array(scales, np.float32)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("history", [4, *map(slow, (1, 16))])
 @pytest.mark.parametrize("fmt", ["e4m3", slow("e5m2")])
-def test_delayed_equals_the_float64_oracle(fmt, history, margin, algorithm):
+def test_delayed_equals_the_float64_oracle(fmt, history, margin):
     """Three traces at once, so that one tensor's history cannot leak into another's."""
     traces = np.stack([_trace(seed) for seed in range(3)], axis=1)
-    ours = _ours(delayed(history, margin, algorithm), traces, FORMATS[fmt])
+    ours = _ours(delayed(history, margin), traces, FORMATS[fmt])
     for column in range(3):
-        expected = _oracle_trace(traces[:, column], history, margin, algorithm, fmt)
+        expected = _oracle_trace(traces[:, column], history, margin, fmt)
         np.testing.assert_array_equal(ours[:, column], expected)
         assert len(np.unique(expected)) > 5, "the trace moves the scale"
-    eager = delayed(history, margin, algorithm)
+    eager = delayed(history, margin)
     state = eager.init((3,))
     for step, amax in enumerate(traces[:25]):
         s = eager.scale(state, jnp.asarray(amax), FORMATS[fmt])
@@ -95,7 +94,7 @@ def test_a_nan_freezes_where_transformer_engine_passes_over_it(history):
     """TransformerEngine takes the maximum by C's fmaxf, which drops NaN; here it is kept.
 
     Without NaN both are the same. With one, ours stays at the last scale until the NaN has left
-    the history. 'most_recent' reads one amax and cannot differ.
+    the history.
     """
     clean = _trace(0, nan=False)
     kept = _oracle_trace(clean, history)
@@ -109,9 +108,6 @@ def test_a_nan_freezes_where_transformer_engine_passes_over_it(history):
     different = np.flatnonzero(ours != theirs)
     np.testing.assert_array_equal(different, np.arange(22, 21 + history))
     assert (ours[different] == ours[21]).all(), "frozen, not something else"
-    latest = _ours(delayed(history, algorithm="most_recent"), calm, 448.0)
-    options = {"algorithm": "most_recent", "nan_counts": False}
-    np.testing.assert_array_equal(latest, _oracle_trace(calm, history, **options))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -273,7 +269,6 @@ def test_properties(text, stateful, reads_amax):
         ("delayed()", delayed()),
         ("delayed(16)", delayed(16)),
         ("delayed(history=16, margin=1)", delayed(history=16, margin=1)),
-        ("delayed(algorithm='most_recent')", delayed(algorithm="most_recent")),
         ("delayed(history=4, margin=-1)", delayed(history=4, margin=-1)),
         ("static(amax=8.0)", static(amax=8.0)),
         ("static(8.0)", static(8.0)),
@@ -295,7 +290,7 @@ def test_text_forms_name_the_same_object(text, policy):
         ("delayed(16)", "delayed(history=16)"),
         ("static(8.0)", "static(amax=8.0)"),
         ("static(amax=8)", "static(8.0)"),
-        ("delayed(margin=1)", "delayed(1024, 1.0, 'max')"),
+        ("delayed(margin=1)", "delayed(1024, 1.0)"),
         ("power_of_two(delayed)", "power_of_two(delayed(history=1024))"),
     ],
 )
@@ -321,7 +316,7 @@ def test_equal_arguments_give_one_object(one, other):
         ("power_of_two(delayed(history=-1))", r"history=-1\): write a .*at least 1"),
         ("delayed(margin='x')", r"delayed\(margin='x'\): write a number between"),
         ("delayed(margin=200)", r"delayed\(margin=200\): write a number between"),
-        ("delayed(algorithm='mean')", "write 'max' or 'most_recent'"),
+        ("delayed(algorithm='max')", "is not understood"),
         ("static(amax=0)", r"static\(amax=0\): write a positive number"),
         ("static(amax=1e999)", "write a positive number"),
         ("static(amax=1e-37)", "write a positive number"),  # 448 / amax is no float32

@@ -4,9 +4,10 @@ import json
 import math
 
 import pytest
+from tiny_run import TIME_PREFIXES, without_times
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.logs import TIME_PREFIXES, JsonlWriter, RunLogs, read_jsonl, without_times
+from fp8rl_jax.training.logs import JsonlWriter, RunLogs, read_jsonl
 
 
 def test_a_line_is_readable_at_once(tmp_path):

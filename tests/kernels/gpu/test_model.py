@@ -148,9 +148,7 @@ def test_continuous_batching():
         jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
         tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
     )  # fmt: skip
-    sampler = ContinuousSampler(
-        _DENSE, recipe, settings, Batching(2, 8, prefill_rows=1, prefill_chunk=4)
-    )
+    sampler = ContinuousSampler(_DENSE, recipe, settings, Batching(2, 8, prefill_chunk=4))
     found, wanted = sampler(*arguments), make_sampler(_DENSE, recipe, settings)(*arguments)
     for field in ("tokens", "mask", "logprobs"):
         np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field))
