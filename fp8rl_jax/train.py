@@ -186,7 +186,7 @@ class _Run:
         rt = self.runtime
         number = self.checkpoints.latest()
         if number is None:
-            self.logs = RunLogs(self.directory, None)
+            self.logs = RunLogs(self.directory, None, self.config)
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
@@ -197,7 +197,7 @@ class _Run:
         self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
-        self.logs = RunLogs(self.directory, meta["offsets"])
+        self.logs = RunLogs(self.directory, meta["offsets"], self.config)
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
         return state
 
@@ -206,7 +206,7 @@ class _Run:
         state = self._calibrate_on_prompts(
             self.runtime.new_state(params, self.optimizer, scaling_state)
         )
-        if self.config.algo.kl_coef:
+        if self.runtime.algorithm.needs_reference:
             reference = Checkpoints(self.directory / "reference", keep=1)
             reference.save(0, _policy(state), {})
             reference.close()
@@ -250,12 +250,8 @@ class _Run:
 
     def _rl(self, state: TrainState) -> TrainState:
         rt, config = self.runtime, self.config
-        algo = config.algo
-        loss = LossConfig(
-            "grpo", algo.clip_low, algo.clip_high, algo.kl_coef, algo.router_aux_loss_coef
-        )
-        self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
-        reference = self._reference(state) if algo.kl_coef else None
+        self.train_step = rt.train_step(self.optimizer, rt.loss, config.learner.micro_batches)
+        reference = self._reference(state) if rt.algorithm.needs_reference else None
         stream = self._stream(state)
         served = rt.refit_state(state)
         if not config.sft.steps and int(state.step) == 0:
@@ -264,16 +260,15 @@ class _Run:
         for step in range(int(state.step), config.run.steps):
             record = StepRecord(step + 1)
             with record.timed("step"):
-                questions = stream.next()
-                rollout, batch = self._sample(questions, state, served.weights, step, record)
-                batch = self._score(batch, rollout, state, reference, record)
+                samples = self._sample(state, served.weights, stream, step, record)
+                batch = self._score(samples, state, reference, record)
                 state, logp, updates = self._update(state, batch, step, record)
-                begins_to_drift = self._compare(record, logp, rollout, batch)
+                begins_to_drift = self._compare(record, logp, samples.rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)
                 state = rt.advance(state, step + 1, stream.position)
                 state, served = self._refit(state, batch, record)
             if begins_to_drift:
-                self._analyse_drift(state, served.weights, questions, step + 1)
+                self._analyse_drift(state, served.weights, samples.questions, step + 1)
             self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
@@ -285,77 +280,69 @@ class _Run:
                 break
         return state
 
-    def _sample(self, questions, state: TrainState, weights, step: int, record: StepRecord):
-        """The responses to questions, and a batch with their advantages."""
-        rt, config = self.runtime, self.config
+    def _sample(self, state: TrainState, weights, stream, step: int, record: StepRecord) -> Samples:
+        """The responses of a step, with their rewards."""
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        group = config.rollout.group_size
-        rows = len(questions) * group
-        temperature = np.full(rows, config.rollout.temperature, np.float32)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        rewards = Rewards(rt, [q for q in questions for _ in range(group)])
+        show = functools.partial(self.display.rollout, step + 1)
+        samples = sample_step(self.runtime, weights, stream, key, record, show)
+        if isinstance(self.runtime.sampler, ContinuousSampler):
+            record |= self.runtime.sampler.metrics()
+        return samples
 
-        def watch(progress: Progress) -> None:
-            rewards.add(progress.rollout, progress.done)
-            self.display.rollout(step + 1, progress)
-
-        with record.timed("rollout"):
-            rollout, prompts, lengths = rt.generate(
-                rt.sampler, weights, questions, key, temperature, watch
-            )
-        with record.timed("reward"):
-            rewards.add(rollout, np.ones(rows, bool))
-        record.add_rollout(rollout, rewards, group)
-        if isinstance(rt.sampler, ContinuousSampler):
-            record |= rt.sampler.metrics()
-        advantages = group_advantages(rewards.values, group, config.algo.normalize_std)
-        return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
-
-    def _score(self, batch: Batch, rollout: Rollout, state, reference, record) -> Batch:
-        """`batch` with log-probabilities before the update: the learner's, where they may differ
-        from the sampler's, with importance weights; and the reference policy's."""
-        rt, found = self.runtime, {}
+    def _score(self, samples: Samples, state, reference, record: StepRecord) -> Batch:
+        """The training batch: log-probabilities before the update (the learner's, where they may
+        differ from the sampler's) and of the reference policy, advantages and weights."""
+        rt, rollout = self.runtime, samples.rollout
+        batch = rt.rollout_batch(rollout, samples.prompts, samples.lengths)
         with record.timed("old_logprobs"):
             if not rt.takes_rollout_logprobs(self.drifted):
                 old = np.where(rollout.mask, rt.score_state(state, batch), 0.0)
-                found["old_logprobs"] = old
-                if rt.use_tis:
-                    cap = self.config.algo.tis_cap
-                    found["rollout_weights"] = tis_weights(old, rollout.logprobs, cap)
+                batch = dataclasses.replace(batch, old_logprobs=old)
             if reference is not None:
-                own_routing = dataclasses.replace(batch, routing={})
-                found["ref_logprobs"] = rt.score_state(reference, own_routing)
-        return dataclasses.replace(batch, **found)
+                ref_logprobs = rt.score_reference(reference, batch)
+                batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
+        prepared = prepare(
+            rt.algorithm, samples.rewards, rollout.mask, rollout.finished,
+            batch.old_logprobs, rollout.logprobs, batch.ref_logprobs, samples.counts,
+        )  # fmt: skip
+        record |= prepared.metrics
+        parts = np.split(prepared.keep, self.config.algo.num_minibatches)
+        return dataclasses.replace(
+            batch,
+            advantages=prepared.advantages,
+            rollout_weights=prepared.rollout_weights,
+            weights=np.concatenate([rt.algorithm.token_weights(keep) for keep in parts]),
+        )
 
     def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
-        rt, count = self.runtime, self.config.algo.updates_per_rollout
-        rows = batch.mask.shape[0] // count
+        rt, algo = self.runtime, self.config.algo
+        rows = batch.mask.shape[0] // algo.num_minibatches
         updates, first = [], None
         with record.timed("learner"):
-            for index in range(count):
-                part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
+            for index in range(algo.epochs * algo.num_minibatches):
+                begin = index % algo.num_minibatches * rows
+                part = jax.tree.map(lambda x, i=begin: x[i : i + rows], batch)
                 state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
                 metrics = jax.device_get(metrics)
                 if not metrics["good"]:
                     if index == 0:  # later, the state holds a part of this step
                         self._save(state)
                     raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
-                updates.append(metrics)
+                updates.append(metrics | {"counts": part.weights != 0})
                 first = np.asarray(logp) if first is None else first
         record.add_updates(updates, float(batch.mask.sum()), rt)
-        record["lr"] = float(self.schedule(step * count))
+        record["lr"] = float(self.schedule(step * len(updates)))
         return state, first, updates
 
     def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
         """Compares learner and sampler on the first update's rows; whether drift shows for the
         first time in a run that must have none."""
         rt, first = self.runtime, slice(0, logp.shape[0])
-        record |= mismatch_metrics(
-            logp, rollout.logprobs[first], batch.mask[first], self.config.algo.tis_cap
-        )
+        record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         drift = record["train_rollout_logprob_abs_diff_max"]
         if drift == 0.0 or self.drifted or not rt.zero_drift:
             return False

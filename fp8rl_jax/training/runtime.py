@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import load_params
-from fp8rl_jax.config.resolve import Resolved, resolve_config
+from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
 from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, pad_responses
 from fp8rl_jax.envs import Question, make_questions
 from fp8rl_jax.errors import UserError
@@ -36,6 +36,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.stacks import layer_runs, layer_stacks
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
+from fp8rl_jax.rl.aggregation import token_mean
 from fp8rl_jax.rollout import (
     Batching,
     ContinuousSampler,
@@ -198,8 +199,7 @@ class Runtime(Resolved):
     @property
     def sft_recipe(self) -> Recipe:
         """The learner's recipe in supervised fine-tuning, where no rollout calibrates scales."""
-        recipe = self.learner_recipe
-        return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
+        return without_calibration(self.learner_recipe)
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """A compiled sampler with the run's prompt and response slots."""
@@ -227,7 +227,7 @@ class Runtime(Resolved):
         plan = plan_rollout(
             Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
-            reference=self.config.algo.kl_coef > 0,
+            reference=self.algorithm.needs_reference,
         )  # fmt: skip
         return dataclasses.replace(sizes, pages=plan.pages * devices)
 
@@ -254,6 +254,21 @@ class Runtime(Resolved):
     def score(self):
         """The compiled score; call `score_state`."""
         return learner.make_score(self.model, self.learner_recipe)
+
+    @functools.cached_property
+    def reference_score(self):
+        """The compiled score of the reference policy; call `score_reference`."""
+        if self.reference_recipe == self.learner_recipe:
+            return self.score
+        return learner.make_score(self.model, self.reference_recipe)
+
+    def score_reference(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under the reference policy."""
+        batch = to_device(dataclasses.replace(batch, routing={}), self)
+        scaling, kv_scales = state.scaling_state, state.kv_scales
+        if self.reference_recipe != self.learner_recipe:
+            scaling, kv_scales = init_scaling(state.params, self.reference_recipe), None
+        return np.asarray(self.reference_score(state.params, scaling, kv_scales, batch, self.rope))
 
     def score_state(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
         """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
@@ -326,13 +341,15 @@ class Runtime(Resolved):
         key,
         temperature: np.ndarray,
         watch: Watch | None = None,
+        first_id: int = 0,
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...).
 
         `watch` is told what has ended while a `ContinuousSampler` goes on; others end at once.
+        Samples are numbered from `first_id` on; key and number decide a sample's random bits.
         """
         prompts, lengths = self.pad_prompts(questions)
-        sample_ids = np.arange(len(temperature), dtype=np.int32)
+        sample_ids = first_id + np.arange(len(temperature), dtype=np.int32)
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
         tokens, *rows = jax.device_put(
             (prompts, lengths, sample_ids, temperature, limits), sharding.batch_sharding(self.mesh)
@@ -346,12 +363,14 @@ class Runtime(Resolved):
     ) -> learner.Batch:
         """Prompts (B, Tp) of lengths (B,) and responses as a training batch on the host.
 
-        Fields of RL that `fields` does not name are neutral.
+        Fields that `fields` does not name: advantages of 1, the mean over all tokens, no
+        correction.
         """
         zeros = np.zeros(targets.shape, np.float32)
         neutral = {
-            "advantages": np.zeros(len(targets), np.float32), "old_logprobs": zeros,
-            "rollout_weights": np.ones_like(zeros), "ref_logprobs": zeros,
+            "advantages": np.ones_like(zeros), "old_logprobs": zeros, "ref_logprobs": zeros,
+            "weights": token_mean(mask, 0).astype(np.float32),
+            "rollout_weights": np.ones_like(zeros),
         }  # fmt: skip
         return learner.Batch(
             tokens=join(prompts, lengths, targets, self.tokenizer.pad_id), prompt_lengths=lengths,
@@ -359,18 +378,20 @@ class Runtime(Resolved):
             **{**neutral, **fields},
         )  # fmt: skip
 
-    def rollout_batch(
-        self, rollout: Rollout, prompts, lengths, temperature, advantages
-    ) -> learner.Batch:
+    def rollout_batch(self, rollout: Rollout, prompts, lengths, advantages=None) -> learner.Batch:
         """A rollout as a training batch on the host; old log-probabilities are the sampler's.
 
-        prompts (P, Tp) and lengths (P,) are those of `generate`; the rest has one row a response.
+        prompts (P, Tp) and lengths (P,) are those of `generate`; advantages are (B,), or 1.
         """
         group = len(rollout.tokens) // len(lengths)
+        temperature = np.full(len(rollout.tokens), self.config.rollout.temperature, np.float32)
+        fields = {}
+        if advantages is not None:
+            fields["advantages"] = np.repeat(advantages[:, None], rollout.tokens.shape[1], axis=1)
         return self.batch(
             np.repeat(prompts, group, axis=0), np.repeat(lengths, group),
             rollout.tokens, rollout.mask, temperature,
-            advantages=advantages, old_logprobs=rollout.logprobs,
+            old_logprobs=rollout.logprobs, **fields,
             routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
         )  # fmt: skip
 
