@@ -254,7 +254,9 @@ class _Run:
         loss = LossConfig(
             "grpo", algo.clip_low, algo.clip_high, algo.kl_coef, algo.router_aux_loss_coef
         )
-        self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
+        self.train_step = rt.train_step(
+            self.optimizer, loss, config.learner.gradient_accumulation_steps
+        )
         reference = self._reference(state) if algo.kl_coef else None
         stream = self._stream(state)
         served = rt.refit_state(state)
@@ -331,7 +333,7 @@ class _Run:
     def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
-        rt, count = self.runtime, self.config.algo.updates_per_rollout
+        rt, count = self.runtime, self.config.algo.num_minibatches
         rows = batch.mask.shape[0] // count
         updates, first = [], None
         with record.timed("learner"):

@@ -273,11 +273,11 @@ def _check_batches(config) -> None:
             f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     if rows % parts:
         raise UserError(
             f"rollout.prompts_per_step x group_size = {rows} responses do not divide into "
-            f"algo.updates_per_rollout x learner.micro_batches = {parts} equal parts"
+            f"algo.num_minibatches x learner.gradient_accumulation_steps = {parts} equal parts"
         )
     if config.sft.steps and config.sft.questions < config.sft.batch_size:
         raise UserError(
@@ -296,7 +296,7 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     share of `rollout.pages` cannot hold one sequence."""
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     sizes = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,

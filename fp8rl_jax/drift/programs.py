@@ -98,7 +98,11 @@ class Programs:
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
         loss = LossConfig("grpo", rt.config.algo.clip_low, rt.config.algo.clip_high)
         step = rt.train_step(
-            optimizer, loss, rt.config.learner.micro_batches, taps=tuple(taps), donate=False
+            optimizer,
+            loss,
+            rt.config.learner.gradient_accumulation_steps,
+            taps=tuple(taps),
+            donate=False,
         )
         _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
         return np.asarray(logp), jax.device_get(metrics.get("taps", {}))
