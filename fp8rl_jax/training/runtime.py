@@ -33,7 +33,7 @@ from fp8rl_jax.models import (
     weight_specs,
     with_kv_scales,
 )
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import (
@@ -192,7 +192,7 @@ class Runtime(Resolved):
 
     def first_layers(self, recipe: Recipe) -> dict[str, int]:
         """{run of layers under `recipe`: number of its first layer}."""
-        runs = layer_runs(layer_stacks(self.model), recipe)
+        runs = layer_groups(layer_stacks(self.model), recipe)
         return {run.name: run.layers.start for run in runs}
 
     @property
