@@ -144,8 +144,8 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
     """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
 
     Kernels read linear layers in their stack (`StackedLayer`). Others are cut out as bits: a scan
-    over them would cut bf16 out by way of float32. Arguments and result are those of the scanned module,
-    behind its parameters.
+    over them would cut bf16 out by way of float32. Arguments and result are those of the scanned
+    module, behind its parameters.
     """
 
     def one(path, leaf, index: jax.Array):
