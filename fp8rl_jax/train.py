@@ -1,15 +1,16 @@
-"""The main job: supervised fine-tuning, then GRPO with one forward function in rollout and learner.
+"""The main job: supervised fine-tuning, then RL with one forward function in rollout and learner.
 
-One RL step: sample a group of responses for each question; score them; recompute their
-log-probabilities under the learner, unless zero drift makes them the sampler's own; update; refit
-the sampler. The log-probabilities that the first update's own forward pass computed are compared
-with those recorded while decoding.
+One RL step: sample a group of responses for each question and reward them; recompute their
+log-probabilities under the learner, unless zero drift makes them the sampler's own; compute
+advantages and weights; update; refit the sampler. The log-probabilities that the first update's own
+forward pass computed are compared with those recorded while decoding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -21,12 +22,12 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.learner import Batch, LossConfig, TrainState
+from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
-from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
-from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, is_fresh
+from fp8rl_jax.rl import mismatch_metrics, prepare
+from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.evaluate import evaluate
@@ -43,6 +44,7 @@ from fp8rl_jax.training.run_directory import (
     state_bytes,
 )
 from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
+from fp8rl_jax.training.sample_step import Samples, sample_step
 from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
@@ -50,7 +52,7 @@ from fp8rl_jax.training.sft import (
     run_sft,
     save_cached,
 )
-from fp8rl_jax.training.step_record import Rewards, StepRecord
+from fp8rl_jax.training.step_record import StepRecord
 
 
 @dataclasses.dataclass
@@ -250,7 +252,9 @@ class _Run:
 
     def _rl(self, state: TrainState) -> TrainState:
         rt, config = self.runtime, self.config
-        self.train_step = rt.train_step(self.optimizer, rt.loss, config.learner.micro_batches)
+        self.train_step = rt.train_step(
+            self.optimizer, rt.loss, config.learner.gradient_accumulation_steps
+        )
         reference = self._reference(state) if rt.algorithm.needs_reference else None
         stream = self._stream(state)
         served = rt.refit_state(state)
@@ -320,7 +324,6 @@ class _Run:
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
         rt, algo = self.runtime, self.config.algo
-        rows = batch.mask.shape[0] // algo.num_minibatches
         updates, first = [], None
         with record.timed("learner"):
             for index in range(algo.epochs * algo.num_minibatches):

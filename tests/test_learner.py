@@ -22,7 +22,7 @@ _SGD = optax.sgd(0.05)
 @functools.cache
 def _step(micro_batches: int):
     return learner.make_train_step(
-        _MODEL, "f32", _SGD, learner.LossConfig("grpo"), micro_batches=micro_batches
+        _MODEL, "f32", _SGD, learner.LossConfig(), micro_batches=micro_batches
     )
 
 

@@ -300,7 +300,7 @@ def test_nan_names_the_layer(tmp_path, monkeypatch):
 def test_many_updates_and_a_reference(tmp_path):
     """Two updates a rollout, two micro-batches each, KL to a reference; stopped and resumed."""
     fields = {
-        "algo.updates_per_rollout": 2, "learner.micro_batches": 2, "algo.kl_coef": 0.1,
+        "algo.num_minibatches": 2, "learner.gradient_accumulation_steps": 2, "algo.kl_coef": 0.1,
         "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "sft.steps": 0,
         "run.steps": 4, "run.checkpoint_every": 2,
     }  # fmt: skip
@@ -355,7 +355,8 @@ _EXPERTS = {
 def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     """Scaling states and calibrated scales go through SFT, refit, updates and resume."""
     fields = {
-        **fields, "run.steps": 4, "run.checkpoint_every": 2, "learner.micro_batches": 2,
+        **fields, "run.steps": 4, "run.checkpoint_every": 2,
+        "learner.gradient_accumulation_steps": 2,
         "algo.kl_coef": 0.1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"

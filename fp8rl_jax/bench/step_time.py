@@ -52,7 +52,9 @@ class Subject:
         self._temperature = np.full(rows, config.rollout.temperature, np.float32)
         state = rt.new_state(rt.init_params(), optimizer)
         self._state = rt.calibrate_state(state, *rt.pad_prompts(self._questions))
-        self._step = rt.train_step(optimizer, LossConfig(), config.learner.micro_batches)
+        self._step = rt.train_step(
+            optimizer, LossConfig(), config.learner.gradient_accumulation_steps
+        )
         self._weights, _, _ = rt.refit_state(self._state)
         self._batch: Batch | None = None
         self.times: dict[str, list[float]] = {"decode": [], "train": []}
@@ -70,7 +72,7 @@ class Subject:
             if self._batch is None:
                 advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
                 advantages = advantages.astype(np.float32)
-                batch = rt.rollout_batch(rollout, prompts, lengths, self._temperature, advantages)
+                batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
                 self._batch = to_device(batch, rt)
             start = time.perf_counter()
             self._state, logp, metrics = self._step(self._state, self._batch, rt.rope)

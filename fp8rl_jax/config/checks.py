@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
@@ -15,6 +17,7 @@ from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import same_forward
+from fp8rl_jax.rl import Algorithm
 
 if TYPE_CHECKING:
     from fp8rl_jax.config.resolve import Resolved
@@ -204,10 +207,23 @@ def check_platform(resolved: Resolved) -> None:
 
 def _check_rollout(resolved: Resolved) -> None:
     rollout, algo = resolved.config.rollout, resolved.config.algo
-    if rollout.group_size == 1:
+    if rollout.group_size == 1 and (
+        algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
+    ):
         raise UserError(
-            "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
-            "standard deviation too: write a group of at least 2"
+            "rollout.group_size is 1, so a reward minus its group's mean is 0, and its standard "
+            f"deviation too, and algo.baseline is {algo.baseline!r}, algo.scale {algo.scale!r}: "
+            "write a group of at least 2, or algo.preset='reinforce_pp'"
+        )
+    if algo.dynamic_sampling and rollout.group_size == 1:
+        raise UserError(
+            "algo.dynamic_sampling drops groups of equal rewards, and rollout.group_size is 1: "
+            "write a group of at least 2, or dynamic_sampling=False"
+        )
+    if algo.overlong_buffer > rollout.max_new_tokens:
+        raise UserError(
+            f"algo.overlong_buffer is {algo.overlong_buffer}, more than rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}: lower it"
         )
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
     if resolved.positions is not None and tokens > resolved.positions:
@@ -223,11 +239,52 @@ def _check_rollout(resolved: Resolved) -> None:
         )
     if not 0 < rollout.top_p <= 1:
         raise UserError(f"rollout.top_p is {rollout.top_p}; write a number in (0, 1]")
-    if algo.correction == "tis" and algo.old_logprobs == "rollout":
+    if algo.correction not in ("auto", "none") and algo.old_logprobs == "rollout":
         raise UserError(
-            "algo.correction='tis' needs the learner's own log-probabilities: set "
+            f"algo.correction={algo.correction!r} needs the learner's own log-probabilities: set "
             "algo.old_logprobs='auto' or 'learner'"
         )
+    updates = algo.num_minibatches * algo.epochs
+    if algo.loss == "reinforce" and updates > 1:
+        raise UserError(
+            f"algo.loss is 'reinforce', which has no ratio to the policy before, and "
+            f"num_minibatches x epochs is {updates}: write 1 for both, or take ppo or cispo"
+        )
+    _check_functions(resolved.algorithm, algo)
+
+
+def _check_functions(algorithm: Algorithm, algo) -> None:
+    """Tries the loss and the corrections on small arrays; compiles nothing."""
+    shape = (2, 3)
+    floats, mask = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, bool)
+    try:
+        loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask)
+        found = {"loss": loss, **stats}
+    except Exception as error:  # whatever a user's function raises
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"algo.loss: {algo.loss!r} fails on arrays of shape {shape} with "
+            f"{type(error).__name__}: {text}; it takes (logp, old, advantages, mask), works under "
+            "jit, and returns the loss and a dict of statistics"
+        ) from None
+    for name, value in found.items():
+        if (value.shape, value.dtype) != (shape, jnp.float32):
+            raise UserError(
+                f"algo.loss: {algo.loss!r} returns {name} as {value.dtype}{list(value.shape)} for "
+                f"arrays of shape {shape}: return float32 of that shape"
+            )
+    for name, correction in algorithm.corrections.items():
+        try:
+            weights, keep = correction(np.zeros(shape), np.ones(shape, bool), np.zeros(shape))
+            good = np.shape(weights) == np.shape(keep) == shape and np.asarray(keep).dtype == bool
+            problem = "" if good else "returns other shapes, or a keep that is not bool"
+        except Exception as error:  # whatever a user's function raises
+            problem = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if problem:
+            raise UserError(
+                f"algo.correction: {name!r} {problem}; it takes numpy arrays (log_ratio, mask, "
+                "advantages) and returns (weights, keep) of their shape"
+            )
 
 
 def _check_continuous(resolved: Resolved) -> None:
@@ -273,11 +330,11 @@ def _check_batches(config) -> None:
             f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     if rows % parts:
         raise UserError(
             f"rollout.prompts_per_step x group_size = {rows} responses do not divide into "
-            f"algo.updates_per_rollout x learner.micro_batches = {parts} equal parts"
+            f"algo.num_minibatches x learner.gradient_accumulation_steps = {parts} equal parts"
         )
     if config.sft.steps and config.sft.questions < config.sft.batch_size:
         raise UserError(
@@ -296,7 +353,7 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
     share of `rollout.pages` cannot hold one sequence."""
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     sizes = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,

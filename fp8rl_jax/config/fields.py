@@ -187,11 +187,11 @@ FIELDS: dict[str, dict[str, Field]] = {
                               "force, until a first update shows a difference, and the learner's "
                               "elsewhere", choices=("auto", "learner", "rollout")),
         "epochs": Field(1, "passes over one rollout", 1),
-        "updates_per_rollout": Field(1, "optimiser updates, each on an equal part of the rollout",
+        "num_minibatches": Field(1, "optimiser updates, each on an equal part of the rollout",
                                      1),
     },
     "learner": {
-        "micro_batches": Field(1, "parts of an update whose gradients are accumulated", 1),
+        "gradient_accumulation_steps": Field(1, "micro-batches of an update", 1),
         "remat": Field("none", "none: keep activations; full: recompute each layer",
                        choices=REMAT),
     },

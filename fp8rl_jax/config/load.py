@@ -39,23 +39,47 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
-# Sections that had another name.
-_RENAMED = {"warmup": "sft"}
+# Sections and fields that had another name.
+_RENAMED = {
+    "warmup": "sft",
+    "algo.updates_per_rollout": "algo.num_minibatches",
+    "learner.micro_batches": "learner.gradient_accumulation_steps",
+    "algo.normalize_std": "algo.scale",
+}
+# Values of renamed fields that are written in another way now.
+_VALUES = {"algo.normalize_std": {True: "group_std", False: "none"}}
 # Fields that are gone, with the value at which a run is still the same without them.
 _REMOVED = {
     "rollout.cache_slots": 0, "precision.kv_percentile": 100.0,
-    "precision.attention_kernel": "strict",
+    "precision.attention_kernel": "strict", "algo.tis_cap": 2.0,
 }  # fmt: skip
 
 
 @functools.cache
-def _current(section: str, where: str) -> str:
-    """Today's name of a section; a note says so once."""
-    name = _RENAMED.get(section, section)
-    if name != section:
-        text = f"note: {where}: the config section {section!r} is called {name!r} now"
-        print(text, file=sys.stderr, flush=True)
-    return name
+def _note_renamed(before: str, now: str, where: str) -> None:
+    """Says so, once."""
+    print(f"note: {where}: {before} in the config is called {now} now", file=sys.stderr, flush=True)
+
+
+def _current(path: str, where: str = "") -> str:
+    """Today's name of 'section', or of 'section.field' with what follows; with a note if `where`
+    is given."""
+    section, *rest = path.split(".")
+    for before in (section, ".".join([section, *rest[:1]])):
+        if (now := _RENAMED.get(before)) is not None:
+            if where:
+                _note_renamed(before, now, where)
+            return now + path[len(before) :]
+    return path
+
+
+def _current_value(path: str, value: Any, where: str) -> Any:
+    """A value of a field under its former name, as it is written now."""
+    if path not in _VALUES:
+        return value
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {path} is {value!r}; write True or False")
+    return _VALUES[path][value]
 
 
 def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -66,12 +90,13 @@ def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for section, fields in content.items():
-        section = _RENAMED.get(section, section)
-        kept[section] = {
-            name: value
-            for name, value in fields.items()
-            if not _removed(f"{section}.{name}", value, where)
-        }
+        kept.setdefault(_current(section), {})
+        for name, value in fields.items():
+            path = _current(f"{section}.{name}")
+            value = _VALUES.get(f"{section}.{name}", {}).get(value, value)
+            if not _removed(path, value, where):
+                section_now, _, name_now = path.partition(".")
+                kept[section_now][name_now] = value
     return kept
 
 
@@ -154,12 +179,14 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
         if section == "algo":
             _apply_preset(config, fields.get("preset"))
-        for name, value in fields.items():
-            path = f"{section}.{name}"
+        for written_name, value in fields.items():
+            path = _current(f"{section}.{written_name}", where)
+            value = _current_value(f"{section}.{written_name}", value, where)
             if _removed(path, value, where):
                 continue
             if not _known(path):
                 raise _unknown(path, where)
+            name = path.partition(".")[2]
             field = FIELDS[section][name]
             if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
@@ -260,11 +287,11 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     """Sets one field from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
-    section, dot, rest = name.partition(".")
-    name = _current(section, "command line") + dot + rest
+    text = str(_current_value(name, literal(text), "command line")) if name in _VALUES else text
+    name = _current(name, "command line")
     if _removed(name, literal(text), "command line"):
         return
-    if not dot or not _known(name):
+    if "." not in name or not _known(name):
         raise _unknown(name, "command line")
     if not equals:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")

@@ -62,7 +62,7 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
     result: dict[str, Any] = {
-        "headline": mismatch_metrics(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
+        "headline": mismatch_metrics(logp, rollout.logprobs, mask),
         "by_slot": compare.by_row("slot", d.T, mask.T),
         "by_length": compare.by_length(d, mask, batch.prompt_lengths),
         "by_row": compare.by_row("row", d, mask),

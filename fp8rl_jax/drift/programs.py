@@ -87,8 +87,7 @@ class Programs:
         """The rollout as the learner takes it; every other response with a negative advantage."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
-        temperature = self._temperature()
-        return self.runtime.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+        return self.runtime.rollout_batch(rollout, prompts, lengths, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
         """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
@@ -96,9 +95,13 @@ class Programs:
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
         state = rt.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
-        loss = LossConfig("grpo", rt.config.algo.clip_low, rt.config.algo.clip_high)
+        loss = LossConfig(rt.algorithm.loss)
         step = rt.train_step(
-            optimizer, loss, rt.config.learner.micro_batches, taps=tuple(taps), donate=False
+            optimizer,
+            loss,
+            rt.config.learner.gradient_accumulation_steps,
+            taps=tuple(taps),
+            donate=False,
         )
         _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
         return np.asarray(logp), jax.device_get(metrics.get("taps", {}))

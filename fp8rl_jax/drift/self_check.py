@@ -115,7 +115,7 @@ def _cut(runtime: Runtime) -> Runtime:
         max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step
     )
     config.rollout.group_size = 2
-    config.learner.micro_batches = 1
+    config.learner.gradient_accumulation_steps = 1
     config.precision.health = False
 
     def shorten(recipe: Recipe) -> Recipe:

@@ -20,7 +20,7 @@ from jax import lax
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.quant.formats import E4M3
 
@@ -165,7 +165,7 @@ class KVCache:
     """What every layer has stored, one entry per run of layers under one recipe.
 
     Attributes:
-      runs: as `layer_runs` cuts the layers; usually one.
+      runs: as `layer_groups` cuts the layers; usually one.
     """
 
     runs: tuple[Stored, ...]
@@ -257,7 +257,7 @@ def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Store
 
 def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
     """Layers of each run."""
-    runs = layer_runs(layer_stacks(config), recipe)
+    runs = layer_groups(layer_stacks(config), recipe)
     return [run.span.stop - run.span.start for run in runs]
 
 

@@ -44,9 +44,9 @@ from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
     Activation,
     BoundWeight,
-    LayerOf,
     QArray,
     Recipe,
+    StackedLayer,
     Weight,
     as_activation,
     compute_value,
@@ -95,7 +95,7 @@ def kernel_of(module: nn.Module, shape: tuple[int, ...], init_scale: float) -> W
     """
     if module.has_variable("params", "kernel"):
         named: Any = module.get_variable("params", "kernel")
-        if isinstance(named, LayerOf):
+        if isinstance(named, StackedLayer):
             return named
     return replicate(module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape))
 

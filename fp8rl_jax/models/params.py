@@ -33,9 +33,9 @@ from fp8rl_jax.models.stacks import (
     SMALL,
     STACK,
     TABLE,
-    Run,
+    LayerGroup,
     is_whole,
-    layer_runs,
+    layer_groups,
     path_of,
     role_of,
 )
@@ -80,10 +80,10 @@ def _site(path) -> str:
     return ".".join(path_of(path)[:-1])
 
 
-def _runs(params, recipe: Recipe) -> list[Run]:
+def _runs(params, recipe: Recipe) -> list[LayerGroup]:
     """The runs of layers that the parameters have under a recipe."""
     names = (name for name in (DENSE_STACK, STACK) if name in params)
-    return layer_runs({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
+    return layer_groups({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
 
 
 def split_layers(params, recipe: Recipe):

@@ -35,11 +35,11 @@ def role_of(path: Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class LayerGroup:
     """Layers that one scan runs over.
 
     Attributes:
-      name: of the run, in trees that are cut into runs (`split_layers`).
+      name: of the group, in trees that are cut into groups (`split_layers`).
       stack: of the parameters, 'layers' or 'dense_layers'.
       span: the layers within the stack.
       layers: the layers within the model.
@@ -60,13 +60,13 @@ def layer_stacks(config: ModelConfig) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def layer_runs(stacks: dict[str, int], recipe: Recipe) -> list[Run]:
+def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
     """The runs of a model whose stacks are `stacks`, in the order of its layers.
 
     Raises:
       UserError: the recipe names more layers than there are.
     """
-    runs: list[Run] = []
+    runs: list[LayerGroup] = []
     start = 0
     for stack, count in stacks.items():
         for name, segment, own in recipe.layer_segments(sum(stacks.values())):
@@ -74,12 +74,12 @@ def layer_runs(stacks: dict[str, int], recipe: Recipe) -> list[Run]:
             if first < last:
                 name = stack + name.removeprefix(STACK)
                 span = slice(first - start, last - start)
-                runs.append(Run(name, stack, span, slice(first, last), own))
+                runs.append(LayerGroup(name, stack, span, slice(first, last), own))
         start += count
     return runs
 
 
-def is_whole(runs: list[Run]) -> bool:
+def is_whole(runs: list[LayerGroup]) -> bool:
     """Whether every stack is one run of its own name, so that nothing needs cutting."""
     return len(runs) == len({run.stack for run in runs}) and all(
         run.name == run.stack for run in runs

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from fp8rl_jax.models.stacks import Run
+from fp8rl_jax.models.stacks import LayerGroup
 
 TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
@@ -79,7 +79,7 @@ def _last(_, new):
     return new
 
 
-def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
+def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]:
     """{name: value} of a Flax collection, the runs of layers joined along their first axis.
 
     Layers that lack a value (dense ones among layers with experts) have zeros in its place.
@@ -95,7 +95,7 @@ def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
     def join(parts: dict[str, jax.Array]) -> jax.Array:
         like = next(iter(parts.values()))
 
-        def part(run: Run) -> jax.Array:
+        def part(run: LayerGroup) -> jax.Array:
             layers = run.span.stop - run.span.start
             return parts.get(run.name, jnp.zeros((layers, *like.shape[1:]), like.dtype))
 
@@ -106,7 +106,7 @@ def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
     return {name: join(parts) for name, parts in found.items()} | outside
 
 
-def by_module(swaps: dict[str, Swap], runs: Iterable[Run]) -> dict:
+def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
     """The Flax collection that holds `swaps`: the inverse of `by_name`."""
     flat = {}
     for name, swap in swaps.items():

@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
@@ -178,7 +178,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
       storage: devices on the axis `fsdp`, over which weights with a master are sharded by their
         input features. Others are read at every decoded token and are replicated over it.
     """
-    runs = {run.name: run.recipe for run in layer_runs(layer_stacks(config), recipe)}
+    runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
     def spec(path, weight):
         names = [str(getattr(entry, "key", "")) for entry in path]

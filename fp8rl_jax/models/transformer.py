@@ -23,13 +23,21 @@ from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import LINEAR, STACK, Run, layer_runs, layer_stacks, path_of, role_of
+from fp8rl_jax.models.stacks import (
+    LINEAR,
+    STACK,
+    LayerGroup,
+    layer_groups,
+    layer_stacks,
+    path_of,
+    role_of,
+)
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
-    LayerOf,
     Recipe,
+    StackedLayer,
     compute_value,
     get_recipe,
     is_weight,
@@ -90,7 +98,7 @@ class Transformer(nn.Module):
         table = replicate(self.param("embed_tokens", init, shape))
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
         stored_runs, auxes = [], []
-        for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
+        for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             settings = (
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK, self.collect,
                 self.tensor,
@@ -113,7 +121,7 @@ class Transformer(nn.Module):
             cache = dataclasses.replace(cache, runs=tuple(stored_runs))
         return x, cache, _join(auxes)
 
-    def _scan(self, settings: tuple, run: Run) -> nn.Module:
+    def _scan(self, settings: tuple, run: LayerGroup) -> nn.Module:
         """The layers of a run as a module over stacked parameters."""
         layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat == "full" else DecoderLayer
         return nn.scan(
@@ -135,15 +143,15 @@ class Transformer(nn.Module):
 def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places, scales, *others):
     """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
 
-    Kernels read linear layers in their stack (`LayerOf`). Others are cut out as bits: a scan over
-    them would cut bf16 out by way of float32. Arguments and result are those of the scanned module,
-    behind its parameters.
+    Kernels read linear layers in their stack (`StackedLayer`). Others are cut out as bits: a scan
+    over them would cut bf16 out by way of float32. Arguments and result are those of the scanned
+    module, behind its parameters.
     """
 
     def one(path, leaf, index: jax.Array):
         linear = role_of(path_of(path)) == LINEAR
         if by_kernel and linear and not isinstance(leaf, BoundWeight):
-            return LayerOf(leaf, index)
+            return StackedLayer(leaf, index)
         return take_layer(leaf, index)
 
     def step(carried, scanned):
@@ -259,7 +267,7 @@ def forward(
             "run on several devices: set mesh.tensor to 1, or use one device"
         )
     module = Transformer(config, recipe, remat, tuple(collect), parts)
-    runs = layer_runs(layer_stacks(config), recipe)
+    runs = layer_groups(layer_stacks(config), recipe)
     swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
 
     def apply(params, *arguments) -> tuple:

@@ -18,7 +18,7 @@ from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
 from fp8rl_jax.quant.rule import matmul
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling
-from fp8rl_jax.quant.weights import BoundWeight, LayerOf, Weight
+from fp8rl_jax.quant.weights import BoundWeight, StackedLayer, Weight
 
 
 def make_dot_general(
@@ -57,7 +57,7 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         height = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | BoundWeight | LayerOf):
+        if not isinstance(rhs, QArray | BoundWeight | StackedLayer):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix

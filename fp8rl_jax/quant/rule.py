@@ -55,7 +55,7 @@ from fp8rl_jax.quant.site import (
 from fp8rl_jax.quant.varying import share
 from fp8rl_jax.quant.weights import (
     BoundWeight,
-    LayerOf,
+    StackedLayer,
     Weight,
     bind,
     compute_value,
@@ -87,7 +87,7 @@ def matmul(
     the part; dx is summed over the axis, in float32, and comes back as the part.
     """
     x = as_activation(x)
-    if not isinstance(w, LayerOf):
+    if not isinstance(w, StackedLayer):
         return _product(recipe, gather, dtype, *share(x, bind(w), None))
     if gather is not None or not has_grouped_kernels(recipe):
         return matmul(recipe, x, take_layer(w.stack, w.layer), gather, dtype)
@@ -101,8 +101,8 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
     Args:
       recipe: numerics.
       x: (tiles, R, K).
-      w: (E, K, N): an array, a QArray, a LayerOf, or a BoundWeight whose arrays all have the E axis
-        in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
+      w: (E, K, N): an array, a QArray, a StackedLayer, or a BoundWeight whose arrays all have the E
+        axis in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
         it gives zeros, and moves and observes nothing.
 
@@ -111,7 +111,7 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       amaxes by maximum and counts by sum.
     """
     experts = jnp.asarray(experts)
-    if isinstance(w, LayerOf):
+    if isinstance(w, StackedLayer):
         layers, count = w.stack.shape[:2]
         experts = jnp.where(experts < count, w.layer * count + experts, layers * count)
         w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)

@@ -175,7 +175,7 @@ _EXAMPLE = (
 
 
 @functools.cache
-def get_policy(text: str) -> ScalingPolicy:
+def get_scaling_policy(text: str) -> ScalingPolicy:
     """The policy that a config names.
 
     Args:

@@ -2,7 +2,7 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `LayerOf` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
+trained, a `StackedLayer` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
 stack that a CPU cuts layers out of: where the numbers themselves came into nested loops, XLA would
 convert the whole stack in every turn of the outer one. All give the same bits on one platform.
 """
@@ -57,7 +57,7 @@ class BoundWeight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerOf:
+class StackedLayer:
     """One layer of stacked weights, named and not cut out. For forward passes alone.
 
     Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
@@ -80,7 +80,7 @@ class LayerOf:
         return self.stack.ndim - 1
 
 
-Weight = jax.Array | QArray | BoundWeight | LayerOf
+Weight = jax.Array | QArray | BoundWeight | StackedLayer
 
 
 def is_weight(x) -> bool:
@@ -113,7 +113,7 @@ def quantize_weight(
 
 def bind(w: Weight) -> BoundWeight:
     """`w` as a BoundWeight."""
-    assert not isinstance(w, LayerOf)
+    assert not isinstance(w, StackedLayer)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 

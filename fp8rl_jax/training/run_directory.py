@@ -163,7 +163,7 @@ def bytes_to_write(runtime: Runtime) -> int:
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
     there = sum(name.isdecimal() for name in names)
     has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
-    stays = runtime.config.algo.kl_coef and not has_reference
+    stays = runtime.algorithm.needs_reference and not has_reference
     return max(1, run.keep_checkpoints + 1 - there) * size + (size // 3 if stays else 0)
 
 

@@ -33,7 +33,7 @@ from fp8rl_jax.models import (
     weight_specs,
     with_kv_scales,
 )
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rl.aggregation import token_mean
@@ -193,7 +193,7 @@ class Runtime(Resolved):
 
     def first_layers(self, recipe: Recipe) -> dict[str, int]:
         """{run of layers under `recipe`: number of its first layer}."""
-        runs = layer_runs(layer_stacks(self.model), recipe)
+        runs = layer_groups(layer_stacks(self.model), recipe)
         return {run.name: run.layers.start for run in runs}
 
     @property
@@ -258,7 +258,7 @@ class Runtime(Resolved):
     @functools.cached_property
     def reference_score(self):
         """The compiled score of the reference policy; call `score_reference`."""
-        if self.reference_recipe == self.learner_recipe:
+        if self.config.precision.reference == "learner":
             return self.score
         return learner.make_score(self.model, self.reference_recipe)
 
@@ -266,7 +266,7 @@ class Runtime(Resolved):
         """Log-probabilities (B, R) of a batch's responses under the reference policy."""
         batch = to_device(dataclasses.replace(batch, routing={}), self)
         scaling, kv_scales = state.scaling_state, state.kv_scales
-        if self.reference_recipe != self.learner_recipe:
+        if self.config.precision.reference != "learner":
             scaling, kv_scales = init_scaling(state.params, self.reference_recipe), None
         return np.asarray(self.reference_score(state.params, scaling, kv_scales, batch, self.rope))
 
@@ -276,6 +276,12 @@ class Runtime(Resolved):
         return np.asarray(
             self.score(state.params, state.scaling_state, state.kv_scales, batch, self.rope)
         )
+
+    @property
+    def loss(self) -> learner.LossConfig:
+        """The loss of the RL phase."""
+        algorithm, router = self.algorithm, self.config.algo.router_aux_loss_coef
+        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router)
 
     def train_step(
         self,

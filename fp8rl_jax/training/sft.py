@@ -20,6 +20,7 @@ from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
+from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
@@ -122,7 +123,7 @@ def run_sft(
     """
     config = runtime.config
     optimizer, schedule = optimizer_of_phase(config, "sft")
-    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.sft_recipe)
+    train_step = runtime.train_step(optimizer, LossConfig(reinforce()), 1, runtime.sft_recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
     steps, count = config.sft.steps, config.sft.evaluations

@@ -220,8 +220,13 @@ _FIELDS = {
     "rollout.max_prompt_tokens=5": ["rollout.max_prompt_tokens", "5", "raise it to", "Calculate"],
     "rollout.max_new_tokens=1": ["rollout.max_new_tokens", "raise it to"],
     # batches
-    "learner.micro_batches=3": ["learner.micro_batches", "4", "3", "equal parts"],
-    "algo.updates_per_rollout=3": ["algo.updates_per_rollout", "4", "3", "equal parts"],
+    "learner.gradient_accumulation_steps=3": [
+        "learner.gradient_accumulation_steps",
+        "4",
+        "3",
+        "equal parts",
+    ],
+    "algo.num_minibatches=3": ["algo.num_minibatches", "4", "3", "equal parts"],
     "sft.batch_size=9": ["sft.batch_size", "9", "sft.questions", "8"],
     "rollout.prompts_per_step=9": ["rollout.prompts_per_step", "9", "env.train_questions", "8"],
     # numbers out of their range
@@ -428,7 +433,7 @@ def test_reward_module_that_fails(source, words, refused_fields, tmp_path, monke
     ("field", "words"),
     [
         ("rollout.prompts_per_step=2", ["rollout.prompts_per_step = 2", "4 devices", "multiple"]),
-        ("learner.micro_batches=4", ["micro-batch", "= 2", "4 devices"]),
+        ("learner.gradient_accumulation_steps=4", ["micro-batch", "= 2", "4 devices"]),
         ("sft.batch_size=6", ["sft.batch_size = 6", "4 devices"]),
         ("eval.batch_size=2", ["eval.batch_size = 2", "4 devices"]),
     ],

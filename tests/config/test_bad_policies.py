@@ -17,7 +17,7 @@ from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.quant import get_policy, recipe_names
+from fp8rl_jax.quant import get_scaling_policy, recipe_names
 
 pytestmark = bad.REFUSALS
 
@@ -280,7 +280,7 @@ def test_policy_that_is_valid(text, name):
     config = load_config("tiny.py", [f"--config.{field}" for field in _full(*fields)])
     resolved = resolve_config(config)
     for recipe in (resolved.rollout_recipe, resolved.learner_recipe):
-        assert recipe.operands[name].policy is get_policy(text)
+        assert recipe.operands[name].policy is get_scaling_policy(text)
 
 
 def test_policy_of_the_user_that_is_good(module):

@@ -274,17 +274,25 @@ def test_former_names_are_read(tmp_path, capsys):
     file = tmp_path / "old.py"
     file.write_text(
         "import ml_collections\n"
-        "def get_config(): return ml_collections.ConfigDict({'warmup': {'steps': 7}})\n"
+        "def get_config(): return ml_collections.ConfigDict(\n"
+        "    {'warmup': {'steps': 7}, 'algo': {'updates_per_rollout': 2}})\n"
     )
-    config = load_config(str(file), ["--config.warmup.batch_size=3", "--config.warmup.b2=0.5"])
+    more = ["--config.warmup.batch_size=3", "--config.learner.micro_batches=4"]
+    config = load_config(str(file), [*more, "--config.warmup.b2=0.5"])
     assert (config.sft.steps, config.sft.batch_size, config.sft.b2) == (7, 3, 0.5)
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 2 and all("'warmup' is called 'sft' now" in line for line in notes)
+    assert (config.algo.num_minibatches, config.learner.gradient_accumulation_steps) == (2, 4)
+    notes = capsys.readouterr().err
+    assert notes.count("\n") == 4 and notes.count("warmup in the config is called sft now") == 2
+    assert "learner.micro_batches in the config is called learner.gradient_accumul" in notes
     content = {
+        "learner": {"micro_batches": 3},
         "warmup": {"steps": 7}, "rollout": {"cache_slots": 0},
         "precision": {"attention_kernel": "strict"},
     }  # fmt: skip
-    now = {"sft": {"steps": 7}, "rollout": {}, "precision": {}}
+    now = {
+        "learner": {"gradient_accumulation_steps": 3}, "sft": {"steps": 7}, "rollout": {},
+        "precision": {},
+    }  # fmt: skip
     assert upgraded(content, "config.json") == now
     content["rollout"]["cache_slots"] = 9
     with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
@@ -337,7 +345,7 @@ def test_published_runs_are_valid(name, case):
     sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    assert rows % (config.learner.micro_batches * sharding.batch_divisor(mesh)) == 0
+    assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
     if case:
         return
     shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))

@@ -165,7 +165,9 @@ def test_questions_are_limited_by_memory(monkeypatch):
 def test_calibrated_scales_and_micro_batches():
     """Calibrated KV scales and FP8 attention: all values equal, q as read among them."""
     programs = _programs(
-        "precision.kv_cache=fp8_calibrated", "precision.attention=fp8", "learner.micro_batches=2"
+        "precision.kv_cache=fp8_calibrated",
+        "precision.attention=fp8",
+        "learner.gradient_accumulation_steps=2",
     )
     runtime = programs.runtime
     state = runtime.calibrate_state(programs.state, *runtime.pad_prompts(programs.questions))

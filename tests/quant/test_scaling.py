@@ -26,7 +26,7 @@ from marks import slow
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.quant import delayed, dynamic, get_policy, power_of_two, scaling, static
+from fp8rl_jax.quant import delayed, dynamic, get_scaling_policy, power_of_two, scaling, static
 
 FORMATS = {"e4m3": 448.0, "e5m2": 57344.0}
 FLT_MAX = np.finfo(np.float32).max
@@ -247,7 +247,7 @@ def test_static():
     ],
 )
 def test_properties(text, stateful, reads_amax):
-    policy = get_policy(text)
+    policy = get_scaling_policy(text)
     assert (policy.stateful, policy.reads_amax) == (stateful, reads_amax)
     assert scaling.check_policy(policy) is policy
     assert scaling.never_saturates(policy) == (reads_amax and not stateful)
@@ -279,8 +279,8 @@ def test_properties(text, stateful, reads_amax):
 )
 def test_text_forms_name_the_same_object(text, policy):
     """Policies are compared by identity, so a config's text must find the very object."""
-    assert get_policy(text) is policy
-    assert get_policy(text) is get_policy(text)
+    assert get_scaling_policy(text) is policy
+    assert get_scaling_policy(text) is get_scaling_policy(text)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_text_forms_name_the_same_object(text, policy):
 )
 def test_equal_arguments_give_one_object(one, other):
     """Promised by the module: recipes that name these would otherwise compare unequal."""
-    assert get_policy(one) is get_policy(other)
+    assert get_scaling_policy(one) is get_scaling_policy(other)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_equal_arguments_give_one_object(one, other):
 )
 def test_errors_of_texts(text, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
-        get_policy(text)
+        get_scaling_policy(text)
     assert "\n" not in str(caught.value), "one sentence, one line"
 
 
@@ -359,15 +359,17 @@ def user_module(tmp_path, monkeypatch):
     (tmp_path / "users_policies.py").write_text(_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "users_policies", raising=False)
-    get_policy.cache_clear()  # an earlier test's module of the same name
+    get_scaling_policy.cache_clear()  # an earlier test's module of the same name
     yield "users_policies"
     sys.modules.pop("users_policies", None)
-    get_policy.cache_clear()
+    get_scaling_policy.cache_clear()
 
 
 def test_a_users_policy(user_module):
-    policy = get_policy(f"{user_module}:good")
-    assert policy.name == "users_policies:good" and policy is get_policy("users_policies:good")
+    policy = get_scaling_policy(f"{user_module}:good")
+    assert policy.name == "users_policies:good" and policy is get_scaling_policy(
+        "users_policies:good"
+    )
     assert policy.stateful and not policy.reads_amax
     state = policy.update(policy.init((2,)), jnp.array([1.0, 3.0]))
     np.testing.assert_array_equal(np.asarray(policy.scale(state, state, 448.0)), [224, 112])
@@ -391,5 +393,5 @@ def test_a_users_policy(user_module):
 )
 def test_errors_of_a_users_policy(user_module, function, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
-        get_policy(f"{user_module}:{function}")
+        get_scaling_policy(f"{user_module}:{function}")
     assert "\n" not in str(caught.value), "one sentence, one line"

@@ -39,7 +39,7 @@ def _batch(rows: int = 8, scale: float = 1.0) -> learner.Batch:
 @functools.cache
 def _step(micro_batches: int = 1, remat: str = "none"):
     return learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig("grpo"),
+        _MODEL, _RECIPE, _SGD, learner.LossConfig(),
         micro_batches=micro_batches, remat=remat,
     )  # fmt: skip
 
