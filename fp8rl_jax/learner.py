@@ -22,6 +22,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -45,6 +46,7 @@ from fp8rl_jax.models.router import load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
+from fp8rl_jax.rl.aggregation import token_mean
 from fp8rl_jax.rl.kl import Estimator
 from fp8rl_jax.rl.losses import TokenLoss, ppo
 
@@ -86,6 +88,29 @@ class Batch:
     def lengths(self) -> Array:
         """(B,) int32, tokens of prompt and response together."""
         return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
+
+
+def make_batch(
+    tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
+) -> Batch:
+    """A batch on the host.
+
+    Args:
+      tokens, prompt_lengths, targets, temperature: see `Batch`.
+      mask: (B, R), bool or 0 and 1.
+      advantages: (B, R), or (B,) for all tokens of a response; None for 1.
+      **fields: other fields. Without them: the mean over all tokens, no correction, zeros.
+    """
+    ones = np.ones(targets.shape, np.float32)
+    values = ones if advantages is None else np.asarray(advantages, np.float32)
+    neutral = {
+        "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
+        "rollout_weights": ones, "old_logprobs": 0 * ones, "ref_logprobs": 0 * ones,
+    }  # fmt: skip
+    return Batch(
+        tokens, prompt_lengths, targets, np.asarray(mask, np.float32), temperature,
+        values.reshape(len(ones), -1) * ones, **{**neutral, **fields},
+    )  # fmt: skip
 
 
 @flax.struct.dataclass

@@ -52,6 +52,7 @@ from fp8rl_jax.training.sft import (
     run_sft,
     save_cached,
 )
+from fp8rl_jax.training.sinks import logger_names
 from fp8rl_jax.training.step_record import StepRecord
 
 
@@ -81,6 +82,7 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
+    logger_names(config)
     check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
@@ -324,6 +326,7 @@ class _Run:
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
         rt, algo = self.runtime, self.config.algo
+        rows = len(batch.mask) // algo.num_minibatches
         updates, first = [], None
         with record.timed("learner"):
             for index in range(algo.epochs * algo.num_minibatches):

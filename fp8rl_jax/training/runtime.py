@@ -36,7 +36,6 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
-from fp8rl_jax.rl.aggregation import token_mean
 from fp8rl_jax.rollout import (
     Batching,
     ContinuousSampler,
@@ -367,22 +366,10 @@ class Runtime(Resolved):
     def batch(
         self, prompts, lengths, targets, mask, temperature: np.ndarray, **fields
     ) -> learner.Batch:
-        """Prompts (B, Tp) of lengths (B,) and responses as a training batch on the host.
-
-        Fields that `fields` does not name: advantages of 1, the mean over all tokens, no
-        correction.
-        """
-        zeros = np.zeros(targets.shape, np.float32)
-        neutral = {
-            "advantages": np.ones_like(zeros), "old_logprobs": zeros, "ref_logprobs": zeros,
-            "weights": token_mean(mask, 0).astype(np.float32),
-            "rollout_weights": np.ones_like(zeros),
-        }  # fmt: skip
-        return learner.Batch(
-            tokens=join(prompts, lengths, targets, self.tokenizer.pad_id), prompt_lengths=lengths,
-            targets=targets, mask=mask.astype(np.float32), temperature=temperature,
-            **{**neutral, **fields},
-        )  # fmt: skip
+        """Prompts (B, Tp) of lengths (B,) and responses as a training batch on the host; `fields`
+        are those of `learner.make_batch`."""
+        tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
+        return learner.make_batch(tokens, lengths, targets, mask, temperature, **fields)
 
     def rollout_batch(self, rollout: Rollout, prompts, lengths, advantages=None) -> learner.Batch:
         """A rollout as a training batch on the host; old log-probabilities are the sampler's.
@@ -391,13 +378,10 @@ class Runtime(Resolved):
         """
         group = len(rollout.tokens) // len(lengths)
         temperature = np.full(len(rollout.tokens), self.config.rollout.temperature, np.float32)
-        fields = {}
-        if advantages is not None:
-            fields["advantages"] = np.repeat(advantages[:, None], rollout.tokens.shape[1], axis=1)
         return self.batch(
             np.repeat(prompts, group, axis=0), np.repeat(lengths, group),
             rollout.tokens, rollout.mask, temperature,
-            old_logprobs=rollout.logprobs, **fields,
+            advantages=advantages, old_logprobs=rollout.logprobs,
             routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
         )  # fmt: skip
 

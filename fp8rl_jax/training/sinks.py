@@ -116,7 +116,7 @@ _SINKS: dict[str, tuple[type[Sink], str]] = {
 
 
 def logger_names(config) -> list[str]:
-    """The names in `run.loggers`.
+    """The names in `run.loggers`, checked.
 
     Raises:
       UserError: one is unknown, or its package is not installed.

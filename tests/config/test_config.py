@@ -95,8 +95,8 @@ def test_numbers_for_a_float_field(load, value):
         ("rollout.group_size", [4]),
         ("rollout.temperature", False),
         ("rollout.temperature", "1.0"),
-        ("algo.normalize_std", 1),
-        ("algo.normalize_std", "True"),
+        ("algo.dynamic_sampling", 1),
+        ("algo.dynamic_sampling", "True"),
         ("precision.rollout", 8),
         ("precision.rollout", None),
         ("run.dir", {"a": "b"}),
@@ -121,7 +121,7 @@ def test_a_file_with_the_wrong_type(load, path, value):
         ("rollout.group_size=True", "whole number"),
         ("rollout.group_size=", "whole number"),
         ("rollout.temperature=hot", "a number"),
-        ("algo.normalize_std=perhaps", "True or False"),
+        ("algo.dynamic_sampling=perhaps", "True or False"),
     ],
 )
 def test_a_command_line_with_the_wrong_type(load, override, needed):
@@ -140,7 +140,7 @@ def test_a_command_line_with_the_wrong_type(load, override, needed):
         ("rollout.group_size=16", "rollout.group_size", 16),
         ("rollout.temperature=0.5", "rollout.temperature", 0.5),
         ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", 1e-5),
-        ("algo.normalize_std=False", "algo.normalize_std", False),
+        ("algo.dynamic_sampling=False", "algo.dynamic_sampling", False),
         ("model.tie_word_embeddings=true", "model.tie_word_embeddings", True),
         ("precision.rollout=bf16", "precision.rollout", "bf16"),
         ("run.dir=a=b c", "run.dir", "a=b c"),
