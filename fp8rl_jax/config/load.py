@@ -93,7 +93,7 @@ def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
         kept.setdefault(_current(section), {})
         for name, value in fields.items():
             path = _current(f"{section}.{name}")
-            value = _VALUES.get(f"{section}.{name}", {}).get(value, value)
+            value = _current_value(f"{section}.{name}", value, where)
             if not _removed(path, value, where):
                 section_now, _, name_now = path.partition(".")
                 kept[section_now][name_now] = value

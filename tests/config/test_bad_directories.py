@@ -47,7 +47,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     directory = train.open_run(runtime)
     optimizer, _ = optimizer_of_phase(config, "sft")
     state = runtime.new_state(runtime.init_params(), optimizer)
-    logs = RunLogs(directory, None)
+    logs = RunLogs(directory, None, config)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     checkpoints.save(1, state, {"phase": "sft", "step": 1, "offsets": logs.offsets()})
     checkpoints.close()
