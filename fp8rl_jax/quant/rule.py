@@ -123,10 +123,10 @@ def _product(
     recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> jax.Array:
     """`matmul`, or with experts `grouped_matmul`, of operands in one form."""
-    return _multiply(recipe, gather, dtype, x, w, experts)[0]
+    return _primal(recipe, gather, dtype, x, w, experts)[0]
 
 
-def _multiply(
+def _primal(
     recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
     """The product, x in the compute dtype, and the quantised operands if they are quantised."""
@@ -233,7 +233,7 @@ def _forward(
 ) -> tuple[jax.Array, _Residual]:
     # The guard makes a copy, so what is kept of the arguments has not passed through it.
     guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
-    y, value, rows, weights = _multiply(recipe, gather, dtype, guarded_x, guarded_w, experts)
+    y, value, rows, weights = _primal(recipe, gather, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
     seen = w.probe and SiteProbe()
     if w.probe is not None and rows is not None and weights is not None:

@@ -16,7 +16,14 @@ from fp8rl_jax.models import (
     transformer,
 )
 from fp8rl_jax.models.stacks import layer_stacks
-from fp8rl_jax.quant import StackedLayer, get_recipe, grouped_matmul, make_dot_general, quantize
+from fp8rl_jax.quant import (
+    StackedLayer,
+    get_recipe,
+    grouped_matmul,
+    make_dot_general,
+    quantize,
+    take_layer,
+)
 
 _DENSE = ModelConfig(
     vocab_size=96, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -68,7 +75,7 @@ def test_shape_is_the_layers():
     stack = quantize(jnp.ones((5, 256, 384)), (128, 128))
     layer = StackedLayer(stack, jnp.int32(2))
     assert layer.shape == (256, 384) and layer.ndim == 2
-    assert layer.taken().scale.shape == (2, 3)
+    assert take_layer(layer.stack, layer.layer).scale.shape == (2, 3)
 
 
 def test_products():
@@ -84,7 +91,9 @@ def test_products():
         dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
         return grouped, dot_general(x[0], take(StackedLayer(dense, jnp.int32(2))), contracted)
 
-    want = exact_jit(lambda x, stack: both(x, stack, StackedLayer.taken))(x, stack)
+    want = exact_jit(
+        lambda x, stack: both(x, stack, lambda named: take_layer(named.stack, named.layer))
+    )(x, stack)
     got = exact_jit(lambda x, stack: both(x, stack, lambda layer: layer))(x, stack)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
