@@ -8,12 +8,3 @@ from fp8rl_jax.rl.losses import (
     zero_std_fraction,
 )
 from fp8rl_jax.rl.mismatch import mismatch_metrics
-
-__all__ = [
-    "clipped_policy_loss",
-    "group_advantages",
-    "k3",
-    "mismatch_metrics",
-    "tis_weights",
-    "zero_std_fraction",
-]
