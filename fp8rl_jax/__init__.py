@@ -12,8 +12,6 @@ import pathlib
 
 from fp8rl_jax.version import __version__
 
-__all__ = ["__version__"]
-
 # In a checkout the kernels are beside the package, in an installed package inside it (setup.cfg,
 # package_dir). Beside an installed package, a folder `kernels` is another project's.
 _root = pathlib.Path(__file__).resolve().parents[1]

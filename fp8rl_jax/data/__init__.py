@@ -13,20 +13,3 @@ from fp8rl_jax.data.chat import ChatFormat, ChatTemplate
 from fp8rl_jax.data.load import load_tokenizer, tokenizer_files
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer
-
-__all__ = [
-    "ByteTokenizer",
-    "ChatFormat",
-    "ChatTemplate",
-    "PretrainedTokenizer",
-    "Stream",
-    "Tokenizer",
-    "encode_prompt",
-    "encode_text",
-    "join",
-    "load_tokenizer",
-    "pad_prompts",
-    "pad_responses",
-    "pad_rows",
-    "tokenizer_files",
-]

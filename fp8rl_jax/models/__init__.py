@@ -35,38 +35,3 @@ from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap
 from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
-
-__all__ = [
-    "LINEAR_LAYERS",
-    "PAGE",
-    "REMAT",
-    "ForwardOutput",
-    "KVCache",
-    "ModelConfig",
-    "PagedCache",
-    "Swap",
-    "checksum",
-    "drawn_logprobs",
-    "for_decoding",
-    "forward",
-    "head_logits",
-    "init_cache",
-    "init_paged_cache",
-    "init_params",
-    "init_probes",
-    "init_scaling",
-    "kernel_formats",
-    "least_pages",
-    "logprobs_of_logits",
-    "output_head",
-    "pages_of",
-    "quantize_params",
-    "rope_tables",
-    "scaled_logits",
-    "token_logprobs",
-    "trainable_params",
-    "update_scaling",
-    "weight_health",
-    "weight_specs",
-    "with_kv_scales",
-]

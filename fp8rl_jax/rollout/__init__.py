@@ -12,21 +12,3 @@ from fp8rl_jax.rollout.sampler import (
     make_sampler,
     make_stream,
 )
-
-__all__ = [
-    "Batching",
-    "ContinuousSampler",
-    "HalvedSampler",
-    "Loop",
-    "Progress",
-    "Requests",
-    "Rollout",
-    "SamplerConfig",
-    "Stream",
-    "Watch",
-    "is_fresh",
-    "make_calibrate",
-    "make_refit",
-    "make_sampler",
-    "make_stream",
-]

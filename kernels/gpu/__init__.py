@@ -5,5 +5,3 @@ first takes a kernel; `mosaic_matmul`, which needs Pallas instead, is imported b
 """
 
 from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, head, matmul, norm
-
-__all__ = ["attention", "attention_gradient", "fast_attention", "head", "matmul", "norm"]

@@ -172,4 +172,4 @@ def test_what_cannot_be():
 
 
 def test_public_names():
-    assert {"Batching", "ContinuousSampler", "Progress", "Watch"} <= set(rollout.__all__)
+    assert {"Batching", "ContinuousSampler", "Progress", "Watch"} <= set(vars(rollout))
