@@ -28,6 +28,7 @@ _FIELD_OF = {
     "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
     "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
     "reward": "env.reward", "questions": "eval.questions", "batch_size": "eval.batch_size",
+    "samples": "eval.samples",
 }  # fmt: skip
 
 
@@ -71,7 +72,10 @@ def _policy_config(command: str, values: argparse.Namespace):
             raise UserError(
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
-    for name, path in _FIELD_OF.items():
+    fields = _FIELD_OF
+    if command == "eval":
+        fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
+    for name, path in fields.items():
         if given.get(name) is not None:
             section, _, field = path.partition(".")
             config[section][field] = given[name]
@@ -165,8 +169,13 @@ COMMANDS = (
             argument("--task-options", default="", metavar="NAME=VALUE,...",
                      help="keywords of the task"),
             argument("--questions", type=int, metavar="N", help="held-out questions"),
+            argument("--samples", type=int, metavar="N",
+                     help="sampled answers per question: pass@k up to N"),
             argument("--reward", help="exact_match, math_equal, or module:function"),
             argument("--batch-size", type=int, metavar="N", help="questions at a time"),
+            argument("--temperature", type=float, metavar="T", help="of the sampled answers"),
+            argument("--top-p", type=float, metavar="P",
+                     help="of the sampled answers: this much probability; 1.0 for all"),
         ),
         config=True,
     ),

@@ -28,7 +28,7 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
     flat = flatten(config)
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
-            span = " in (0, 1]" if path == "rollout.top_p" else ""
+            span = " in (0, 1]" if path.endswith(".top_p") else ""
             raise UserError(f"{path} is {value}; write a finite number{span}")
     for path, field in all_fields().items():
         value = flat[path]
@@ -232,13 +232,15 @@ def _check_rollout(resolved: Resolved) -> None:
             f"{resolved.positions} positions of model.checkpoint = "
             f"{resolved.config.model.checkpoint!r}: lower them"
         )
-    if rollout.temperature <= 0:
-        raise UserError(
-            f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
-            "decodes greedily by itself)"
-        )
-    if not 0 < rollout.top_p <= 1:
-        raise UserError(f"rollout.top_p is {rollout.top_p}; write a number in (0, 1]")
+    for name in ("rollout", "eval"):
+        temperature, top_p = resolved.config[name].temperature, resolved.config[name].top_p
+        if temperature <= 0:
+            raise UserError(
+                f"{name}.temperature is {temperature}; write a number above 0 (evaluation "
+                "decodes greedily, too)"
+            )
+        if not 0 < top_p <= 1:
+            raise UserError(f"{name}.top_p is {top_p}; write a number in (0, 1]")
     if algo.correction not in ("auto", "none") and algo.old_logprobs == "rollout":
         raise UserError(
             f"algo.correction={algo.correction!r} needs the learner's own log-probabilities: set "

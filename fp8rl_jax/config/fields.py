@@ -217,6 +217,11 @@ FIELDS: dict[str, dict[str, Field]] = {
     "eval": {
         "questions": Field(1024, "held-out questions", 1),
         "batch_size": Field(256, "questions at a time", 1),
+        "samples": Field(1, "sampled answers per question, beside the greedy one: pass@k up to "
+                         "this k", 1),
+        "temperature": Field(1.0, "of the sampled answers, above 0"),
+        "top_p": Field(1.0, "sampled answers come from the most likely tokens that have this much "
+                       "probability; 1.0 for all"),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated", 1),
     },
 }  # fmt: skip

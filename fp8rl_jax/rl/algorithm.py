@@ -158,7 +158,7 @@ def prepare(
         keep &= finished[:, None]
     if keep_groups is not None:
         keep &= np.repeat(keep_groups, raw.shape[1])[:, None]
-    metrics = {}
+    metrics: dict[str, float] = {}
     log_ratio = np.where(mask, old_logprobs.astype(np.float64) - rollout_logprobs, 0.0)
     weights, candidates = np.ones(mask.shape), keep
     for name, correction in algorithm.corrections.items():

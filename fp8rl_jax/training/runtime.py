@@ -246,8 +246,8 @@ class Runtime(Resolved):
 
     @functools.cached_property
     def eval_sampler(self):
-        """The evaluation program: two samples a question, one greedy, one at temperature 1."""
-        return self.make_sampler(2, 0, 1.0)
+        """The evaluation program: a question's greedy answer and `eval.samples` sampled ones."""
+        return self.make_sampler(1 + self.config.eval.samples, 0, self.config.eval.top_p)
 
     @functools.cached_property
     def score(self):
