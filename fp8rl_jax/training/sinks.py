@@ -134,5 +134,19 @@ def logger_names(config) -> list[str]:
 
 
 def open_sinks(directory: pathlib.Path, config) -> list[Sink]:
-    """The sinks of `run.loggers`; packages are imported now, when a run writes."""
-    return [_SINKS[name][0](directory, config) for name in logger_names(config)]
+    """The sinks of `run.loggers`; packages are imported now, when a run writes.
+
+    Raises:
+      UserError: a service cannot be reached or refuses.
+    """
+    sinks = []
+    for name in logger_names(config):
+        try:
+            sinks.append(_SINKS[name][0](directory, config))
+        except Exception as error:  # whatever a service's package raises
+            text = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"run.loggers: {name} cannot be opened ({type(error).__name__}: {text}): set it "
+                "up, or leave it out"
+            ) from None
+    return sinks
