@@ -35,6 +35,7 @@ from fp8rl_jax.training.health import age_metrics
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.questions import check_unchanged, keep_digest
 from fp8rl_jax.training.run_directory import check_directory, open_run
 from fp8rl_jax.training.runtime import Runtime, make_runtime, state_bytes, to_device
 from fp8rl_jax.training.sft import (
@@ -78,12 +79,14 @@ def train(
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
+    check_unchanged(pathlib.Path(config.run.dir), runtime.data_digest)
     checked = _self_check(runtime)
     directory = open_run(runtime, resume)
+    keep_digest(directory, runtime.data_digest)
     with jax.set_mesh(runtime.mesh), Display() as display:
         try:
-            if checked is not None:
-                display.note(str(checked))
+            for line in filter(None, (runtime.data_note, checked)):
+                display.note(str(line))
             return _Run(runtime, directory, display, stop, resume).execute()
         except OSError as error:
             if error.errno not in WRITE_ERRORS:

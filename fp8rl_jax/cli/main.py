@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli import bench, sample_eval
+from fp8rl_jax.cli import bench, data, sample_eval
 from fp8rl_jax.cli.arguments import (
     Command,
     argument,
@@ -152,6 +152,7 @@ COMMANDS = {
             config=True,
         ),
         *sample_eval.COMMANDS,
+        *data.COMMANDS,
         Command(
             "drift",
             "where rollout and learner differ, if they do: compares the two programs bit by bit",

@@ -89,6 +89,10 @@ def _policy_config(command: str, values: argparse.Namespace):
             raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
         if task:  # the options were the other task's
             config.env.task_options = type(config.env.task_options)()
+        if values.task:
+            from fp8rl_jax.envs import is_generated
+
+            config.env.eval_task = "" if is_generated(values.task) else values.task
         with config.env.task_options.ignore_type():
             config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
     override(config, values.overrides)
@@ -167,12 +171,12 @@ COMMANDS = (
         _evaluate,
         (
             *_POLICY,
-            argument("--task", help="a task of reasoning_gym"),
+            argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md)"),
             argument(
                 "--task-options", default="", metavar="NAME=VALUE,...", help="keywords of the task"
             ),
             argument("--questions", type=int, metavar="N", help="held-out questions"),
-            argument("--reward", help="exact_match, math_equal, or module:function"),
+            argument("--reward", help="exact_match, math_equal, gsm8k, or module:function"),
             argument("--batch-size", type=int, metavar="N", help="questions at a time"),
         ),
         config=True,

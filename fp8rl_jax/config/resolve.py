@@ -13,8 +13,7 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.config.precision import SIDES, side_recipe
-from fp8rl_jax.envs import check_task, load_reward
-from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.envs import Term, check_source, load_rewards
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, same_forward
@@ -29,7 +28,7 @@ class Resolved:
       model: shapes. Where they are fields of the configuration, the vocabulary is 1 until
         `with_vocabulary`.
       rollout_recipe, learner_recipe: numerics of the two sides.
-      reward: the function that `env.reward` names.
+      rewards: the functions that `env.reward` names, with their weights.
       positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
     """
 
@@ -37,7 +36,7 @@ class Resolved:
     model: ModelConfig
     rollout_recipe: Recipe
     learner_recipe: Recipe
-    reward: RewardFunction
+    rewards: tuple[Term, ...]
     positions: int | None
 
     @property
@@ -97,7 +96,7 @@ def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) ->
 
     Args:
       config: of `load_config`.
-      with_task: look at the task's name and options, too.
+      with_task: look at where questions come from, too.
 
     Raises:
       UserError: the first thing that cannot work, in one sentence.
@@ -107,9 +106,9 @@ def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) ->
     recipes = (side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES)
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, *recipes,
-        load_reward(config.env.reward), positions,
+        load_rewards(config.env.reward), positions,
     )  # fmt: skip
     checks.check(resolved)
     if with_task:
-        check_task(config.env.task, config.env.task_options.to_dict())
+        check_source(config.env)
     return resolved

@@ -8,7 +8,7 @@ from fp8rl_jax.data.batching import (
     pad_responses,
     pad_rows,
 )
-from fp8rl_jax.data.chat import ChatFormat, ChatTemplate
+from fp8rl_jax.data.chat import ChatFormat, ChatTemplate, Prompt
 from fp8rl_jax.data.detokenize import Detokenizer
 from fp8rl_jax.data.pipeline import Stream
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
@@ -26,6 +26,7 @@ __all__ = [
     "ChatTemplate",
     "Detokenizer",
     "PretrainedTokenizer",
+    "Prompt",
     "Stream",
     "Tokenizer",
     "encode_prompt",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fp8rl_jax.data.chat import ChatFormat
+from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.errors import UserError
 
@@ -17,18 +17,28 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*begin, *tokenizer.encode(text)]
 
 
-def encode_prompt(question: str, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> list[int]:
+def encode_prompt(
+    question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None
+) -> list[int]:
     """Begin-of-sequence, the question, a line feed; or the question as a conversation.
 
     A chat template writes the special tokens itself, so nothing is put before it.
+
+    Raises:
+      UserError: a conversation of several messages without a chat template.
     """
     if chat is not None:
         return tokenizer.encode(chat.render(question))
+    if not isinstance(question, str):
+        raise UserError(
+            f"env.task: a prompt is a conversation of {len(question)} messages, and data.chat is "
+            "False: set data.chat=True, with a tokenizer that has a chat template"
+        )
     return encode_text(question + "\n", tokenizer)
 
 
 def pad_prompts(
-    questions: Sequence[str], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
+    questions: Sequence[Prompt], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Questions -> right-padded (P, slots) int32 and lengths (P,) int32.
 
@@ -39,7 +49,7 @@ def pad_prompts(
     if not all(rows):
         question = questions[next(i for i, row in enumerate(rows) if not row)]
         raise UserError(
-            f"data.tokenizer: the prompt {question[:60]!r} has no token under this tokenizer: "
+            f"data.tokenizer: the prompt {str(question)[:60]!r} has no token under this tokenizer: "
             "write another prompt, or take another tokenizer"
         )
     longest = max(rows, key=len)
@@ -47,7 +57,7 @@ def pad_prompts(
         question = questions[rows.index(longest)]
         raise UserError(
             f"a prompt takes {len(longest)} tokens and rollout.max_prompt_tokens is {slots}: "
-            f"raise it to {len(longest)}, or choose shorter questions ({question[:60]!r})"
+            f"raise it to {len(longest)}, or choose shorter questions ({str(question)[:60]!r})"
         )
     return pad_rows(rows, slots, tokenizer.pad_id)
 

@@ -1,6 +1,31 @@
-"""Prompts and rewards."""
+"""Questions and rewards."""
 
-from fp8rl_jax.envs.rewards import load_reward, score
-from fp8rl_jax.envs.tasks import Question, check_task, make_questions, split_of
+from fp8rl_jax.envs.question import SPLITS, Question, split_of
+from fp8rl_jax.envs.rewards import (
+    Term,
+    load_reward,
+    load_rewards,
+    reward_names,
+    score,
+    score_terms,
+)
+from fp8rl_jax.envs.sources import Data, check_source, is_generated, load_questions
+from fp8rl_jax.envs.tasks import check_task, make_questions
 
-__all__ = ["Question", "check_task", "load_reward", "make_questions", "score", "split_of"]
+__all__ = [
+    "SPLITS",
+    "Data",
+    "Question",
+    "Term",
+    "check_source",
+    "check_task",
+    "is_generated",
+    "load_questions",
+    "load_reward",
+    "load_rewards",
+    "make_questions",
+    "reward_names",
+    "score",
+    "score_terms",
+    "split_of",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_collections
 
-from fp8rl_jax.envs import make_questions
+from fp8rl_jax.envs import load_questions
 from fp8rl_jax.policy.load import Note, load_policy
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.runtime import make_runtime
@@ -16,7 +16,7 @@ from fp8rl_jax.training.runtime import make_runtime
 def evaluate_policy(
     config: ml_collections.ConfigDict, note: Note = lambda text: None
 ) -> dict[str, Any]:
-    """Accuracy of the policy in `run.dir` on held-out questions of `env.task`.
+    """Accuracy of the policy in `run.dir` on held-out questions of `env.task` or `env.eval_task`.
 
     Prompt slots are as many as the questions need. Of a run, the random bits are those of the
     evaluation at its newest checkpoint.
@@ -32,11 +32,11 @@ def evaluate_policy(
       UserError: something in the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
-    asked = make_questions(
-        config.env.task, config.env.task_options.to_dict(), {"eval": config.eval.questions},
-        config.run.seed,
-    )["eval"]  # fmt: skip
-    with load_policy(runtime, [q.text for q in asked], note, as_questions=True) as policy:
+    data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
+    if data.note:
+        note(data.note)
+    asked = data.questions["eval"]
+    with load_policy(runtime, [q.prompt for q in asked], note, as_questions=True) as policy:
         runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
         record, _ = evaluate(runtime, policy.weights, policy.phase, policy.step)
     return {

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from fp8rl_jax.config import checks, saved_config
-from fp8rl_jax.data import encode_prompt, encode_text, pad_rows
+from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.policy.source import is_released
 from fp8rl_jax.quant import KVScales
@@ -71,7 +71,7 @@ class Policy:
 @contextlib.contextmanager
 def load_policy(
     runtime: Runtime,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     note: Note = lambda text: None,
     as_questions: bool = False,
 ) -> Iterator[Policy]:
@@ -79,7 +79,7 @@ def load_policy(
 
     Args:
       runtime: made from the configuration of the policy (`load_config` or `directory_config`).
-      prompts: texts.
+      prompts: texts; of a task also conversations.
       note: told where the weights come from.
       as_questions: prompts are a task's questions; else those of a released model are text to go
         on with.

@@ -14,7 +14,8 @@ from fp8rl_jax.training.runtime import Runtime
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, list[dict]]:
     """Accuracy on every held-out question.
 
-    Each question is answered twice in one program: greedily, and at temperature 1.
+    Each question is answered twice in one program: greedily, and at temperature 1. Of several
+    rewards the first decides.
 
     Args:
       runtime: of `make_runtime`.
@@ -32,6 +33,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
     temperature = np.tile(np.float32([0.0, 1.0]), size)
     rewards, texts, errors, length = [], [], 0, 0
     rates = []
+    reward = runtime.rewards[0].function
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
         padded = part + [part[-1]] * (size - len(part))
@@ -42,7 +44,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         tokens = int(rollout.mask[: 2 * len(part)].sum())  # without the rows that fill the batch
         rates.append((tokens, time.perf_counter() - begin))
         responses = runtime.decode(rollout)[: 2 * len(part)]
-        values, failed = score(runtime.reward, [q for q in part for _ in range(2)], responses)
+        values, failed = score(reward, [q for q in part for _ in range(2)], responses)
         rewards += values
         texts += responses
         errors += failed

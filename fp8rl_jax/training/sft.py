@@ -18,6 +18,7 @@ import numpy as np
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
+from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -48,18 +49,20 @@ def evaluation_steps(config) -> set[int]:
     return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
 
 
-def cache_directory(config) -> pathlib.Path:
-    """Where the result of this configuration's stage is kept."""
+def cache_directory(config, data_digest: str = "") -> pathlib.Path:
+    """Where the result of this configuration's stage is kept; `data_digest` is `Data.digest`."""
     flat = flatten(config)
     parts = {
         name: value
         for name, value in flat.items()
         if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
     }
+    if data_digest:
+        parts["data"] = data_digest
     if config.model.checkpoint:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-    files += files_of_functions([config.env.reward, *config.precision.values()])
+    files += files_of_functions([*reward_names(config.env.reward), *config.precision.values()])
     name = cache_name("sft", parts, files)
     return pathlib.Path(config.run.cache_dir or user_cache()) / name
 
@@ -71,7 +74,7 @@ def _kept(state: TrainState) -> dict:
 
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
-    directory = cache_directory(runtime.config)
+    directory = cache_directory(runtime.config, runtime.data_digest)
     if not directory.is_dir():
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
@@ -92,7 +95,7 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
     """Keeps the result of a finished stage; complete or not at all."""
-    directory = cache_directory(runtime.config)
+    directory = cache_directory(runtime.config, runtime.data_digest)
     if directory.exists():
         return
     temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
@@ -188,7 +191,7 @@ def _demonstrations(runtime: Runtime, questions) -> Batch:
     rollout = runtime.config.rollout
     prompts, lengths = runtime.pad_prompts(questions)
     targets, mask = pad_responses(
-        [q.answer for q in questions], runtime.tokenizer, rollout.max_new_tokens
+        [q.demonstration for q in questions], runtime.tokenizer, rollout.max_new_tokens
     )
     batch = Batch(
         tokens=join(prompts, lengths, targets, runtime.tokenizer.pad_id),

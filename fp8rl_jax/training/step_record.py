@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, score
+from fp8rl_jax.envs import Question, score_terms
 from fp8rl_jax.rl import zero_std_fraction
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.expert_load import load_metrics
@@ -27,6 +27,7 @@ class Rewards:
         """`questions`: one for each response."""
         self._runtime, self._questions = runtime, questions
         self.values = np.zeros(len(questions))
+        self.by_name = {term.name: np.zeros(len(questions)) for term in runtime.rewards}
         self.errors = 0
         self._scored = np.zeros(len(questions), bool)
 
@@ -35,8 +36,11 @@ class Rewards:
         rows = np.flatnonzero(done & ~self._scored)
         fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
         texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
-        found, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
+        questions = [self._questions[r] for r in rows]
+        found, by_name, errors = score_terms(self._runtime.rewards, questions, texts)
         self.values[rows] = found
+        for name, values in by_name.items():
+            self.by_name[name][rows] = values
         self.errors += errors
         self._scored[rows] = True
 
@@ -67,6 +71,8 @@ class StepRecord(dict[str, Any]):
             truncated_frac=float(1 - rollout.finished.mean()),
             tokens_per_s_rollout=float(lengths.sum() / self["time_rollout"]),
         )
+        if len(rewards.by_name) > 1:
+            self.update({f"reward/{n}": float(v.mean()) for n, v in rewards.by_name.items()})
 
     def add_updates(self, updates: Sequence[dict], tokens: float, runtime: Runtime) -> None:
         """Means over the step's updates, and what they counted; after `time_learner`.

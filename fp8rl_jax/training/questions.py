@@ -1,0 +1,112 @@
+"""A run's questions: as many as its configuration asks for, and short enough for their slots."""
+
+from __future__ import annotations
+
+import pathlib
+
+from fp8rl_jax.data import ChatFormat, Tokenizer, encode_prompt, pad_prompts, pad_responses
+from fp8rl_jax.envs import Data, Question, load_questions
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.disk import no_room
+
+_DIGEST = "data.sha256"
+
+
+def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
+    """The questions of a run by split.
+
+    Raises:
+      UserError: a source cannot be read, one question does not fit its slots (those of a data set
+        are left out instead, unless `env.overlong` is 'error'), or there are too few.
+    """
+    counts = {
+        "sft": config.sft.questions if config.sft.steps else 0,
+        "train": config.env.train_questions,
+        "eval": config.eval.questions,
+    }
+    lengths = _Lengths(config, tokenizer, chat)
+    drop = config.env.overlong == "drop"
+    data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None)
+    if data.note and drop:
+        _check_counts(config, data, lengths)
+        return data
+    pad_prompts(
+        [q.prompt for split in data.questions.values() for q in split],
+        tokenizer, config.rollout.max_prompt_tokens, chat,
+    )  # fmt: skip
+    demonstrations = [q.demonstration for q in data.questions["sft"]]
+    pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
+    if data.note:
+        _check_counts(config, data, lengths)
+    return data
+
+
+class _Lengths:
+    """Which questions fit, and how many tokens those have that do not, by the field's name."""
+
+    def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
+        self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
+        self.too_long: dict[str, list[int]] = {}
+
+    def fit(self, split: str, question: Question) -> bool:
+        """Whether the prompt, and a demonstration with its end token, have room."""
+        prompt = len(encode_prompt(question.prompt, self._tokenizer, self._chat))
+        lengths = {"max_prompt_tokens": prompt}
+        if split == "sft":
+            lengths["max_new_tokens"] = len(self._tokenizer.encode(question.demonstration)) + 1
+        for field, length in lengths.items():
+            if length > self._rollout[field]:
+                self.too_long.setdefault(field, []).append(length)
+                return False
+        return prompt > 0
+
+
+def _check_counts(config, data: Data, lengths: _Lengths) -> None:
+    """Raises UserError if a data set gives fewer questions than a step takes."""
+    least = {
+        "train": (config.rollout.prompts_per_step, "rollout.prompts_per_step"),
+        "eval": (1, "an evaluation"),
+    }
+    if config.sft.steps:
+        least["sft"] = (config.sft.batch_size, "sft.batch_size")
+    for split, (count, field) in least.items():
+        found = len(data.questions[split])
+        if found >= count:
+            continue
+        advice = "name a larger data set, or lower it"
+        if split == "eval":
+            advice = "raise env.eval_fraction, or name another source by env.eval_task"
+        for name, long in lengths.too_long.items():
+            advice = (
+                f"{len(long):,} are too long for rollout.{name} = {config.rollout[name]} (half of "
+                f"these take up to {sorted(long)[len(long) // 2]} tokens, the longest "
+                f"{max(long)}): raise it"
+            )
+        raise UserError(
+            f"env.task: {found} questions are left for the split {split!r}, and {field} takes "
+            f"{count}; {advice} ({data.note})"
+        )
+
+
+def check_unchanged(directory: pathlib.Path, digest: str) -> None:
+    """Raises UserError if the run in `directory` began with other rows of its data set."""
+    saved = directory / _DIGEST
+    if digest and saved.exists() and saved.read_text().strip() != digest:
+        raise UserError(
+            f"env.task: the data set has changed since the run in {directory} began: put it back, "
+            "or choose another --config.run.dir"
+        )
+
+
+def keep_digest(directory: pathlib.Path, digest: str) -> None:
+    """Notes the rows of a run's data set for `check_unchanged`; nothing without one.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    if not digest:
+        return
+    try:
+        (directory / _DIGEST).write_text(digest + "\n")
+    except OSError as error:
+        raise no_room(directory, error) from None
