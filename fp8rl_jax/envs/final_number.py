@@ -16,7 +16,7 @@ _STRICT_CHARACTERS = 300
 _MOST_DIGITS = 100  # of a number; more are noise, and slow
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+])?[$€£]?\s?(?P<top>{_DIGITS}(?:\.\d+)?|\.\d+)"
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:[$€£]\s?)?(?P<top>{_DIGITS}(?:\.\d+)?|\.\d+)"
     rf"(?:\s?/\s?(?P<bottom>{_DIGITS}))?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d,.]+)\s*\}\s*\{\s*([\d,.]+)\s*\}")

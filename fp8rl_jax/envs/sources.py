@@ -189,7 +189,7 @@ class _Loader:
         self._env, self._seed, self._fits = env, seed, fits
         self._counts = {split: counts.get(split, 0) for split in SPLITS}
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._forms: list[str] = []
+        self._forms: dict[str, RowForm] = {}  # by source
         self._held_out_of = ""
 
     def load(self) -> Data:
@@ -260,8 +260,7 @@ class _Loader:
         place = ""
         for place, row in rows:
             if form is None:
-                form = recognise(place, row, self._env)
-                self._forms = list(dict.fromkeys([*self._forms, str(form)]))
+                form = self._forms[task] = recognise(place, row, self._env)
             question = form.question(place, row)
             if not question.text.strip():
                 self._left_out[use, "without a question"] += 1
@@ -302,7 +301,8 @@ class _Loader:
             parts.append(f"{counted['train']} to train on")
         if self._counts["eval"]:
             parts.append(f"{counted['eval']} held out ({self._held_out_of})")
-        note = f"{self._env.task}: {' and '.join(self._forms)}; {', '.join(parts)}"
+        note = "; ".join(f"{task}: {form}" for task, form in self._forms.items())
+        note += f"; {', '.join(parts)}"
         for use, reasons in itertools.groupby(sorted(self._left_out), lambda key: key[0]):
             counts = (f"{self._left_out[key]:,} {key[1]}" for key in reasons)
             note += f"; left out of {use}: {', '.join(counts)}"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import json
 import pathlib
 import re
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def _builder(name: str, root: pathlib.Path) -> Any:
 def _run(builder: Any, advice: str) -> pathlib.Path:
     """Lets a builder write its files; returns their directory."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # it prints what it does
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints beside its progress bars
             builder.download_and_prepare()
     except Exception as error:  # network, disk, rows, or a builder that needs TensorFlow
         raise UserError(
@@ -140,6 +140,9 @@ def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> path
     Raises:
       UserError: the builder cannot read them.
     """
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
     builder = _builder(GSM8K, root)
     builder._make_download_manager = lambda **_: _LocalFiles(files)
     return _run(builder, "name its files as published, train.jsonl and test.jsonl")
@@ -161,6 +164,7 @@ def prepare_rows(
     import numpy as np
     import tensorflow_datasets as tfds
 
+    tfds.disable_progress_bar()
     types = _types([row for part in rows.values() for row in part])
     features = {
         column: np.int64 if kind is int else tfds.features.Text() for column, kind in types.items()

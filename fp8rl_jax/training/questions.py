@@ -73,7 +73,7 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
         found = len(data.questions[split])
         if found >= count:
             continue
-        advice = "name a larger data set, or lower it"
+        advice = "take more questions, or lower it"
         if split == "eval":
             advice = "raise env.eval_fraction, or name another source by env.eval_task"
         for name, long in lengths.too_long.items():
@@ -84,7 +84,7 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
             )
         raise UserError(
             f"env.task: {found} questions are left for the split {split!r}, and {field} takes "
-            f"{count}; {advice} ({data.note})"
+            f"{count}: {advice}"
         )
 
 
