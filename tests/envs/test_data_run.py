@@ -11,7 +11,6 @@ import time
 
 import pytest
 from data_files import ROWS, jsonl
-from refusals import CONFIG as SMALLEST
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
@@ -25,20 +24,16 @@ _TINY = pathlib.Path(__file__).parent / "tiny.jsonl"
 
 def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
     """The first line names the form; samples have the rows' answers; every reward is logged; a
-    file that has changed is refused."""
-    (tmp_path / "smallest.py").write_text(SMALLEST)
+    file that has changed is refused. The programs are those of `tiny_run`."""
+    monkeypatch.setattr(train, "write_report", lambda directory: None)
     (tmp_path / "row_rewards.py").write_text(
         "def digits(prompt, response, answer, row):\n    return row['digits'] + len(answer)\n"
     )
     data = shutil.copy(_TINY, tmp_path / "data.jsonl")
     monkeypatch.syspath_prepend(str(tmp_path))
-    fields = {
-        "env.task": data, "env.reward": "gsm8k, 0.5*row_rewards:digits", "run.steps": 2,
-        "sft.steps": 0, "precision.self_check": False, "precision.health": False,
-        "eval.every": 2, "rollout.max_prompt_tokens": 20,
-    }  # fmt: skip
-    arguments = overrides(tmp_path, **fields)
-    config = load_config(str(tmp_path / "smallest.py"), arguments)
+    fields = {"env.task": data, "env.reward": "gsm8k, 0.5*row_rewards:digits"}
+    arguments = overrides(tmp_path, **fields, **{"run.steps": 2, "sft.steps": 0})
+    config = load_config(str(CONFIG), arguments)
     assert train.train(config).finished
     assert capsys.readouterr().out.startswith(
         f"{data}: rows (question in question, answer in answer after ####); 22 to train on, 2 held "

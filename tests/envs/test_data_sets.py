@@ -148,7 +148,8 @@ def test_what_is_left_out_is_counted(tmp_path):
 )  # fmt: skip
 def test_columns(row, fields, expected, tmp_path):
     """Usual names, named ones, nested ones, no answer at all, and patterns."""
-    data = _load(jsonl(tmp_path / "a.jsonl", [row]), eval_task="basic_arithmetic", **fields)
+    path = jsonl(tmp_path / "a.jsonl", [row])
+    data = _load(path, {"train": 1, "eval": 1}, eval_task="basic_arithmetic", **fields)
     assert data.questions["train"] == [expected]
 
 
@@ -169,7 +170,10 @@ def test_conversations(tmp_path):
     """Several messages reach the chat template as they are; without one they are refused."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "4"}])
-    data = _load(path, eval_task="basic_arithmetic", prompt_template="{question} Now.")
+    data = _load(
+        path, {"train": 1, "eval": 1}, eval_task="basic_arithmetic",
+        prompt_template="{question} Now.",
+    )  # fmt: skip
     (question,) = data.questions["train"]
     assert question.text == "Be brief.\n\n2+2? Now."
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
