@@ -10,7 +10,7 @@ import ml_collections
 
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
-from fp8rl_jax.envs import is_generated
+from fp8rl_jax.envs import NO_ANSWER, is_generated
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
@@ -278,6 +278,11 @@ def _check_batches(config) -> None:
         raise UserError(
             f"sft.batch_size is {config.sft.batch_size}, more than sft.questions = "
             f"{config.sft.questions}: lower the one or raise the other"
+        )
+    if config.sft.steps and config.env.answer_key == NO_ANSWER:
+        raise UserError(
+            f"sft.steps is {config.sft.steps}, and env.answer_key = {NO_ANSWER!r} says that rows "
+            "have no answer to learn: set sft.steps=0, or name the column"
         )
     generated = is_generated(config.env.task)
     if generated and config.env.train_questions < config.rollout.prompts_per_step:

@@ -121,7 +121,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "task_options": _options("keywords of a task of reasoning_gym"),
         "reward": Field("exact_match", "exact_match, math_equal, gsm8k, gsm8k_strict, or a "
                         "function as 'module:function'; several with weights as "
-                        "'exact_match, 0.5*module:function'"),
+                        "'exact_match, 0.5*module:function', the first of which evaluation counts"),
         "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
                                  "a new order each epoch", 1),
         "question_key": Field("", "the data set's column with the question or conversation; '' for "

@@ -9,10 +9,12 @@ from fp8rl_jax.envs.rewards import (
     score,
     score_terms,
 )
+from fp8rl_jax.envs.rows import NO_ANSWER
 from fp8rl_jax.envs.sources import Data, check_source, is_generated, load_questions
 from fp8rl_jax.envs.tasks import check_task, make_questions
 
 __all__ = [
+    "NO_ANSWER",
     "SPLITS",
     "Data",
     "Question",

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import http.client
 import io
 import json
 import pathlib
 import re
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,13 +102,17 @@ def _run(builder: Any, advice: str) -> pathlib.Path:
 
 def _reachable(url: str) -> bool:
     """Whether the host answers within seconds; also where looking up its name would hang."""
-    import requests
-
     answers = []
 
     def ask() -> None:
-        with contextlib.suppress(OSError):  # requests' own exceptions are of this kind
-            answers.append(requests.head(url, timeout=_PROBE_SECONDS))
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
+                answers.append(True)
+        except urllib.error.HTTPError:  # an answer, too
+            answers.append(True)
+        except (OSError, http.client.HTTPException):
+            pass
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

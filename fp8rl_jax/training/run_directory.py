@@ -23,7 +23,7 @@ from fp8rl_jax.training.logs import RunLogs
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
-    "precision.self_check",
+    "precision.self_check", "env.data_dir", "env.download",
 )  # fmt: skip
 
 

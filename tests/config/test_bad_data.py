@@ -31,6 +31,7 @@ _FIELDS = {
     "too few": ("env.max_questions=1", ["1 questions are left for the split 'train'", "takes 2"]),
     "none held out": ("env.eval_fraction=0", ["'eval'", "env.eval_fraction", "env.eval_task"]),
     "no evaluation": ("env.eval_task=chain_som", ["no task 'chain_som'", "chain_sum"]),
+    "no answer to learn": ("env.answer_key=-", ["sft.steps is 2", "set sft.steps=0"]),
     "reward": ("env.reward=gsm8k, 2*my_rewards:two", ["my_rewards:two", "(prompt, answer)"]),
 }
 
@@ -38,10 +39,10 @@ _FIELDS = {
 @pytest.mark.parametrize("case", _FIELDS)
 def test_refused(case, rows, refused):
     field, words = _FIELDS[case]
-    short = [] if case.startswith("too long") else ["rollout.max_prompt_tokens=30"]
-    more = ["rollout.max_prompt_tokens=8"] if case == "too long, an error" else short
-    arguments = train_command("env.task=rows.jsonl", "sft.steps=0", *more, field)
-    assert_words(refused(*arguments), words)
+    slots = 8 if case == "too long, an error" else 30
+    steps = 2 if case == "no answer to learn" else 0
+    fields = [f"rollout.max_prompt_tokens={slots}", f"sft.steps={steps}", field]
+    assert_words(refused(*train_command("env.task=rows.jsonl", *fields)), words)
 
 
 def test_a_data_set_begins(rows):

@@ -294,7 +294,7 @@ def test_former_names_are_read(tmp_path, capsys):
 _PUBLISHED = {
     "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
     "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
-    "moonlight_16b": "moonlight_16b_a3b",
+    "moonlight_16b": "moonlight_16b_a3b", "qwen3_1p7b_gsm8k": "qwen3_1p7b",
 }  # fmt: skip
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
@@ -324,6 +324,7 @@ def test_published_runs_are_valid(name, case):
     """
     overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED[name]}")
     config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
+    config.data.chat_options = type(config.data.chat_options)()  # they go with data.chat
     learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
     assert config.precision.rollout == "fp8"
     assert config.precision.learner == learner.get(case, "fp8")
