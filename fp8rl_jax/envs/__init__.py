@@ -1,5 +1,6 @@
 """Questions and rewards."""
 
+from fp8rl_jax.envs.load import Data, load_questions
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
 from fp8rl_jax.envs.rewards import (
     Term,
@@ -10,7 +11,7 @@ from fp8rl_jax.envs.rewards import (
     score_terms,
 )
 from fp8rl_jax.envs.rows import NO_ANSWER
-from fp8rl_jax.envs.sources import Data, check_source, is_generated, load_questions
+from fp8rl_jax.envs.sources import check_source, is_generated
 from fp8rl_jax.envs.tasks import check_task, make_questions
 
 __all__ = [

@@ -51,9 +51,9 @@ def find(name: str) -> dict[str, list[pathlib.Path]]:
         there = [str(p) for p in path.parent.glob("*")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), there, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"name {_FORMS}"
-        raise UserError(f"env.task: {name} does not exist; {hint}")
+        raise UserError(f"{name} does not exist; {hint}")
     if not _suffix(path.name):
-        raise UserError(f"env.task: {name} is of a kind that is not known; name {_FORMS}")
+        raise UserError(f"{name} is of a kind that is not known; name {_FORMS}")
     return {"train": [path]}
 
 
@@ -69,7 +69,7 @@ def _find_in_directory(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
         try:
             names = json.loads(saved.read_bytes())["splits"]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"env.task: {saved} is damaged: save the data set again") from None
+            raise UserError(f"{saved} is damaged: save the data set again") from None
         return {name: _arrow_files(root / name) for name in names}
     if (root / "state.json").exists():
         return {"train": _arrow_files(root)}
@@ -79,7 +79,7 @@ def _find_in_directory(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
         if files := [p for p in found if p.name.endswith(suffixes)]:
             return _by_split(root, files)
     raise UserError(
-        f"env.task: the directory {root} holds no data (parquet or JSONL files, or what "
+        f"the directory {root} holds no data (parquet or JSONL files, or what "
         f"save_to_disk writes); name {_FORMS}"
     )
 
@@ -100,7 +100,7 @@ def _by_split(root: pathlib.Path, files: list[pathlib.Path]) -> dict[str, list[p
     for split, different in names.items():
         if len(different) > 1:
             raise UserError(
-                f"env.task: {root} holds several data sets for the split {split!r} "
+                f"{root} holds several data sets for the split {split!r} "
                 f"({', '.join(sorted(different)[:6])}): name the directory or the file of one"
             )
     return splits
@@ -113,7 +113,7 @@ def _arrow_files(directory: pathlib.Path) -> list[pathlib.Path]:
         return [directory / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"env.task: {directory / 'state.json'} is missing or damaged: save the data set again"
+            f"{directory / 'state.json'} is missing or damaged: save the data set again"
         ) from None
 
 
@@ -128,7 +128,7 @@ def read(paths: list[pathlib.Path]) -> Rows:
             yield from _read_jsonl(path) if ".jsonl" in path.name else _read_arrow(path)
         except _ERRORS as error:
             reason = getattr(error, "strerror", None) or error
-            raise UserError(f"env.task: {path} cannot be read ({reason})") from None
+            raise UserError(f"{path} cannot be read ({reason})") from None
 
 
 def _read_jsonl(path: pathlib.Path) -> Rows:
@@ -161,7 +161,7 @@ def _read_arrow(path: pathlib.Path) -> Rows:
                 number += 1
                 yield f"{path}, row {number}", row
     except pyarrow.ArrowException as error:
-        raise UserError(f"env.task: {path} cannot be read ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
 
 
 def _batches(path: pathlib.Path) -> Iterator:

@@ -60,16 +60,14 @@ def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
-        raise UserError(f"env.task: 'tfds:{name}' is not understood; write tfds:NAME[/CONFIG]")
+        raise UserError(f"'tfds:{name}' is not understood; write tfds:NAME[/CONFIG]")
     plain, config, version = parts["name"], parts["config"], parts["version"]
     there = all_prepared(root)
     names = [n for n in there if n == plain or n.startswith(f"{plain}/")]
     if config is not None:
         names = [n for n in names if n == f"{plain}/{config}"]
     if len(names) > 1:
-        raise UserError(
-            f"env.task: {root} has {', '.join(sorted(names))}: name one, such as tfds:{names[0]}"
-        )
+        raise UserError(f"{root} has {', '.join(sorted(names))}: name one, such as tfds:{names[0]}")
     if not names:
         return None
     directory = there[names[0]]
@@ -84,12 +82,10 @@ def check_format(directory: pathlib.Path) -> None:
     try:
         form = json.loads((directory / "dataset_info.json").read_bytes()).get("fileFormat")
     except (OSError, ValueError, AttributeError):
-        raise UserError(
-            f"env.task: {directory}/dataset_info.json is damaged: prepare it again"
-        ) from None
+        raise UserError(f"{directory}/dataset_info.json is damaged: prepare it again") from None
     if form != FORMAT:
         raise UserError(
-            f"env.task: {directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "
+            f"{directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "
             "prepare it as array_record in another directory (`fp8rl data prepare NAME --out=DIR`) "
             "and name that by env.data_dir"
         )
@@ -108,7 +104,7 @@ def read(directory: pathlib.Path) -> dict[str, Rows]:
         builder = tfds.builder_from_directory(str(directory))
     except Exception as error:  # whatever a damaged file makes protobuf and others raise
         raise UserError(
-            f"env.task: {directory} cannot be read ({first_line(error)}): prepare it again"
+            f"{directory} cannot be read ({first_line(error)}): prepare it again"
         ) from None
     encoded = (builder.info.metadata or {}).get(JSON_COLUMNS, ())
     return {split: _rows(builder, split, encoded) for split in builder.info.splits}

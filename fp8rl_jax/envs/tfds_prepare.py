@@ -40,7 +40,7 @@ def check_known(name: str) -> None:
     if _plain(name) not in known:
         near = difflib.get_close_matches(_plain(name), known, 3)
         hint = f"did you mean {' or '.join(near)}?" if near else "it knows " + ", ".join(known)
-        raise UserError(f"env.task: tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
+        raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
 
 
 def _plain(name: str) -> str:
@@ -66,7 +66,7 @@ def prepare(name: str, root: pathlib.Path) -> pathlib.Path:
     url = _GSM8K_URL if _plain(name) == GSM8K else _OTHER_URL
     if not _reachable(url):
         raise UserError(
-            f"env.task: {name} is not prepared in {root}, and {url.split('/')[2]} cannot be "
+            f"{name} is not prepared in {root}, and {url.split('/')[2]} cannot be "
             f"reached to download it: {ways(name)}"
         )
     return _run(_builder(name, root), ways(name))
@@ -83,8 +83,7 @@ def _builder(name: str, root: pathlib.Path) -> Any:
         return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
     except Exception as error:  # configs that do not exist, packages that a builder needs
         raise UserError(
-            f"env.task: tensorflow-datasets refuses {name!r} ({first_line(error)}); write "
-            "tfds:NAME[/CONFIG]"
+            f"tensorflow-datasets refuses {name!r} ({first_line(error)}); write tfds:NAME[/CONFIG]"
         ) from None
 
 
