@@ -34,13 +34,18 @@ def check_known(name: str) -> None:
     """Raises UserError if tensorflow-datasets has no data set NAME[/CONFIG][:VERSION]."""
     if _plain(name) == GSM8K:
         return
-    import tensorflow_datasets as tfds
-
-    known = [*tfds.list_builders(with_community_datasets=False), GSM8K]
+    known = known_names()
     if _plain(name) not in known:
         near = difflib.get_close_matches(_plain(name), known, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "it knows " + ", ".join(known)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`fp8rl data list` names them"
         raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
+
+
+def known_names() -> list[str]:
+    """The data sets that tensorflow-datasets has builders for."""
+    import tensorflow_datasets as tfds
+
+    return sorted({*tfds.list_builders(with_community_datasets=False), GSM8K})
 
 
 def _plain(name: str) -> str:

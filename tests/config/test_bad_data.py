@@ -15,7 +15,7 @@ def rows(place, tmp_path):
     """`rows.jsonl` with 40 questions, and a module of rewards, in the current directory."""
     lines = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    (tmp_path / "my_rewards.py").write_text("def two(prompt, answer):\n    return 1\n")
+    (tmp_path / "two_arguments.py").write_text("def two(prompt, answer):\n    return 1\n")
 
 
 _FIELDS = {
@@ -32,7 +32,7 @@ _FIELDS = {
     "none held out": ("env.eval_fraction=0", ["'eval'", "env.eval_fraction", "env.eval_task"]),
     "no evaluation": ("env.eval_task=chain_som", ["no task 'chain_som'", "chain_sum"]),
     "no answer to learn": ("env.answer_key=-", ["sft.steps is 2", "set sft.steps=0"]),
-    "reward": ("env.reward=gsm8k, 2*my_rewards:two", ["my_rewards:two", "(prompt, answer)"]),
+    "reward": ("env.reward=gsm8k, 2*two_arguments:two", ["two_arguments:two", "(prompt, answer)"]),
 }
 
 

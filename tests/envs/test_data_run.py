@@ -18,6 +18,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.envs import tfds_prepare
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.logs import read_jsonl
+from fp8rl_jax.training.sft import cache_directory
 
 _TINY = pathlib.Path(__file__).parent / "tiny.jsonl"
 
@@ -34,6 +35,7 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
     fields = {"env.task": data, "env.reward": "gsm8k, 0.5*row_rewards:digits"}
     arguments = overrides(tmp_path, **fields, **{"run.steps": 2, "sft.steps": 0})
     config = load_config(str(CONFIG), arguments)
+    assert cache_directory(config, "one digest") != cache_directory(config, "another")
     assert train.train(config).finished
     assert capsys.readouterr().out.startswith(
         f"{data}: rows (question in question, answer in answer after ####); 22 to train on, 2 held "

@@ -75,14 +75,14 @@ def test_an_answer_without_a_number_is_an_error(caplog):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Writes `my_rewards`."""
+    """Writes `rewards_of_rows`."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(source: str) -> None:
-        (tmp_path / "my_rewards.py").write_text(source)
+        (tmp_path / "rewards_of_rows.py").write_text(source)
 
     yield write
-    sys.modules.pop("my_rewards", None)
+    sys.modules.pop("rewards_of_rows", None)
 
 
 def test_the_row_is_the_fourth_argument(module):
@@ -93,10 +93,11 @@ def test_the_row_is_the_fourth_argument(module):
         "def scaled(prompt, response, answer, by=2):\n    return by\n"
     )
     questions = [Question("q", "a", row={"level": 3}), Question("q", "a", row={})]
-    terms = load_rewards("my_rewards:level, my_rewards:length,my_rewards:scaled")
+    terms = load_rewards("rewards_of_rows:level, rewards_of_rows:length,rewards_of_rows:scaled")
     values, by_name, errors = score_terms(terms, questions, ["ab", "c"])
     assert by_name == {
-        "my_rewards:level": [3, 0], "my_rewards:length": [2, 1], "my_rewards:scaled": [2, 2],
+        "rewards_of_rows:level": [3, 0], "rewards_of_rows:length": [2, 1],
+        "rewards_of_rows:scaled": [2, 2],
     }  # fmt: skip
     assert (values, errors) == ([7.0, 3.0], 1)
 
@@ -121,8 +122,11 @@ def test_weights():
         ("gsm8k, 2*gsm8k", "with 'gsm8k' twice"),
         ("gsm8k,", "env.reward is ''; write one of exact_match"),
         ("gsm8k, near", "env.reward is 'near'; write one of"),
-        ("my_rewards:two", r"takes \(prompt, answer\); write a function of \(prompt, response"),
-        ("my_rewards:four", r"takes \(a, b, c, d\)"),
+        (
+            "rewards_of_rows:two",
+            r"takes \(prompt, answer\); write a function of \(prompt, response",
+        ),
+        ("rewards_of_rows:four", r"takes \(a, b, c, d\)"),
     ],
 )
 def test_what_cannot_be_a_reward(text, message, module):
