@@ -46,7 +46,7 @@ def get_config():
                 "max_prompt_tokens": 40,
                 "max_new_tokens": 8,
             },
-            "algo": {"clip_high": 0.28, "normalize_std": False},
+            "algo": {"clip_high": 0.28, "scale": "none"},
             "optimizer": {"learning_rate": 3e-5, "warmup_steps": 2, "b2": 0.95},
             "sft": {"steps": 0},
             "eval": {"questions": 48, "batch_size": 48, "every": 12},

@@ -44,7 +44,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "max_prompt_tokens": 36,
                 "max_new_tokens": 4,
             },
-            "algo": {"normalize_std": False},
+            "algo": {"scale": "none"},
             "optimizer": {"learning_rate": 3e-4, "warmup_steps": 10, "b2": 0.99},
             "sft": {
                 "steps": 400,

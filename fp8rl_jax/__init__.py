@@ -12,9 +12,7 @@ import pathlib
 
 from fp8rl_jax.version import __version__
 
-__all__ = ["__version__"]
-
-# In a checkout the kernels lie beside the package, in an installed package inside it (setup.cfg,
+# In a checkout the kernels are beside the package, in an installed package inside it (setup.cfg,
 # package_dir). Beside an installed package, a folder `kernels` is another project's.
 _root = pathlib.Path(__file__).resolve().parents[1]
 if (_root / "setup.cfg").is_file() and (_root / "kernels").is_dir():

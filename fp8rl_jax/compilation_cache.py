@@ -1,7 +1,7 @@
 """Compiled programs on disk, so that a second start compiles nothing: JAX's persistent cache, on by
 default in every command but `fp8rl bench`.
 
-Where it lies is decided by the first of these that says something:
+Its directory is the first of these that is set:
 
 1. the field `run.compilation_cache`: a directory, or 'off';
 2. the environment variable `FP8RL_COMPILATION_CACHE`, likewise;

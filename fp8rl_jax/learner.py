@@ -22,6 +22,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -45,7 +46,9 @@ from fp8rl_jax.models.router import load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
-from fp8rl_jax.rl import clipped_policy_loss, k3
+from fp8rl_jax.rl.aggregation import token_mean
+from fp8rl_jax.rl.kl import Estimator
+from fp8rl_jax.rl.losses import TokenLoss, ppo
 
 Array = Any  # numpy on the host, jax.Array on the device
 
@@ -60,9 +63,11 @@ class Batch:
       targets: (B, R) int32, the response.
       mask: (B, R) float32, 1 for response tokens.
       temperature: (B,) float32 of the rollout.
-      advantages: (B,) float32.
-      old_logprobs, rollout_weights, ref_logprobs: (B, R) float32: log-probabilities before the
-        first update; importance weights (1 without a correction); of the reference policy.
+      advantages, weights, rollout_weights: (B, R) float32; the loss is the sum over tokens of
+        weights (of the aggregation over the whole update; 0 where a token does not count) times
+        rollout_weights (1 without a correction) times the token's loss.
+      old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; of the
+        reference policy.
       routing: {name of taps.ROUTING: (B, L, T, top_k)}, what the rollout's routers chose, to be
         replayed; {} for the learner's own choice.
     """
@@ -73,8 +78,9 @@ class Batch:
     mask: Array
     temperature: Array
     advantages: Array
-    old_logprobs: Array
+    weights: Array
     rollout_weights: Array
+    old_logprobs: Array
     ref_logprobs: Array
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
 
@@ -82,6 +88,29 @@ class Batch:
     def lengths(self) -> Array:
         """(B,) int32, tokens of prompt and response together."""
         return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
+
+
+def make_batch(
+    tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
+) -> Batch:
+    """A batch on the host.
+
+    Args:
+      tokens, prompt_lengths, targets, temperature: see `Batch`.
+      mask: (B, R), bool or 0 and 1.
+      advantages: (B, R), or (B,) for all tokens of a response; None for 1.
+      **fields: other fields. Without them: the mean over all tokens, no correction, zeros.
+    """
+    ones = np.ones(targets.shape, np.float32)
+    values = ones if advantages is None else np.asarray(advantages, np.float32)
+    neutral = {
+        "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
+        "rollout_weights": ones, "old_logprobs": 0 * ones, "ref_logprobs": 0 * ones,
+    }  # fmt: skip
+    return Batch(
+        tokens, prompt_lengths, targets, np.asarray(mask, np.float32), temperature,
+        values.reshape(len(ones), -1) * ones, **{**neutral, **fields},
+    )  # fmt: skip
 
 
 @flax.struct.dataclass
@@ -136,15 +165,14 @@ class LossConfig:
     """Static choices of the loss.
 
     Attributes:
-      kind: 'grpo' or 'sft' (mean negative log-probability of the response).
-      clip_low, clip_high: distances of the ratio's bounds from 1.
-      kl_coef: weight of the k3 divergence from the reference; 0 leaves it out.
+      token_loss: of rl/losses.py. Supervised fine-tuning is `reinforce` with advantages of 1.
+      kl, kl_coef: estimator of the divergence from the reference policy, of rl/kl.py, and its
+        weight; None leaves it out.
       router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
     """
 
-    kind: str = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    token_loss: TokenLoss = dataclasses.field(default_factory=ppo)
+    kl: Estimator | None = None
     kl_coef: float = 0.0
     router_aux_coef: float = 0.0
 
@@ -157,8 +185,7 @@ def response_logprobs(
     rope,
     remat: str,
     kv_scales: KVScales | None,
-    collect_health: bool = False,
-    collect_load: bool = False,
+    collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
@@ -171,8 +198,8 @@ def response_logprobs(
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
         params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        rope=rope, remat=remat, output="hidden", collect_health=collect_health,
-        collect_load=collect_load, taps=taps, swaps={**(swaps or {}), **routing},
+        rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
+        swaps={**(swaps or {}), **routing},
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
@@ -185,9 +212,7 @@ def response_logprobs(
     return logp, entropy, out.aux
 
 
-def make_score(
-    model: ModelConfig, recipe: Recipe | str, *, shardings: dict | None = None
-) -> Callable:
+def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
     Serves old and reference log-probabilities.
@@ -198,7 +223,7 @@ def make_score(
         weights = quantize_params(params, recipe, scaling_state)
         return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
 
-    return exact_jit(score, **(shardings or {}))
+    return exact_jit(score)
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
@@ -253,59 +278,52 @@ def make_train_step(
       shardings: keywords for jit on a mesh.
 
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
-    are scalars: loss, grad_norm, entropy, clipfrac_low, clipfrac_high, ratio_mean, kl_ref (with
-    kl_coef), router_aux_loss (with its coefficient, which is not in it), checksum (uint32 of the
-    bytes that the forward used), good (bool: loss and gradients finite), bad_layer (first layer
-    with a non-finite output, else -1); with experts 'expert_tokens': (S, E) int32
-    (`ForwardOutput.aux`); with health 'health': {'activations' | 'gradients' | 'kv': {site: {count:
-    (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B, T, ...), (B, T, ...) outside the
-    layers, or 'logits' (B, R, V)}. If not good, the returned state is the state before the step.
+    are scalars: loss, grad_norm, router_aux_loss (with its coefficient, which is not in it),
+    checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients finite),
+    bad_layer (first layer with a non-finite output, else -1); 'tokens': {entropy, kl (with a
+    divergence), and the statistics of the token loss: (B, R) float32}; with experts
+    'expert_tokens': (S, E) int32 (`ForwardOutput.aux`); with health 'health': {'activations' |
+    'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B,
+    T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not good, or if no token of
+    the batch counts, the returned state is the state before the step: without a gradient, the
+    optimiser's momentum would still move the weights.
     """
     recipe = get_recipe(recipe)
+    collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
-    def objective(params, probes, weights, state: TrainState, part: Batch, rope, token_count):
+    def objective(params, probes, weights, state: TrainState, part: Batch, rope):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales,
-            health, loss.router_aux_coef > 0, taps,
-        )  # fmt: skip
-        sums = {"entropy": (entropy * part.mask).sum()}
-        if "expert_tokens" in aux:
-            sums["expert_tokens"] = aux["expert_tokens"]
-        if "kv_health" in aux:
-            sums["kv_health"] = aux["kv_health"]
-        if loss.kind == "sft":
-            value = -(logp * part.mask).sum()
-        else:
-            value, more = clipped_policy_loss(
-                logp, part.old_logprobs, part.advantages, part.mask,
-                loss.clip_low, loss.clip_high, part.rollout_weights,
-            )  # fmt: skip
-            sums |= more
-            if loss.kl_coef:
-                kl = (k3(logp, part.ref_logprobs) * part.mask).sum()
-                value, sums["kl_ref"] = value + loss.kl_coef * kl, kl
-        value = value / token_count
+            paired, part, model, recipe, rope, remat, state.kv_scales, collect, taps
+        )
+        counts = part.weights != 0
+        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts)
+        tokens["entropy"] = entropy
+        each = each * part.rollout_weights
+        if loss.kl:
+            tokens["kl"] = loss.kl(logp, part.ref_logprobs)
+            each = each + loss.kl_coef * tokens["kl"]
+        value = jnp.where(counts, each * part.weights, 0.0).sum()
+        sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
             balance = load_balance_loss(model, aux["expert_tokens"], aux["expert_probability"])
             sums["router_aux_loss"] = balance / micro_batches
             value = value + loss.router_aux_coef * sums["router_aux_loss"]
-        return value, (logp, sums, aux["finite"], aux.get("taps", {}))
+        return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
     def train_step(state: TrainState, batch: Batch, rope):
         weights = quantize_params(state.params, recipe, state.scaling_state)
         probes = init_probes(state.params, recipe, health)
-        token_count = jnp.maximum(batch.mask.sum(), 1.0)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
         def run(part: Batch):
-            (value, (logp, sums, finite, tapped)), (grads, seen) = grad_fn(
-                state.params, probes, weights, state, part, rope, token_count
+            (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
+                state.params, probes, weights, state, part, rope
             )
-            return (value, grads, seen, sums), (logp, finite, tapped)
+            return (value, grads, seen, sums), (tokens, finite, tapped)
 
         if micro_batches == 1:
-            total, (logp, finite, tapped) = run(batch)
+            total, (tokens, finite, tapped) = run(batch)
         else:
             # Row r goes to part r % micro_batches: so each device keeps its own rows.
             parts = jax.tree.map(
@@ -318,8 +336,9 @@ def make_train_step(
 
             zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            total, (logp, finite, tapped) = lax.scan(accumulate, zeros, parts)
-            logp, finite = _join_parts(logp, 0), finite.all(axis=0)
+            total, (tokens, finite, tapped) = lax.scan(accumulate, zeros, parts)
+            tokens = jax.tree.map(lambda x: _join_parts(x, 0), tokens)
+            finite = finite.all(axis=0)
             tapped = {name: _join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
         norm = optax.tree.norm(grads)
@@ -331,24 +350,20 @@ def make_train_step(
             opt_state=opt_state,
             scaling_state=update_scaling(state.params, recipe, state.scaling_state, seen),
         )
-        new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
+        changes = good & (batch.weights != 0).any()
+        new = jax.tree.map(lambda after, before: jnp.where(changes, after, before), new, state)
+        logp, per_token = tokens
         metrics = {
             "loss": value,
             "grad_norm": norm,
             "good": good,
             "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
             "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
-            "entropy": sums["entropy"] / token_count,
+            "tokens": per_token,
         }
-        if loss.kind == "grpo":
-            metrics["clipfrac_low"] = sums["clipped_low"] / token_count
-            metrics["clipfrac_high"] = sums["clipped_high"] / token_count
-            metrics["ratio_mean"] = sums["ratio"] / token_count
-        for name in ("expert_tokens", "router_aux_loss"):
-            if name in sums:
-                metrics[name] = sums[name]
-        if "kl_ref" in sums:
-            metrics["kl_ref"] = sums["kl_ref"] / token_count
+        metrics |= {
+            name: sums[name] for name in ("expert_tokens", "router_aux_loss") if name in sums
+        }
         if health:
             metrics["health"] = _site_health(seen)
             if "kv_health" in sums:

@@ -9,8 +9,8 @@ Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its 
 is by columns: every device multiplies its rows by its own columns of each matrix, written out under
 shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
 log-probabilities are those of a single device (tested). Storage follows: a parameter's input
-features lie over `fsdp`, its output features over `tensor`. The sampler holds its weights whole
-over `data` and `fsdp`, and in parts over `tensor` where they are computed in parts.
+features are sharded over `fsdp`, its output features over `tensor`. The sampler's weights are
+replicated over `data` and `fsdp`, and sharded over `tensor` where the computation is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from fp8rl_jax.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
-
+_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
 # Logical axis of a parameter -> mesh axis. 'embed' and 'wide' are the input and output features of
 # a layer.
@@ -37,23 +37,15 @@ RULES = {
 }
 
 # Name of a parameter's module -> logical axes of its array.
+_LAYER = ("layers", "embed", "wide")
 _KERNELS = {
-    "q_proj": ("layers", "embed", "wide"),
-    "k_proj": ("layers", "embed", "wide"),
-    "v_proj": ("layers", "embed", "wide"),
-    "o_proj": ("layers", "embed", "wide"),
-    "gate_proj": ("layers", "embed", "wide"),
-    "up_proj": ("layers", "embed", "wide"),
-    "down_proj": ("layers", "embed", "wide"),
-    "embed_tokens": ("vocab", "embed"),
+    "q_proj": _LAYER, "k_proj": _LAYER, "v_proj": _LAYER, "o_proj": _LAYER,
+    "gate_proj": _LAYER, "up_proj": _LAYER, "down_proj": _LAYER,
+    "q_a_proj": _LAYER, "q_b_proj": _LAYER, "kv_a_proj_with_mqa": _LAYER,
+    "k_b_proj": ("layers", "heads", "embed"), "v_b_proj": ("layers", "heads", "embed"),
+    "router": ("layers", "embed"), "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
-    "router": ("layers", "embed"),
-    "q_a_proj": ("layers", "embed", "wide"),
-    "q_b_proj": ("layers", "embed", "wide"),
-    "kv_a_proj_with_mqa": ("layers", "embed", "wide"),
-    "k_b_proj": ("layers", "heads", "embed"),
-    "v_b_proj": ("layers", "heads", "embed"),
-}
+}  # fmt: skip
 
 
 def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
@@ -82,8 +74,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     """
     devices = jax.devices()
     sizes = _sizes(axes, len(devices))
-    types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=types, devices=devices)
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=_TYPES, devices=devices)
 
 
 def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:
@@ -92,8 +83,7 @@ def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractM
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
-    types = (AxisType.Auto,) * len(MESH_AXES)
-    return AbstractMesh(_sizes(axes, devices), MESH_AXES, axis_types=types)
+    return AbstractMesh(_sizes(axes, devices), MESH_AXES, axis_types=_TYPES)
 
 
 def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
@@ -118,7 +108,7 @@ def named(mesh: Mesh, specs):
 def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:
     """NamedSharding of every leaf of a (float32 or quantised) parameter tree.
 
-    A dimension that its mesh axis does not divide stays whole (scales of small matrices, norms).
+    A dimension that its mesh axis does not divide is replicated (scales of small matrices, norms).
     """
 
     def spec(path, leaf):

@@ -1,16 +1,16 @@
-"""The main job: supervised fine-tuning, then GRPO with one forward function in rollout and learner.
+"""The main job: supervised fine-tuning, then RL with one forward function in rollout and learner.
 
-One RL step: sample a group of responses for each question; score them; recompute their
-log-probabilities under the learner, unless zero drift makes them the sampler's own; update; refit
-the sampler. The log-probabilities that the first update's own forward pass computed are compared
-with those recorded while decoding.
+One RL step: sample a group of responses for each question and reward them; recompute their
+log-probabilities under the learner, unless zero drift makes them the sampler's own; compute
+advantages and weights; update; refit the sampler. The log-probabilities that the first update's own
+forward pass computed are compared with those recorded while decoding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -22,22 +22,31 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.learner import Batch, LossConfig, TrainState
-from fp8rl_jax.models.size import parameter_counts
+from fp8rl_jax.learner import Batch, TrainState
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import NAME as DRIFT_FILE
-from fp8rl_jax.rl import group_advantages, mismatch_metrics, tis_weights
-from fp8rl_jax.rollout import ContinuousSampler, Progress, Rollout, require_fresh
+from fp8rl_jax.rl import mismatch_metrics, prepare
+from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.disk import WRITE_ERRORS, check_room, no_room
+from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.health import age_metrics
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
-from fp8rl_jax.training.questions import check_unchanged, keep_digest
-from fp8rl_jax.training.run_directory import check_directory, open_run
-from fp8rl_jax.training.runtime import Runtime, make_runtime, state_bytes, to_device
+from fp8rl_jax.training.run_directory import (
+    WRITE_ERRORS,
+    bytes_to_write,
+    check_directory,
+    check_room,
+    check_unchanged,
+    keep_digest,
+    no_room,
+    open_run,
+    state_bytes,
+)
+from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
+from fp8rl_jax.training.sample_step import Samples, sample_step
 from fp8rl_jax.training.sft import (
     cache_directory,
     load_cached,
@@ -45,7 +54,8 @@ from fp8rl_jax.training.sft import (
     run_sft,
     save_cached,
 )
-from fp8rl_jax.training.step_record import Rewards, StepRecord
+from fp8rl_jax.training.sinks import logger_names
+from fp8rl_jax.training.step_record import StepRecord
 
 
 @dataclasses.dataclass
@@ -55,7 +65,6 @@ class Outcome:
     finished: bool
     stopped_by: str | None
     report: pathlib.Path | None
-    compile_counts: dict[str, int]
 
 
 def train(
@@ -75,13 +84,14 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
-    check_room(pathlib.Path(config.run.dir), _bytes_to_write(runtime))
+    logger_names(config)
+    check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
     check_unchanged(pathlib.Path(config.run.dir), runtime.data_digest)
     checked = _self_check(runtime)
-    directory = open_run(runtime, resume)
+    directory = open_run(runtime)
     keep_digest(directory, runtime.data_digest)
     with jax.set_mesh(runtime.mesh), Display() as display:
         try:
@@ -92,18 +102,6 @@ def train(
             if error.errno not in WRITE_ERRORS:
                 raise
             raise no_room(directory, error) from error
-
-
-def _bytes_to_write(runtime: Runtime) -> int:
-    """Bytes that the run adds to `run.dir`: checkpoints take the room of those they replace, once
-    the new one is complete; a reference policy stays."""
-    run, size = runtime.config.run, state_bytes(runtime)
-    checkpoints = os.path.join(run.dir, "checkpoints")
-    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
-    there = sum(name.isdecimal() for name in names)
-    has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
-    reference = size // 3 if runtime.config.algo.kl_coef and not has_reference else 0
-    return max(1, run.keep_checkpoints + 1 - there) * size + reference
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -157,24 +155,12 @@ class _Run:
         if stopped_by := self.stop():
             at = f"{self.phase} step {int(state.step)}"
             self.display.note(f"stopped by {stopped_by} after {at}, saved; --resume goes on")
-            return Outcome(False, stopped_by, None, self.compile_counts())
-        report = write_report(self.directory)
-        return Outcome(True, None, report, self.compile_counts())
-
-    def compile_counts(self) -> dict[str, int]:
-        """How often each program of the RL phase was compiled; 1 each in a healthy run (the
-        calibration once more if SFT ran, whose batches have another shape)."""
-        counts = {}
-        for name in ("sampler", "eval_sampler", "score", "refit", "calibrate"):
-            if name in self.runtime.__dict__:
-                counts[name] = self.runtime.__dict__[name]._cache_size()
-        if hasattr(self, "train_step"):
-            counts["train_step"] = self.train_step._cache_size()
-        return counts
+            return Outcome(False, stopped_by, None)
+        return Outcome(True, None, write_report(self.directory))
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
-        counts = parameter_counts(model, rt.param_shapes)
+        counts = parameter_counts(model)
         active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
         self.display.note(
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
@@ -208,7 +194,7 @@ class _Run:
         rt = self.runtime
         number = self.checkpoints.latest()
         if number is None:
-            self.logs = RunLogs(self.directory, None)
+            self.logs = RunLogs(self.directory, None, self.config)
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
@@ -219,7 +205,7 @@ class _Run:
         self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
-        self.logs = RunLogs(self.directory, meta["offsets"])
+        self.logs = RunLogs(self.directory, meta["offsets"], self.config)
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
         return state
 
@@ -228,7 +214,7 @@ class _Run:
         state = self._calibrate_on_prompts(
             self.runtime.new_state(params, self.optimizer, scaling_state)
         )
-        if self.config.algo.kl_coef:
+        if self.runtime.algorithm.needs_reference:
             reference = Checkpoints(self.directory / "reference", keep=1)
             reference.save(0, _policy(state), {})
             reference.close()
@@ -272,12 +258,10 @@ class _Run:
 
     def _rl(self, state: TrainState) -> TrainState:
         rt, config = self.runtime, self.config
-        algo = config.algo
-        loss = LossConfig(
-            "grpo", algo.clip_low, algo.clip_high, algo.kl_coef, algo.router_aux_loss_coef
+        self.train_step = rt.train_step(
+            self.optimizer, rt.loss, config.learner.gradient_accumulation_steps
         )
-        self.train_step = rt.train_step(self.optimizer, loss, config.learner.micro_batches)
-        reference = self._reference(state) if algo.kl_coef else None
+        reference = self._reference(state) if rt.algorithm.needs_reference else None
         stream = self._stream(state)
         served = rt.refit_state(state)
         if not config.sft.steps and int(state.step) == 0:
@@ -286,24 +270,16 @@ class _Run:
         for step in range(int(state.step), config.run.steps):
             record = StepRecord(step + 1)
             with record.timed("step"):
-                questions = stream.next()
-                rollout, batch = self._sample(questions, state, served.weights, step, record)
-                with record.timed("old_logprobs"):
-                    batch = self._old_logprobs(batch, rollout, state, reference)
-                with record.timed("learner"):
-                    state, logp, updates = self._update(state, batch, step)
-                record.add_updates(updates, float(batch.mask.sum()), rt)
-                record["lr"] = float(self.schedule(step * algo.updates_per_rollout))
-                begins_to_drift = self._compare(record, logp, rollout, batch)
+                samples = self._sample(state, served.weights, stream, step, record)
+                batch = self._score(samples, state, reference, record)
+                state, logp, updates = self._update(state, batch, step, record)
+                begins_to_drift = self._compare(record, logp, samples.rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)
                 state = rt.advance(state, step + 1, stream.position)
                 state, served = self._refit(state, batch, record)
-            if rt.calibrated:
-                record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
             if begins_to_drift:
-                self._analyse_drift(state, served.weights, questions, step + 1)
-            self.logs.write("metrics", record)
-            self.display.rl_step(record)
+                self._analyse_drift(state, served.weights, samples.questions, step + 1)
+            self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
                 self._evaluate(served.weights, step + 1)
@@ -314,74 +290,69 @@ class _Run:
                 break
         return state
 
-    def _sample(self, questions, state: TrainState, weights, step: int, record: StepRecord):
-        """The responses to questions, and a batch with their advantages."""
-        rt, config = self.runtime, self.config
-        require_fresh(state.kv_scales, step)
+    def _sample(self, state: TrainState, weights, stream, step: int, record: StepRecord) -> Samples:
+        """The responses of a step, with their rewards."""
+        assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        group = config.rollout.group_size
-        rows = len(questions) * group
-        temperature = np.full(rows, config.rollout.temperature, np.float32)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        rewards = Rewards(rt, [q for q in questions for _ in range(group)])
+        show = functools.partial(self.display.rollout, step + 1)
+        samples = sample_step(self.runtime, weights, stream, key, record, show)
+        if isinstance(self.runtime.sampler, ContinuousSampler):
+            record |= self.runtime.sampler.metrics()
+        return samples
 
-        def watch(progress: Progress) -> None:
-            rewards.add(progress.rollout, progress.done)
-            self.display.rollout(step + 1, progress)
+    def _score(self, samples: Samples, state, reference, record: StepRecord) -> Batch:
+        """The training batch: log-probabilities before the update (the learner's, where they may
+        differ from the sampler's) and of the reference policy, advantages and weights."""
+        rt, rollout = self.runtime, samples.rollout
+        batch = rt.rollout_batch(rollout, samples.prompts, samples.lengths)
+        with record.timed("old_logprobs"):
+            if not rt.takes_rollout_logprobs(self.drifted):
+                old = np.where(rollout.mask, rt.score_state(state, batch), 0.0)
+                batch = dataclasses.replace(batch, old_logprobs=old)
+            if reference is not None:
+                ref_logprobs = rt.score_reference(reference, batch)
+                batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
+        prepared = prepare(
+            rt.algorithm, samples.rewards, rollout.mask, rollout.finished,
+            batch.old_logprobs, rollout.logprobs, batch.ref_logprobs, samples.counts,
+        )  # fmt: skip
+        record |= prepared.metrics
+        parts = np.split(prepared.keep, self.config.algo.num_minibatches)
+        return dataclasses.replace(
+            batch,
+            advantages=prepared.advantages,
+            rollout_weights=prepared.rollout_weights,
+            weights=np.concatenate([rt.algorithm.token_weights(keep) for keep in parts]),
+        )
 
-        with record.timed("rollout"):
-            rollout, prompts, lengths = rt.generate(
-                rt.sampler, weights, questions, key, temperature, watch
-            )
-        with record.timed("reward"):
-            rewards.add(rollout, np.ones(rows, bool))
-        record.add_rollout(rollout, rewards, group)
-        if isinstance(rt.sampler, ContinuousSampler):
-            record |= rt.sampler.metrics()
-        advantages = group_advantages(rewards.values, group, config.algo.normalize_std)
-        return rollout, rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
-
-    def _old_logprobs(self, batch: Batch, rollout: Rollout, state, reference) -> Batch:
-        """`batch` with log-probabilities before the update: the learner's, where they may differ
-        from the sampler's, with importance weights; and the reference policy's."""
-        rt = self.runtime
-        if not rt.takes_rollout_logprobs(self.drifted):
-            old = rt.score_state(state, batch)
-            batch = dataclasses.replace(batch, old_logprobs=np.where(rollout.mask, old, 0.0))
-            if rt.use_tis:
-                cap = self.config.algo.tis_cap
-                weights = tis_weights(batch.old_logprobs, rollout.logprobs, cap)
-                batch = dataclasses.replace(batch, rollout_weights=weights)
-        if reference is not None:
-            own_routing = dataclasses.replace(batch, routing={})
-            batch = dataclasses.replace(batch, ref_logprobs=rt.score_state(reference, own_routing))
-        return batch
-
-    def _update(self, state: TrainState, batch: Batch, step: int):
+    def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
-        rt, count = self.runtime, self.config.algo.updates_per_rollout
-        rows = batch.mask.shape[0] // count
+        rt, algo = self.runtime, self.config.algo
+        rows = len(batch.mask) // algo.num_minibatches
         updates, first = [], None
-        for index in range(count):
-            part = jax.tree.map(lambda x, i=index: x[i * rows : (i + 1) * rows], batch)
-            state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
-            metrics = jax.device_get(metrics)
-            if not metrics["good"]:
-                if index == 0:  # later, the state holds a part of this step: nothing to resume from
-                    self._save(state)
-                raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
-            updates.append(metrics)
-            first = np.asarray(logp) if first is None else first
+        with record.timed("learner"):
+            for index in range(algo.epochs * algo.num_minibatches):
+                begin = index % algo.num_minibatches * rows
+                part = jax.tree.map(lambda x, i=begin: x[i : i + rows], batch)
+                state, logp, metrics = self.train_step(state, to_device(part, rt), rt.rope)
+                metrics = jax.device_get(metrics)
+                if not metrics["good"]:
+                    if index == 0:  # later, the state holds a part of this step
+                        self._save(state)
+                    raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
+                updates.append(metrics | {"counts": part.weights != 0})
+                first = np.asarray(logp) if first is None else first
+        record.add_updates(updates, float(batch.mask.sum()), rt)
+        record["lr"] = float(self.schedule(step * len(updates)))
         return state, first, updates
 
     def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
         """Compares learner and sampler on the first update's rows; whether drift shows for the
         first time in a run that must have none."""
         rt, first = self.runtime, slice(0, logp.shape[0])
-        record |= mismatch_metrics(
-            logp, rollout.logprobs[first], batch.mask[first], self.config.algo.tis_cap
-        )
+        record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         drift = record["train_rollout_logprob_abs_diff_max"]
         if drift == 0.0 or self.drifted or not rt.zero_drift:
             return False
@@ -432,9 +403,13 @@ class _Run:
         checkpoints.close()
         return dataclasses.replace(state, **policy)
 
+    def _log(self, record: StepRecord) -> None:
+        if self.runtime.calibrated:
+            record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
+        self.logs.write("metrics", record)
+        self.display.rl_step(record)
+
     def _evaluate(self, weights, step: int) -> None:
         result, samples = evaluate(self.runtime, weights, "rl", step)
-        self.logs.write("eval", result)
-        for sample in samples:
-            self.logs.write("samples", sample)
+        self.logs.write_evaluation(result, samples)
         self.display.evaluation(result)

@@ -30,7 +30,7 @@ def load(text: str, what: str) -> Any:
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{what} {text!r} cannot be imported ({type(error).__name__}: {error}); check that it "
-            "is written 'package.module:function' and that the module lies in the current "
+            "is written 'package.module:function' and that the module is in the current "
             "directory or on PYTHONPATH"
         ) from None
 

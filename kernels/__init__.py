@@ -19,33 +19,3 @@ from fp8rl_jax.kernels.reference.attention import dequantized
 from fp8rl_jax.kernels.reference.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
 from fp8rl_jax.kernels.reference.reductions import folded, max_last, stored, sum_last, sum_rows
-
-__all__ = [
-    "EXP_LANES",
-    "IMPLEMENTATIONS",
-    "KV_CHUNK",
-    "K_BLOCK",
-    "Bits",
-    "as_bits",
-    "as_bytes",
-    "attention",
-    "attention_vjp",
-    "block_matmul",
-    "by_platform",
-    "dequantized",
-    "folded",
-    "from_bits",
-    "from_bytes",
-    "gpu_kernels",
-    "max_last",
-    "prevent_fma",
-    "resolve",
-    "round_bf16",
-    "rounded",
-    "stored",
-    "sum_last",
-    "sum_rows",
-    "to_e4m3",
-    "triton_installed",
-    "widened",
-]

@@ -10,6 +10,18 @@ K_BLOCK = 128  # of a contraction, and columns of a weight, that share a scale
 KV_CHUNK = 64  # cache slots that attention reads at a time: a page
 EXP_LANES = 16  # exp over a last axis that is a multiple of this takes the vector code throughout
 _BELOW_ALL = -3.4e38
+_FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+
+
+def fp8_max(dtype) -> float:
+    """Largest finite value of an FP8 format: 448 (E4M3) or 57344 (E5M2).
+
+    Raises:
+      ValueError: `dtype` is not one of the two formats.
+    """
+    if jnp.dtype(dtype) not in _FP8_MAX:
+        raise ValueError(f"{jnp.dtype(dtype)} is no FP8 format; use float8_e4m3fn or float8_e5m2")
+    return _FP8_MAX[jnp.dtype(dtype)]
 
 
 def prevent_fma(product: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ is the reference outright, so that a program for a CPU does not carry kernels th
 ``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.
 The two are not the same bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with
 the Mosaic kernel for the FP8 products that it supports, which are those of many rows. It is asked
-for by name, because nobody has compared its bits with the Triton kernel's on a GPU yet.
+for by name: its bits have not been compared with the Triton kernel's on a GPU yet.
 """
 
 from __future__ import annotations
@@ -37,15 +37,8 @@ def gpu_kernels():
 
 
 def resolve(implementation: str) -> str:
-    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run.
-
-    Raises:
-      ValueError: no such implementation.
-    """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation {implementation!r}: write one of {', '.join(IMPLEMENTATIONS)}"
-        )
+    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run."""
+    assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "auto" and not (jax.default_backend() == "gpu" and triton_installed()):
         return "reference"
     return implementation
@@ -102,41 +95,36 @@ def block_matmul(
 
 def attention(
     *arrays: jax.Array,
+    scale: float,
     implementation: str = "auto",
-    table: jax.Array | None = None,
     keys_by_feature: bool = False,
-    **keywords,
+    **keywords: jax.Array | None,
 ) -> jax.Array:
     """`reference.attention` by the implementation of choice; its arguments and result.
 
     `implementation` is one of `IMPLEMENTATIONS`. Only the reference reads keys by feature.
     """
 
-    def kernel(arrays, table, keywords):
+    def kernel(arrays, keywords):
         assert not keys_by_feature
-        return gpu_kernels().attention.attention(*arrays, scale=scale, table=table, **keywords)
+        return gpu_kernels().attention.attention(*arrays, scale=scale, **keywords)
 
-    def plain(arrays, table, keywords):
+    def plain(arrays, keywords):
         return reference.attention.attention(
-            *arrays, scale=scale, table=table, keys_by_feature=keys_by_feature, **keywords
+            *arrays, scale=scale, keys_by_feature=keys_by_feature, **keywords
         )
 
-    scale = keywords.pop("scale")
-    return by_platform(implementation, kernel, plain, arrays, table, keywords)
+    return by_platform(implementation, kernel, plain, arrays, keywords)
 
 
 def attention_vjp(
-    *arrays: jax.Array,
-    scale: float,
-    implementation: str = "auto",
-    **scales: jax.Array | None,
+    *arrays: jax.Array, scale: float, implementation: str = "auto", **scales: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.attention_gradient.attention_vjp` by the implementation of choice.
 
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v as `attention` reads them.
-      scale: of the scores.
-      implementation: one of `IMPLEMENTATIONS`.
+      scale, implementation: as for `attention`.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
@@ -144,8 +132,7 @@ def attention_vjp(
     """
 
     def kernel(arrays, scales):
-        gradient = gpu_kernels().attention_gradient
-        return gradient.attention_vjp(*arrays, scale=scale, **scales)
+        return gpu_kernels().attention_gradient.attention_vjp(*arrays, scale=scale, **scales)
 
     def plain(arrays, scales):
         *operands, positions, cotangent = arrays

@@ -94,7 +94,7 @@ def _own_programs(monkeypatch):
 def tiny_run(tmp_path_factory):
     """A run of helpers/tiny_config.py that nothing interrupted, once for all processes of pytest.
 
-    (directory with `run` and `cache`, how often each program was compiled)
+    (directory with `run` and `cache`, how often each program of its RL phase was compiled)
     """
     import filelock
 
@@ -103,14 +103,11 @@ def tiny_run(tmp_path_factory):
     counts = base / "tiny_run.json"
     with filelock.FileLock(base / "tiny_run.lock"):
         if not counts.exists():
-            from tiny_run import CONFIG, overrides
+            from tiny_run import overrides, train_counting
 
-            from fp8rl_jax import train
-            from fp8rl_jax.config import load_config
-
-            outcome = train.train(load_config(str(CONFIG), overrides(base / "tiny_run")))
+            outcome, compiled = train_counting(overrides(base / "tiny_run"))
             assert outcome.finished and outcome.report.exists()
-            counts.write_text(json.dumps(outcome.compile_counts))
+            counts.write_text(json.dumps(compiled))
     return base / "tiny_run", json.loads(counts.read_text())
 
 

@@ -22,7 +22,7 @@ _SGD = optax.sgd(0.05)
 @functools.cache
 def _step(micro_batches: int):
     return learner.make_train_step(
-        _MODEL, "f32", _SGD, learner.LossConfig("grpo"), micro_batches=micro_batches
+        _MODEL, "f32", _SGD, learner.LossConfig(), micro_batches=micro_batches
     )
 
 
@@ -34,12 +34,10 @@ def _batch() -> learner.Batch:
     lengths = np.array([6, 6, 5, 6, 2, 3, 1, 1])
     targets = np.stack([t[n : n + _RESPONSE] for t, n in zip(tokens, prompts, strict=True)])
     mask = (np.arange(_RESPONSE) < lengths[:, None]).astype(np.float32)
-    zeros = np.zeros_like(mask)
-    batch = learner.Batch(
+    batch = learner.make_batch(
         tokens=tokens, prompt_lengths=prompts, targets=targets, mask=mask,
         temperature=np.ones(_ROWS, np.float32),
         advantages=rng.standard_normal(_ROWS).astype(np.float32),
-        old_logprobs=zeros, rollout_weights=zeros + 1, ref_logprobs=zeros,
     )  # fmt: skip
     # On-policy: nothing is clipped.
     return dataclasses.replace(batch, old_logprobs=np.asarray(_run(1, batch)[1]) * mask)
@@ -63,8 +61,10 @@ def test_micro_batches_are_one_batch(batch):
     """The same parameters after an update, though the parts have other numbers of tokens."""
     whole, parts = _run(1, batch), _run(4, batch)
     np.testing.assert_array_equal(whole[1], parts[1])
-    for name in ("loss", "grad_norm", "entropy"):
+    for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(parts[2][name], whole[2][name], rtol=1e-5, err_msg=name)
+    for name, values in whole[2]["tokens"].items():
+        np.testing.assert_allclose(parts[2]["tokens"][name], values, rtol=1e-5, err_msg=name)
     before = initial_params(_MODEL)
     for start, one, other in zip(*map(jax.tree.leaves, (before, whole[0], parts[0])), strict=True):
         largest = np.abs(one - start).max()
@@ -81,10 +81,17 @@ def test_an_update_that_is_not_finite_changes_nothing(batch):
     jax.tree.map(np.testing.assert_array_equal, params, initial_params(_MODEL))
 
 
+def test_an_update_without_a_token_changes_nothing(batch):
+    """Not even the optimiser's state: momentum would move the weights without a gradient."""
+    params, _, metrics = _run(1, dataclasses.replace(batch, weights=0 * batch.weights))
+    assert metrics["good"] and metrics["loss"] == 0
+    jax.tree.map(np.testing.assert_array_equal, params, initial_params(_MODEL))
+
+
 def test_an_update_follows_the_advantages(batch):
     """The responses that were better than their group become likelier, the others less likely."""
     signs = np.where(np.arange(_ROWS) % 2, 1, -1).astype(np.float32)
-    signed = dataclasses.replace(batch, advantages=signs)
+    signed = dataclasses.replace(batch, advantages=signs[:, None] * batch.mask)
     params, before, _ = _run(1, signed)
     after = _run(1, signed, params)[1]
     gain = ((after - before) * batch.mask).sum(1) * signs

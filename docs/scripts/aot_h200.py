@@ -136,7 +136,6 @@ class Programs:
         field = {
             "tokens": ((batch, SLOTS), jnp.int32), "targets": ((batch, slots), jnp.int32),
             "prompt_lengths": ((batch,), jnp.int32), "temperature": ((batch,), jnp.float32),
-            "advantages": ((batch,), jnp.float32),
         }  # fmt: skip
         arrays = {
             f.name: jax.ShapeDtypeStruct(*field.get(f.name, ((batch, slots), jnp.float32)))

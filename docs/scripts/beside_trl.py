@@ -105,9 +105,9 @@ def _ours(recipe: str):
 
     from fp8rl_jax.bench import rollout as bench
     from fp8rl_jax.data import join
-    from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
+    from fp8rl_jax.learner import LossConfig, make_batch, make_train_step, new_state
     from fp8rl_jax.models import ModelConfig, init_params
-    from fp8rl_jax.rl import group_advantages
+    from fp8rl_jax.rl.advantages import group_mean, group_std
     from fp8rl_jax.rollout import HalvedSampler, make_refit
     from fp8rl_jax.training.optimizer import make_optimizer
 
@@ -116,10 +116,10 @@ def _ours(recipe: str):
     optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
     key = jax.random.key(0)
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
-    sample = HalvedSampler(model, recipe, bench.settings_of(cell))
+    sample = HalvedSampler(model, recipe, cell.settings)
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
     weights = refit(state.params)[0]
-    limits, numbers = np.full(rows, NEW, np.int32), np.zeros((rows, NEW), np.float32)
+    limits = np.full(rows, NEW, np.int32)
     _, prompts, lengths, _, ids, temperature, _, rope = bench.arguments(
         model, weights, cell, rows, limits
     )
@@ -133,11 +133,12 @@ def _ours(recipe: str):
             sample(weights, prompts, lengths, key, ids, temperature, limits, rope)
         )
         rewards = (rollout.tokens % 2 == 0).mean(1)
-        batch = Batch(
+        groups = rewards.reshape(-1, GROUP)
+        advantages = group_std(group_mean(groups).reshape(-1, 1), groups, np.ones((rows, 1), bool))
+        batch = make_batch(
             tokens=join(repeated, starts, rollout.tokens, 0), prompt_lengths=starts,
-            targets=rollout.tokens, mask=rollout.mask.astype(np.float32), temperature=temperature,
-            advantages=group_advantages(rewards, GROUP, True), old_logprobs=rollout.logprobs,
-            rollout_weights=numbers + 1, ref_logprobs=numbers,
+            targets=rollout.tokens, mask=rollout.mask, temperature=temperature,
+            advantages=advantages, old_logprobs=rollout.logprobs,
         )  # fmt: skip
         state, _, _ = train_step(state, batch, rope)
         weights = jax.block_until_ready(refit(state.params)[0])

@@ -103,7 +103,7 @@ def _compare(python: str, name: str, repeats: int) -> None:
     calls = {}
     for case in rollout.TARGETS:
         recipe = rollout.CASES[case]()
-        sample = make_sampler(model, recipe, rollout.settings_of(cell))
+        sample = make_sampler(model, recipe, cell.settings)
         weights = rollout.served_weights(params, recipe)
         limits = np.full(BATCH, NEW, np.int32)
         call = rollout.arguments(model, weights, cell, BATCH, limits)

@@ -105,11 +105,11 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
         rng, rows = np.random.default_rng(0), prompts * group
         tokens = rng.integers(3, vocabulary, (rows, before + new)).astype(np.int32)
         numbers = np.zeros((rows, new), np.float32)
-        batch = learner.Batch(
+        batch = learner.make_batch(
             tokens=tokens, prompt_lengths=np.full(rows, before, np.int32),
             targets=tokens[:, before:], mask=numbers + 1, temperature=np.ones(rows, np.float32),
             advantages=rng.standard_normal(rows).astype(np.float32),
-            old_logprobs=numbers - 9, rollout_weights=numbers + 1, ref_logprobs=numbers,
+            old_logprobs=numbers - 9,
         )  # fmt: skip
         params = init_params(model, jax.random.key(0))
         rope, optimizer = rope_tables(model, before + new), optax.adamw(1e-4)

@@ -38,11 +38,12 @@ def write_synthetic(path: pathlib.Path, gigabytes: float, stored: str) -> int:
     import numpy as np
 
     from fp8rl_jax.models.config import ModelConfig
-    from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, grid, quantization_config
+    from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, quantization_config, scale_shape
     from fp8rl_jax.models.hf.config_json import config_json
     from fp8rl_jax.models.hf.safetensors_file import DTYPES, Output
-    from fp8rl_jax.models.hf.tables import LINEAR, model_tensors
+    from fp8rl_jax.models.hf.tables import model_tensors
     from fp8rl_jax.models.hf.writer import _write_shards
+    from fp8rl_jax.models.stacks import LINEAR
 
     width = 512 if gigabytes < 1 else 2048
     layer_bytes = 16 * width**2 * (1 if stored == "fp8" else 2)
@@ -65,12 +66,13 @@ def write_synthetic(path: pathlib.Path, gigabytes: float, stored: str) -> int:
         if stored == "fp8" and tensor.role == LINEAR:
             parts = {
                 tensor.name: (tensor.shape, "F8_E4M3"),
-                tensor.module + SCALE_SUFFIX: (grid(tensor.shape, BLOCKS), "F32"),
+                tensor.module + SCALE_SUFFIX: (scale_shape(tensor.shape), "F32"),
             }
             fields["quantization_config"] = quantization_config(tensors)
         for name, (shape, kind) in parts.items():
             dtype = DTYPES[kind]
-            outputs.append(Output(name, shape, dtype, lambda s=shape, d=dtype: noise(s, d)))
+            part = {name: (shape, dtype)}
+            outputs.append(Output(part, lambda s=shape, d=dtype: (noise(s, d),)))
     path.mkdir()
     (path / "config.json").write_text(json.dumps(fields))
     _write_shards(path, outputs, int(gigabytes * 1e9 / 3))

@@ -9,13 +9,9 @@ outputs, so that fprop contracts over K, dgrad over N and wgrad over M.
 The metric is DeepGEMM's ``calc_diff = 1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64, x being the
 product under the recipe and y the float64 product of the same bf16 operands.
 
-The article's two columns differ for reasons that have nothing to do with the kernels. Its cuBLAS
-column is the error of 1x128 by 128x128 blocks. Its DeepGEMM column is reproduced by two changes,
-both of which DeepGEMM's test of its weight-gradient kernel makes: both operands have 1x128
-blocks along the contraction, and a residual, ten times normal numbers, is added to both sides.
-The variance of the product is K and that of the residual 100, so the residual multiplies the error
-by about ``K / (K + 100)``. Which test the article ran is inferred from the figures: it says
-nothing of it.
+The article's DeepGEMM column is reproduced by two changes, both of which DeepGEMM's test of its
+weight-gradient kernel makes: both operands have 1x128 blocks along the contraction, and a residual
+of ten times normal numbers is added to both sides (docs/gemm_error.md).
 
 What is not measured: anything but normal numbers. Outliers, which decide between block sizes, are
 absent, so per-tensor scales look as good here as finer ones.
@@ -23,15 +19,15 @@ absent, so per-tensor scales look as good here as finer ones.
 
 from __future__ import annotations
 
-import json
-import pathlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.quant import (
@@ -64,6 +60,7 @@ ARTICLE: dict[Shape, tuple[float, float]] = {
     (1024, 1024, 1024): (0.000683, 0.0006),
 }
 GEMMS = ("fprop", "dgrad", "wgrad")
+_SEED = 0
 _RESIDUAL = 10.0  # standard deviation of what is added to both sides
 _BLOCKS = {"cublas": (128, 128), "deepgemm": (128, 1)}  # of the right operand, (K, N)
 _LAYER = (((1,), (0,)), ((), ()))  # y = x w
@@ -81,35 +78,31 @@ def calc_diff(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.vdot(x - y, x - y) / total) if total else 0.0
 
 
-class _Operands:
-    """Normal operands of one layer, rounded to bf16, and the exact products.
+class _Operands(NamedTuple):
+    """Operands of one layer, and the exact products.
 
     Attributes:
-      x, w, dy: (M, K), (K, N), (M, N) float32 arrays that hold bf16 values.
+      x, w, dy: (M, K), (K, N), (M, N) float32 arrays of normal numbers, rounded to bf16.
       residual: (M, N) float64, standard deviation 10.
       exact: {GEMM: float64 product}.
     """
 
-    def __init__(self, shape: Shape, seed: int):
-        m, k, n = shape
-        rng = np.random.default_rng((seed, *shape))
-
-        def normal(*size: int) -> np.ndarray:
-            return rng.standard_normal(size).astype(jnp.bfloat16).astype(np.float32)
-
-        self.x, self.w, self.dy = normal(m, k), normal(k, n), normal(m, n)
-        self.residual = _RESIDUAL * rng.standard_normal((m, n))
-        x, w, dy = (a.astype(np.float64) for a in (self.x, self.w, self.dy))
-        self.exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
+    x: np.ndarray
+    w: np.ndarray
+    dy: np.ndarray
+    residual: np.ndarray
+    exact: dict[str, np.ndarray]
 
 
-def _block_product(w_block: tuple[int, int]) -> Callable[..., jax.Array]:
-    """(x, w) -> the FP8 product of x in 1x128 blocks and w in these, float32 scales."""
-
-    def product(x, w):
-        return scaled_matmul(quantize(x, (1, 128)), quantize(w, w_block))
-
-    return exact_jit(product)
+def _operands(shape: Shape) -> _Operands:
+    """Those of a shape, whatever other shapes are measured."""
+    m, k, n = shape
+    rng = np.random.default_rng((_SEED, *shape))
+    bf16 = [rng.standard_normal(s).astype(jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
+    x, w, dy = (a.astype(np.float64) for a in bf16)
+    exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
+    residual = _RESIDUAL * rng.standard_normal((m, n))
+    return _Operands(*(a.astype(np.float32) for a in bf16), residual, exact)
 
 
 class _Layer:
@@ -136,22 +129,19 @@ class _Layer:
         recipe = self.recipe
         x, dy = (jnp.asarray(a, recipe.compute_dtype) for a in (operands.x, operands.dy))
         w = jnp.asarray(operands.w)
-        site = init_site(recipe, w.shape)
-        if site is None:
-            *results, _ = self._layer(x, w, dy, None, None)
-        else:
+        site, probe = init_site(recipe, w.shape), None
+        if site is not None:
             probe = init_probe(recipe, w.shape, health=False, weight=True)
             *_, seen = self._layer(x, w, dy, site, probe)
             stateful = [name for name, o in recipe.operands.items() if o.policy.stateful]
             site = update_site(recipe, site, {n: getattr(seen, n).amax for n in stateful})
-            *results, _ = self._layer(x, w, dy, site, probe)
+        *results, _ = self._layer(x, w, dy, site, probe)
         return {g: np.asarray(r, np.float64) for g, r in zip(GEMMS, results, strict=True)}
 
 
 def gemm_errors(
     recipes: Sequence[str] | None = None,
     shapes: Sequence[Shape] | None = None,
-    seed: int = 0,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """Measures every recipe at every shape.
@@ -159,12 +149,11 @@ def gemm_errors(
     Args:
       recipes: names, or ``package.module:function``; None: all that have a name, aliases aside.
       shapes: (M, K, N) of the layers; None: the article's eight.
-      seed: of the operands. Each shape has its own, whatever other shapes are asked for.
       note: called with a line after each shape.
 
     Returns:
       What `gemm_error.json` holds. All errors are calc_diff, without unit.
-      ``seed``: as given. ``platform``: of JAX.
+      ``seed``: of the operands. ``platform``: of JAX.
       ``article``: one entry a shape: ``shape``; ``article_cublas`` and ``article_deepgemm``, as
       printed in the article (None at other shapes); ``cublas`` (1x128 by 128x128),
       ``cublas_diluted`` (the same with the residual), ``deepgemm_undiluted`` (1x128 by 1x128) and
@@ -177,16 +166,14 @@ def gemm_errors(
     """
     if recipes is None:
         recipes = [name for name in recipe_names() if get_recipe(name).name == name]
-    named = {name: get_recipe(name) for name in recipes}
-    if not named:
+    layers = {name: _Layer(get_recipe(name)) for name in recipes}
+    if not layers:
         raise UserError("no recipe to measure: write one of " + ", ".join(recipe_names()))
-    layers = {name: _Layer(recipe) for name, recipe in named.items()}
-    products = {name: _block_product(block) for name, block in _BLOCKS.items()}
-    rows: list[dict] = []
+    article: list[dict] = []
     errors: dict[str, dict[str, list[float]]] = {n: {g: [] for g in GEMMS} for n in layers}
     for shape in ARTICLE if shapes is None else shapes:
-        operands = _Operands(shape, seed)
-        rows.append(_article_row(shape, operands, products))
+        operands = _operands(shape)
+        article.append(_article_row(shape, operands))
         for name, layer in layers.items():
             for gemm, product in layer.products(operands).items():
                 errors[name][gemm].append(calc_diff(product, operands.exact[gemm]))
@@ -196,25 +183,28 @@ def gemm_errors(
         for name, layer in layers.items()
     ]
     platform = jax.devices()[0].platform
-    return {"seed": seed, "platform": platform, "article": rows, "recipes": measured}
+    return {"seed": _SEED, "platform": platform, "article": article, "recipes": measured}
 
 
-def _article_row(shape: Shape, operands: _Operands, products: dict[str, Callable]) -> dict:
+@functools.cache
+def _block_product(w_block: tuple[int, int]) -> Callable[..., jax.Array]:
+    """(x, w) -> the FP8 product of x in 1x128 blocks and w in these, float32 scales."""
+    return exact_jit(lambda x, w: scaled_matmul(quantize(x, (1, 128)), quantize(w, w_block)))
+
+
+def _article_row(shape: Shape, operands: _Operands) -> dict:
     exact, residual = operands.exact["fprop"], operands.residual
-    y = {
-        name: np.asarray(product(operands.x, operands.w), np.float64)
-        for name, product in products.items()
-    }
+    plain, diluted = {}, {}
+    for name, block in _BLOCKS.items():
+        y = np.asarray(_block_product(block)(operands.x, operands.w), np.float64)
+        plain[name] = calc_diff(y, exact)
+        diluted[name] = calc_diff(y + residual, exact + residual)
     cublas, deepgemm = ARTICLE.get(shape, (None, None))
     return {
-        "shape": list(shape),
-        "article_cublas": cublas,
-        "cublas": calc_diff(y["cublas"], exact),
-        "cublas_diluted": calc_diff(y["cublas"] + residual, exact + residual),
-        "article_deepgemm": deepgemm,
-        "deepgemm": calc_diff(y["deepgemm"] + residual, exact + residual),
-        "deepgemm_undiluted": calc_diff(y["deepgemm"], exact),
-    }
+        "shape": list(shape), "article_cublas": cublas, "article_deepgemm": deepgemm,
+        "cublas": plain["cublas"], "cublas_diluted": diluted["cublas"],
+        "deepgemm": diluted["deepgemm"], "deepgemm_undiluted": plain["deepgemm"],
+    }  # fmt: skip
 
 
 def _shape_text(shape: Sequence[int]) -> str:
@@ -240,64 +230,41 @@ both; that the article ran it is inferred. The last two columns show either chan
 
 def format_table(result: dict) -> str:
     """The result of `gemm_errors` as text: the article's table beside ours, then the recipes."""
-    headings = zip(("M,K,N", "", ""), *_COLUMNS.values(), strict=True)
-    lines = [_line(shape, cells) for shape, *cells in headings]
+    article = [("M,K,N", *row) for row in zip(*_COLUMNS.values(), strict=True)]
+    article[1:] = [("", *row[1:]) for row in article[1:]]
     for row in result["article"]:
         # The article's figures with the digits that it prints.
         forms = {key: "g" if key.startswith("article") else ".6f" for key in _COLUMNS}
         cells = ["-" if row[key] is None else format(row[key], forms[key]) for key in _COLUMNS]
-        lines.append(_line(_shape_text(row["shape"]), cells))
-    width = max(len(row["recipe"]) for row in result["recipes"])
+        article.append((_shape_text(row["shape"]), *cells))
+    recipes = [("recipe", *GEMMS)]
+    recipes += [(r["recipe"], *(_span(r["errors"][g]) for g in GEMMS)) for r in result["recipes"]]
     shapes = len(result["article"])
-    lines += [_EXPLANATION, "", f"Every recipe: median over {shapes} shapes, smallest..largest"]
-    lines.append(f"{'recipe':<{width}}" + "".join(f"{gemm:>30}" for gemm in GEMMS))
-    for row in result["recipes"]:
-        cells = [f"{_span(row['errors'][gemm]):>30}" for gemm in GEMMS]
-        lines.append(f"{row['recipe']:<{width}}" + "".join(cells))
-    lines += [
+    lines = [
+        *text_table(*article),
+        _EXPLANATION,
+        "",
+        f"Every recipe: median over {shapes} shapes, smallest..largest",
+        *text_table(*recipes),
         "A layer of M tokens, K inputs and N outputs: fprop contracts over K, dgrad over N, wgrad",
         "over M. y and dx are rounded to the compute dtype: that is all that bf16 shows here, its",
         "operands being bf16 numbers already.",
     ]
-    stateful = [row["recipe"] for row in result["recipes"] if row["stateful"]]
-    if stateful:
-        lines.append(
-            f"{', '.join(stateful)}: the scales come from one earlier step with the same operands."
-        )
+    if stateful := ", ".join(row["recipe"] for row in result["recipes"] if row["stateful"]):
+        lines.append(f"{stateful}: the scales come from one earlier step with the same operands.")
     return "\n".join(lines)
 
 
-def _line(shape: str, cells: Sequence[str]) -> str:
-    return (f"{shape:>14}" + "".join(f"{cell:>13}" for cell in cells)).rstrip()
-
-
 def _span(errors: list[float]) -> str:
-    low, middle, high = min(errors), float(np.median(errors)), max(errors)
-    return f"{middle:.2e}  {low:.2e}..{high:.2e}"
+    return f"{np.median(errors):.2e}  {min(errors):.2e}..{max(errors):.2e}"
 
 
-def write_gemm_errors(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Writes gemm_error.json and gemm_error.png; returns their paths.
-
-    Raises:
-      OSError: the directory cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # `fp8rl bench` needs none of it
-
-    paths = [directory / "gemm_error.json", directory / "gemm_error.png"]
-    paths[0].write_text(json.dumps(result, indent=1) + "\n")
-    with open(paths[1], "wb") as file:
-        FigureCanvasAgg(_draw(result)).print_png(file)
-    return paths
-
-
-def _draw(result: dict) -> Figure:
+def draw(result: dict) -> Figure:
     """Left: the article's columns and ours over the shapes. Right: every recipe."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here alone: the other commands start without it
 
-    count = len(result["recipes"])
-    size = (13, max(4.2, 1.6 + 0.42 * count))
-    figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=110)
+    size = (13, max(4.2, 1.6 + 0.42 * len(result["recipes"])))
+    figure = Figure(figsize=size, layout="constrained", dpi=110)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_article(left, result["article"])
     _draw_recipes(right, result["recipes"])
@@ -305,46 +272,37 @@ def _draw(result: dict) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e6e6e6", lw=0.7)
         axes.set_axisbelow(True)
+        axes.legend(frameon=False, fontsize=9)
     return figure
 
 
 def _draw_article(axes, rows: list[dict]) -> None:
-    places = np.arange(len(rows))
     for key, colour, ours, theirs in (
         ("cublas", "#0072b2", "ours: 1x128 by 128x128", "article: cuBLAS(TE)"),
         ("deepgemm", "#d55e00", "ours: 1x128 by 1x128, + residual", "article: DeepGEMM"),
     ):
-        axes.plot(places, [1e4 * r[key] for r in rows], color=colour, lw=1, marker=".", label=ours)
-        printed = [r[f"article_{key}"] for r in rows]
-        values = [np.nan if p is None else 1e4 * p for p in printed]
-        axes.plot(
-            places, values, ls="none", marker="o", ms=10, mfc="none", mec=colour, label=theirs
-        )
-    axes.set_xticks(places, [_shape_text(r["shape"]) for r in rows], rotation=35, ha="right")
+        printed = [np.nan if r[f"article_{key}"] is None else r[f"article_{key}"] for r in rows]
+        axes.plot([1e4 * r[key] for r in rows], color=colour, lw=1, marker=".", label=ours)
+        axes.plot(1e4 * np.array(printed), "o", ms=10, mfc="none", mec=colour, label=theirs)
+    places = [_shape_text(r["shape"]) for r in rows]
+    axes.set_xticks(range(len(rows)), places, rotation=35, ha="right")
     axes.set_ylim(0, 8)
     axes.set_xlabel("M,K,N")
     axes.set_ylabel("error (calc_diff), 1e-4")
     axes.set_title("The article's table and ours", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def _draw_recipes(axes, rows: list[dict]) -> None:
-    for place, row in enumerate(rows):
-        for i, gemm in enumerate(GEMMS):
-            errors = 1e4 * np.array(row["errors"][gemm])
-            middle, height = float(np.median(errors)), place + 0.22 * (i - 1)
-            axes.plot([errors.min(), errors.max()], [height] * 2, color=_COLOURS[gemm], lw=2)
-            label = gemm if place == 0 else None
-            axes.plot(middle, height, "o", color=_COLOURS[gemm], ms=5, label=label)
-            if middle < 0.1:
-                text = f"{middle * 1e-4:.0e}"
-                axes.annotate(
-                    text, (middle, height), (6, 0), textcoords="offset points", va="center",
-                    fontsize=7, color=_COLOURS[gemm],
-                )  # fmt: skip
+    for i, (gemm, colour) in enumerate(_COLOURS.items()):
+        errors = 1e4 * np.array([row["errors"][gemm] for row in rows])  # (recipes, shapes)
+        middle, heights = np.median(errors, axis=1), np.arange(len(rows)) + 0.22 * (i - 1)
+        axes.hlines(heights, errors.min(axis=1), errors.max(axis=1), color=colour, lw=2)
+        axes.plot(middle, heights, "o", color=colour, ms=5, label=gemm)
+        for x, height in zip(middle, heights, strict=True):
+            if x < 0.1:
+                axes.text(x + 0.2, height, f"{x * 1e-4:.0e}", va="center", fontsize=7, color=colour)
     axes.set_yticks(range(len(rows)), [row["recipe"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left=-0.3)
     axes.set_xlabel("error (calc_diff), 1e-4; dot: median over the shapes, bar: their range")
     axes.set_title("Every recipe, normal operands", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="best")

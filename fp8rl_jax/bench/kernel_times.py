@@ -9,7 +9,7 @@ two is not measured better than that. Every version is timed twice; the differen
 
 Operands of products are K-major, the layout in which a rollout keeps its weights: transposes that a
 train step makes for dgrad and wgrad are not in these times, nor is quantisation. A sparse layer has
-no counterpart in XLA at this speed, so it stands beside a dense product of as many rows.
+no counterpart in XLA at this speed, so it is compared with a dense product of as many rows.
 
 Decode attention reads one pool of pages in all calls of a program, as the layers of a model do,
 each by a table of its own: no two calls share a page, and pages are in random order. Its kernel has
@@ -19,7 +19,9 @@ shape; the other is timed too, since the bits do not depend on it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -30,57 +32,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.bench.kernel_shapes import HEADS, KV_HEADS, WIDTH, Attention, Product, groups
-from fp8rl_jax.deviceless import products
+from fp8rl_jax.bench.kernel_shapes import (
+    HEADS,
+    KV_HEADS,
+    WIDTH,
+    Attention,
+    Product,
+    calls,
+    groups,
+)
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
 from fp8rl_jax.kernels.gpu.attention import attention, takes_one_split
 from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling
-_MARGIN = 1 << 20  # places of a pool to start from, whatever the size of an operand
-_DRAWN = 1 << 21  # numbers of a pool, or a multiple: few sizes are few programs
 _PAGES_DRAWN = 1 << 12  # of random numbers; a larger pool of pages repeats them
-_OF_MEMORY = 0.6  # share of the device's that a program's caches may take
 # XLA's counterparts are cuBLAS's, not XLA's own kernels (which still take products of one row).
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 E4M3 = jnp.float8_e4m3fn
 DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "float32": jnp.float32}
 Operands = tuple[Any, ...]
-Prepared = tuple[Callable, list[Operands], dict | None]
+# What computes a version, and the operands of a call.
+Version = tuple[Callable, Callable[[], Operands]]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, size: int, dtype) -> jax.Array:
-    return jax.random.normal(key, (size,)).astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _cut(pool: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(pool, (start,), (math.prod(shape),)).reshape(shape)
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    return jax.random.normal(key, shape).astype(dtype)
 
 
 class Source:
-    """Random operands, cut at random places out of a pool of normal numbers of their dtype.
+    """Random operands; equal calls in equal order give equal ones.
 
-    Drawing each anew would take longer than what is measured. Never zeros: they hide what was not
-    written, and they run faster. Equal seeds and equal calls give equal operands.
+    Never zeros: they hide what was not written, and they run faster.
     """
 
-    def __init__(self, seed: int = 0):
-        self._key = jax.random.key(seed)
-        self._places = np.random.default_rng(seed)
-        self._pools: dict[str, jax.Array] = {}
+    def __init__(self) -> None:
+        key = jax.random.key(0, impl="rbg")  # compiles and runs faster than the default
+        self._keys = (jax.random.fold_in(key, i) for i in itertools.count())
 
     def take(self, dtype, *shape: int) -> jax.Array:
         """Normal numbers, rounded to `dtype`."""
-        name, size = jnp.dtype(dtype).name, math.prod(shape)
-        if name not in self._pools or self._pools[name].size < size + _MARGIN:
-            drawn = -(-(size + _MARGIN) // _DRAWN) * _DRAWN
-            self._pools[name] = _normal(self._key, drawn, jnp.dtype(dtype))
-        pool = self._pools[name]
-        return _cut(pool, jnp.int32(self._places.integers(pool.size - size + 1)), shape)
+        return _normal(next(self._keys), shape, jnp.dtype(dtype))
 
     def scales(self, *shape: int) -> jax.Array:
         """Float32 between 0.5 and 1.5, no two neighbours alike."""
@@ -93,8 +88,8 @@ def blocks(count: int) -> int:
 
 def seconds_per_call(
     function: Callable, operands: list[Operands], programs: int, options: dict | None = None
-) -> tuple[float, float, dict[str, int]]:
-    """(median seconds of a call, spread of two medians over the smaller, {who computes: calls}).
+) -> tuple[float, float]:
+    """(median seconds of a call, spread of two medians over the smaller).
 
     Args:
       function: takes the entries of `operands` one by one.
@@ -103,33 +98,32 @@ def seconds_per_call(
       options: for the compiler.
     """
     program = jax.jit(lambda all_: [function(*one) for one in all_], compiler_options=options)
-    compiled = program.lower(operands).compile()
     for _ in range(2):
-        jax.block_until_ready(compiled(operands))
+        jax.block_until_ready(program(operands))
 
     def median() -> float:
         samples = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
             for _ in range(programs):
-                out = compiled(operands)
+                out = program(operands)
             jax.block_until_ready(out)
             samples.append((time.perf_counter() - start) / (programs * len(operands)))
         return float(np.median(samples))
 
     first, second = median(), median()
-    by = {kind: len(names) for kind, names in products(compiled.as_text()).items()}
-    return min(first, second), abs(first - second) / min(first, second), by
+    return min(first, second), abs(first - second) / min(first, second)
 
 
 def ceilings(source: Source) -> dict[str, float]:
     """What this device does at best: {'copy_gbps': read and written, 'bf16_tflops' at 8192^3}."""
     data = [(source.take(jnp.bfloat16, _COPIED // 2),) for _ in range(2)]
     # A pass that computes next to nothing: XLA would hand an unchanged argument through.
-    seconds, *_ = seconds_per_call(lambda x: -x, data, 4)
+    copy, _ = seconds_per_call(lambda x: -x, data, 4)
     square = Product("ceiling", "fprop", "bf16", 8192, 8192, 8192)
-    best, *_ = seconds_per_call(_xla, _pairs(square, source, jnp.bfloat16, 2), 2, _CUBLAS)
-    return {"copy_gbps": 2 * _COPIED / seconds / 1e9, "bf16_tflops": square.flops / best / 1e12}
+    operands = [_pair(square, source, jnp.bfloat16) for _ in range(2)]
+    best, _ = seconds_per_call(_xla, operands, 2, _CUBLAS)
+    return {"copy_gbps": 2 * _COPIED / copy / 1e9, "bf16_tflops": square.flops / best / 1e12}
 
 
 def _xla(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -137,57 +131,62 @@ def _xla(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-def _xla_fp8(x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
+def _xla_fp8(x: jax.Array, w: jax.Array, scales: jax.Array) -> jax.Array:
     """XLA's FP8 product with a scale per tensor: dequantised in the form that it hands to cuBLAS.
 
     Scaling the result instead would cost a second pass over it.
     """
-    return _xla(x.astype(jnp.bfloat16) * x_scale, w.astype(jnp.bfloat16) * w_scale)
+    return _xla(x.astype(jnp.bfloat16) * scales[0], w.astype(jnp.bfloat16) * scales[1])
 
 
-def _pairs(case: Product, source: Source, dtype, count: int) -> list[Operands]:
-    shapes = (case.multiplied, case.depth), (case.columns, case.depth)
-    return [tuple(source.take(dtype, *shape) for shape in shapes) for _ in range(count)]
+def _pair(case: Product, source: Source, dtype) -> Operands:
+    return source.take(dtype, case.rows, case.depth), source.take(dtype, case.columns, case.depth)
 
 
-def _product(case: Product, version: str, source: Source, count: int) -> Prepared:
+def versions(case: Product | Attention, source: Source) -> dict[str, Version]:
+    """What is timed: 'ours'; of products XLA's 'bf16' and 'fp8', of experts our 'dense' kernel; of
+    decode attention the 'other' form of ours."""
+    if isinstance(case, Attention):
+        return _attention(case, source)
     dense = case
     if case.experts:
         rows, depth = case.multiplied, case.depth
         if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
             rows, depth = depth, rows
-        dense = Product(case.name, case.gemm, case.kind, rows, depth, case.columns)
-    if version == "bf16":
-        return _xla, _pairs(dense, source, jnp.bfloat16, count), _CUBLAS
-    if version == "fp8":
-        pairs = _pairs(dense, source, E4M3, count)
-        return _xla_fp8, [(*p, *source.scales(2).astype(jnp.bfloat16)) for p in pairs], _CUBLAS
-    if case.experts and version == "ours":
-        return (_experts_wgrad if case.gemm == "wgrad" else _experts)(case, source, count)
-    return _dense(dense, source, count)
+        dense = dataclasses.replace(case, rows=rows, depth=depth, experts=0, top_k=0)
+    make = (_experts_wgrad if case.gemm == "wgrad" else _experts) if case.experts else _dense
+    found = {"ours": make(case, source)}
+    found["bf16"] = _xla, lambda: _pair(dense, source, jnp.bfloat16)
+    if case.experts:
+        found["dense"] = _dense(dense, source)
+    elif case.kind == "fp8" and case.gemm == "fprop":
+        scales = lambda: source.scales(2).astype(jnp.bfloat16)
+        found["fp8"] = _xla_fp8, lambda: (*_pair(case, source, E4M3), scales())
+    return found
 
 
-def _dense(case: Product, source: Source, count: int) -> Prepared:
-    pairs = _pairs(case, source, DTYPES[case.kind], count)
+def _dense(case: Product, source: Source) -> Version:
     by_column = case.gemm == "wgrad"
     out = jnp.float32 if by_column or case.kind == "float32" else jnp.bfloat16
     if case.kind != "fp8":
-        return lambda x, w: matmul(x, w.T, dtype=out), pairs, None
+        pair = lambda: _pair(case, source, DTYPES[case.kind])
+        return lambda x, w: matmul(x, w.T, dtype=out), pair
     deep = blocks(case.depth)
-    # Scales lie as the kernel reads them, so that only the kernel is timed.
+    # Scales have the kernel's layout, so that only the kernel is timed.
     wide = (deep, case.columns) if by_column else (blocks(case.columns), deep)
-    operands = [(*p, source.scales(deep, case.rows), source.scales(*wide)) for p in pairs]
+
+    def operands() -> Operands:
+        return *_pair(case, source, E4M3), source.scales(deep, case.rows), source.scales(*wide)
 
     def product(x, w, x_scale, w_scale):
         return matmul(x, w.T, x_scale.T, w_scale if by_column else w_scale.T, dtype=out)
 
-    return product, operands, None
+    return product, operands
 
 
-def _experts(case: Product, source: Source, count: int) -> Prepared:
-    tiles = groups(case, seed=0)
-    ids, shape = jnp.asarray(tiles.experts), (len(tiles.experts), tiles.rows)
-    deep = blocks(case.depth)
+def _experts(case: Product, source: Source) -> Version:
+    experts, rows = groups(case)
+    ids, shape, deep = jnp.asarray(experts), (len(experts), rows), blocks(case.depth)
 
     def operands() -> Operands:
         return (
@@ -201,13 +200,13 @@ def _experts(case: Product, source: Source, count: int) -> Prepared:
         scales = x_scale.T.reshape(*shape, -1), w_scale.swapaxes(1, 2)
         return grouped_matmul(x, w.swapaxes(1, 2), ids, *scales, dtype=jnp.bfloat16)
 
-    return product, [operands() for _ in range(count)], None
+    return product, operands
 
 
-def _experts_wgrad(case: Product, source: Source, count: int) -> Prepared:
-    tiles = groups(case, seed=0)
-    ids, shape = jnp.asarray(tiles.experts), (len(tiles.experts), tiles.rows)
-    widths, total = (case.depth, case.columns), math.prod(shape)
+def _experts_wgrad(case: Product, source: Source) -> Version:
+    experts, rows = groups(case)
+    ids, shape, total = jnp.asarray(experts), (len(experts), rows), len(experts) * rows
+    widths = case.depth, case.columns
 
     def operands() -> Operands:
         values = (source.take(E4M3, width, total) for width in widths)
@@ -218,7 +217,7 @@ def _experts_wgrad(case: Product, source: Source, count: int) -> Prepared:
         scales = [s.reshape(shape[0], -1, s.shape[1]) for s in (x_scale, dy_scale)]
         return grouped_wgrad(*turned, ids, case.experts, *scales)
 
-    return wgrad, [operands() for _ in range(count)], None
+    return wgrad, operands
 
 
 def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
@@ -228,62 +227,53 @@ def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
     return repeat(make(drawn, KV_CHUNK, KV_HEADS, *rest))
 
 
-def _attention(case: Attention, version: str, source: Source, count: int) -> Prepared:
+def _attention(case: Attention, source: Source) -> dict[str, Version]:
+    """The form that the library takes and, of decode, the other; both read the same cache."""
+    count, rows = calls(case)[0], (case.batch, case.queries)
+
     def cache(make: Callable, *rest: int) -> jax.Array:
         if case.use == "decode":
             return _pool(make, count * case.pages, *rest)
         return make(case.batch, case.length, KV_HEADS, *rest)
 
-    def numbers(*shape: int) -> jax.Array:
-        return source.take(DTYPES[case.kind], *shape)
+    @functools.cache
+    def cached() -> dict[str, jax.Array]:
+        take = functools.partial(source.take, DTYPES[case.kind])
+        found = {name: cache(take, WIDTH) for name in ("k", "v")}
+        if case.kind == "fp8":
+            found |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
+        return found
 
-    cached = {"k": cache(numbers, WIDTH), "v": cache(numbers, WIDTH)}
-    if case.kind == "fp8":
-        cached |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
-    rows = case.batch, case.queries
     last = case.length - case.queries + np.arange(case.queries, dtype=np.int32)
     positions = jnp.asarray(np.broadcast_to(last, rows))
-    queries = [source.take(jnp.bfloat16, *rows, HEADS, WIDTH) for _ in range(count)]
-    tables: list = [None] * count
-    if case.use == "decode":
-        order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
-        tables = list(jnp.asarray(order.reshape(count, case.batch, -1)))
-    one_split = takes_one_split(*rows, HEADS, KV_HEADS, case.length) == (version == "ours")
-    settings = {"scale": WIDTH**-0.5, "one_split": one_split}
+    order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
+    tables = itertools.cycle(order.reshape(count, case.batch, -1))
 
-    def run(q, table, positions, cached):
+    def operands() -> Operands:
+        table = jnp.asarray(next(tables)) if case.use == "decode" else None
+        return source.take(jnp.bfloat16, *rows, HEADS, WIDTH), table, positions, cached()
+
+    def run(one_split, q, table, positions, cached):
+        settings = {"scale": WIDTH**-0.5, "one_split": one_split}
         return attention(q, positions=positions, table=table, **cached, **settings)
 
-    return run, [(q, t, positions, cached) for q, t in zip(queries, tables, strict=True)], None
-
-
-def prepared(case: Product | Attention, version: str, source: Source) -> Prepared:
-    """What computes a version, operands for each call of a program, options of the compiler."""
-    make = _attention if isinstance(case, Attention) else _product
-    return make(case, version, source, case.calls[0])
+    taken = takes_one_split(*rows, HEADS, KV_HEADS, case.length)
+    forms = {"ours": taken, "other": not taken} if case.use == "decode" else {"ours": taken}
+    return {name: (functools.partial(run, form), operands) for name, form in forms.items()}
 
 
 def time_case(case: Product | Attention, source: Source) -> dict[str, Any]:
-    """{version: {'us', 'spread', 'by'}, {'error': text}, or {'skipped': why}}."""
+    """{version: {'us', 'spread'} or {'error': text}}."""
     found: dict[str, Any] = {}
-    if isinstance(case, Attention):
-        held = case.calls[0] * case.cache_bytes
-        if held > (budget := memory_budget()):
-            why = f"{held / 1e9:.0f} GB of keys and values, {budget / 1e9:.0f} GB may be taken"
-            return {"ours": {"skipped": why}}
-    for version in case.versions:
+    count, programs = calls(case)
+    for version, (function, make) in versions(case, source).items():
+        options = _CUBLAS if function in (_xla, _xla_fp8) else None
+        operands: list[Operands] = []  # without the last version's, which may fill the memory
         try:
-            function, operands, options = prepared(case, version, source)
-            seconds, spread, by = seconds_per_call(function, operands, case.calls[1], options)
+            operands += [make() for _ in range(count)]
+            seconds, spread = seconds_per_call(function, operands, programs, options)
+            found[version] = {"us": seconds * 1e6, "spread": spread}
         except Exception as error:  # one version that a device refuses does not end the others
             text = " ".join(f"{type(error).__name__}: {error}".split())
             found[version] = {"error": text[:300]}
-            continue
-        found[version] = {"us": seconds * 1e6, "spread": spread, "by": by}
-        del operands  # before the next version's are made: they may fill much of the memory
     return found
-
-
-def memory_budget() -> float:
-    """Bytes that the caches of a program may take on this device."""
-    return _OF_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]

@@ -8,30 +8,24 @@ right is for the tests: tests/gpu.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import json
-import os
-import pathlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels import triton_installed
 
-SECONDS = 300.0  # nothing further is begun after so long
-_OF_ATTENTION = 0.4  # share of the seconds after which no further attention is begun
-
-Note = Callable[[str], None]
+_VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "numpy", "jax-cuda13-plugin")
+_COPY_GBPS = 4300.0  # of an H200, which a target names
 
 
 def require_gpu(command: str) -> None:
@@ -53,76 +47,55 @@ def require_gpu(command: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions and date: what a figure is worth nothing without."""
-    device = jax.devices()[0]
-    versions = {}
-    for name in ("jax", "jaxlib", "jax-triton", "triton", "torch", "numpy", "jax-cuda13-plugin"):
-        try:
+    """Device, driver, versions (None: not installed) and date."""
+    device, versions = jax.devices()[0], dict.fromkeys(_VERSIONS)
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    driver = None
+    if device.platform == "gpu":
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            driver = done.stdout.split("\n")[0].strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device.device_kind,
-        "platform": device.platform,
-        "driver": _driver() if device.platform == "gpu" else None,
-        "python": sys.version.split()[0],
-        "versions": versions,
-    }
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return text.stdout.split("\n")[0].strip()
+        "device": device.device_kind, "platform": device.platform, "driver": driver,
+        "python": sys.version.split()[0], "versions": versions,
+    }  # fmt: skip
 
 
 def bench(
-    models: Sequence[str] = shapes.MODELS,
-    rows: Sequence[int] = shapes.ROWS,
-    quick: bool = False,
-    note: Note = lambda text: None,
-    seconds: float = SECONDS,
+    models: Sequence[str], rows: Sequence[int] | None, quick: bool, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Times the kernels on a GPU.
 
     Args:
       models: names of presets.
-      rows: of the products.
+      rows: of the products; None: those of `kernel_shapes.cases`.
       quick: the largest matrix of each model and the shapes of attention's targets alone.
-      note: called with a line of progress.
-      seconds: after so long nothing further is begun; what is left out is listed.
+      note: called with each row of the table.
 
     Returns:
       What `kernels.json` holds: environment; quick; ceilings; rows (one of each case, attention
-      first); left_out; ok: whether all that was begun ran; targets.
+      first); ok: whether all ran; targets.
 
     Raises:
       UserError: no such model.
     """
-    start = time.monotonic()
-    attention, products = shapes.attention_cases(quick), shapes.cases(models, rows, quick)
+    cases = [*shapes.attention_cases(quick), *shapes.cases(models, rows, quick)]
     from fp8rl_jax.bench import kernel_times  # imports Triton
 
     source = kernel_times.Source()
     ceilings = kernel_times.ceilings(source)
     found: list[dict[str, Any]] = []
-    left_out = []
-    for cases, share in ((attention, _OF_ATTENTION), (products, 1.0)):
-        for case in cases:
-            if time.monotonic() - start > share * seconds:
-                left_out.append(str(case))
-                continue
-            found.append(row(case, kernel_times.time_case(case, source), ceilings))
-            note(line(found[-1]))
+    for case in cases:
+        found.append(row(case, kernel_times.time_case(case, source), ceilings))
+        note(line(found[-1]))
     _compare_caches(found)
     return {
         "environment": environment(), "quick": quick, "ceilings": ceilings, "rows": found,
-        "left_out": left_out, "ok": not any("error" in r["times"]["ours"] for r in found),
-        "targets": targets(found),
+        "ok": not any("error" in r["times"]["ours"] for r in found), "targets": targets(found),
     }  # fmt: skip
 
 
@@ -131,8 +104,8 @@ def row(
 ) -> dict[str, Any]:
     """A case with its times and what follows from them; over_X is the time of X over ours."""
     found = {"case": str(case), **dataclasses.asdict(case), "times": times}
-    found |= dict(zip(("calls", "programs"), case.calls, strict=True))
-    if "us" not in times["ours"]:
+    found |= dict(zip(("calls", "programs"), shapes.calls(case), strict=True))
+    if "error" in times["ours"]:
         return found
     seconds = times["ours"]["us"] / 1e6
     found["tflops"], found["gbps"] = case.flops / seconds / 1e12, case.bytes / seconds / 1e9
@@ -141,9 +114,9 @@ def row(
     found["of_bf16"] = found["tflops"] / ceilings["bf16_tflops"]
     if isinstance(case, Product):
         found["weight_gbps"] = case.weight_bytes / seconds / 1e9
-    for version, time_ in times.items():
-        if version != "ours" and "us" in time_:
-            found[f"over_{version}"] = time_["us"] / times["ours"]["us"]
+    for version, time in times.items():
+        if version != "ours" and "us" in time:
+            found[f"over_{version}"] = time["us"] / times["ours"]["us"]
     return found
 
 
@@ -157,59 +130,46 @@ def _compare_caches(rows: list[dict[str, Any]]) -> None:
                 row["over_bf16"] = other / ours
 
 
-_BANDWIDTH_GBPS = 4300.0  # of an H200, which a target names
-
-
 def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
-    """The project's targets, of the rows of `bench`.
+    """The project's targets, by the rows of `bench`.
 
     Returns:
-      {'target', 'wanted', 'found' (of the worst case, None without any), 'case', 'missing' (cases
-      that belong to the target and have no figure, because something failed)} of each.
+      One entry each: target; wanted; found, of the worst case (None without any); verdict: 'met',
+      'missed by 12% at CASE' or 'not measured', and which cases failed.
     """
-    rows = [row for row in rows if "skipped" not in row["times"]["ours"]]
-    squares = [r for r in rows if r.get("name", "").startswith("square") and r["kind"] == "fp8"]
-    experts = [r for r in rows if r.get("name", "").startswith("128 experts")]
-    fp8, bf16 = ([r for r in rows if r.get("experts") == 0 and r["kind"] == kind]
-                 for kind in ("fp8", "bf16"))  # fmt: skip
-    decode = [
-        r for r in rows
-        if "use" in r and Attention(r["use"], r["kind"], r["batch"], r["length"]).decides
-    ]  # fmt: skip
-    many, few = [r for r in fp8 if r["rows"] >= 64], [r for r in fp8 if r["rows"] <= 64]
-    fp8_decode = [r for r in decode if r["kind"] == "fp8"]
+    square = [r for r in rows if r["case"].startswith("square") and r["kind"] == "fp8"]
+    experts = [r for r in rows if r["case"].startswith("128 experts")]
+    fp8, bf16 = (
+        [r for r in rows if r.get("experts") == 0 and r["kind"] == kind] for kind in ("fp8", "bf16")
+    )
+    decode = [r for r in rows if r.get("use") == "decode" and r["batch"] >= 32]
+    decode = [r for r in decode if r["length"] == 8192]
     found = []
-    for target, wanted, key, belong in (
-        ("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", squares),
-        ("FP8 at 4096^3 and 8192^3, TFLOPS", 1100, "tflops", squares),
-        ("FP8 over bf16 at 64 rows and more", 1.0, "over_bf16", many),
-        ("FP8 at up to 64 rows, GB/s of weights", 0.8 * _BANDWIDTH_GBPS, "weight_gbps", few),
+    for target, wanted, key, mine in (
+        ("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", square),
+        ("FP8 at 4096^3 and 8192^3, TFLOPS", 1100, "tflops", square),
+        ("FP8 over bf16 at 64 rows and more", 1.0, "over_bf16",
+         [r for r in fp8 if r["rows"] >= 64]),
+        ("FP8 at up to 64 rows, GB/s of weights", 0.8 * _COPY_GBPS, "weight_gbps",
+         [r for r in fp8 if r["rows"] <= 64]),
         ("128 experts, top 8, 8k tokens, over dense FP8", 0.8, "over_dense", experts),
         ("bf16 over XLA's bf16", 0.75, "over_bf16", bf16),
         ("decode of 32 and more, 8k keys, over a copy", 0.75, "of_copy", decode),
-        ("the same, FP8 KV over bf16 KV", 1.8, "over_bf16", fp8_decode),
+        ("the same, FP8 KV over bf16 KV", 1.8, "over_bf16",
+         [r for r in decode if r["kind"] == "fp8"]),
     ):  # fmt: skip
-        worst = min((r for r in belong if key in r), key=lambda r, key=key: r[key], default=None)
-        found.append({
-            "target": target, "wanted": wanted,
-            "found": None if worst is None else float(worst[key]),
-            "case": "" if worst is None else worst["case"],
-            "missing": [r["case"] for r in belong if key not in r],
-        })  # fmt: skip
+        worst = min((r for r in mine if key in r), key=lambda r, key=key: r[key], default=None)
+        if worst is None:
+            verdict = "not measured"
+        elif worst[key] >= wanted:
+            verdict = "met"
+        else:
+            verdict = f"missed by {1 - worst[key] / wanted:.0%} at {worst['case']}"
+        if failed := [r["case"] for r in mine if key not in r]:
+            verdict += f"; failed at {', '.join(failed)}"
+        least = None if worst is None else worst[key]
+        found.append({"target": target, "wanted": wanted, "found": least, "verdict": verdict})
     return found
-
-
-def verdict(target: dict) -> str:
-    """'met', 'missed by 12% at CASE' or 'not measured', and which cases have failed."""
-    if target["found"] is None:
-        text = "not measured"
-    elif target["found"] >= target["wanted"]:
-        text = "met"
-    else:
-        text = f"missed by {1 - target['found'] / target['wanted']:.0%} at {target['case']}"
-    if target["missing"]:
-        text += f"; failed at {', '.join(target['missing'])}"
-    return text
 
 
 _WIDTH = 72
@@ -227,8 +187,8 @@ def line(found: dict[str, Any]) -> str:
     """A row of the table."""
     name, ours = found["case"], found["times"]["ours"]
     text = f"{name if len(name) <= _WIDTH else name[: _WIDTH - 3] + '...':<{_WIDTH}}"
-    if "us" not in ours:
-        return f"{text} " + (ours.get("error") or f"skipped: {ours['skipped']}")
+    if "error" in ours:
+        return f"{text} {ours['error']}"
     cells = [
         f"{ours['us']:.1f}", f"{ours['spread']:.1%}", f"{found['tflops']:.0f}",
         f"{found['gbps']:.0f}", f"{found['of_bf16']:.0%}", f"{found['of_copy']:.0%}",
@@ -250,32 +210,10 @@ def format_table(result: dict) -> str:
         f"{'call':<{_WIDTH}}" + "".join(f"{h:>9}" for h in _HEAD) + "  others over ours",
         *map(line, result["rows"]),
         _LEGEND,
+        "targets (the worst case counts):",
     ]
-    if result["left_out"]:
-        lines.append(f"left out, the time was up: {'; '.join(result['left_out'])}")
-    lines.append("targets (the worst case counts):")
     for target in result["targets"]:
         found = "-" if target["found"] is None else f"{target['found']:.4g}"
-        lines.append(
-            f"  {target['target']:<46} wanted {target['wanted']:>6g}, found {found:>6}: "
-            + verdict(target)
-        )
+        wanted = f"wanted {target['wanted']:>6g}, found {found:>6}"
+        lines.append(f"  {target['target']:<46} {wanted}: {target['verdict']}")
     return "\n".join(lines)
-
-
-def write(result: dict, directory: pathlib.Path) -> pathlib.Path:
-    """Writes kernels.json, whole or not at all; returns its path.
-
-    Raises:
-      OSError: the directory cannot be written.
-    """
-    path = directory / "kernels.json"
-    replace(path, json.dumps(result, indent=1, default=np.generic.item) + "\n")
-    return path
-
-
-def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside its place and moves it there, so that no half of one is ever read."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)

@@ -14,10 +14,9 @@ Not done: several devices. A config gives the model's shape alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import json
 import os
-import pathlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,21 +28,16 @@ import jaxlib
 import numpy as np
 
 from fp8rl_jax.bench import transformers_peer
-from fp8rl_jax.bench.rollout_ways import WAYS, long_tail
+from fp8rl_jax.bench.rollout_ways import WAYS, Cell, long_tail
+from fp8rl_jax.bench.table import EMULATED, text_table
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.models import (
-    ModelConfig,
-    init_params,
-    kernel_formats,
-    quantize_params,
-    rope_tables,
-)
+from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_params, rope_tables
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
-from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import HalvedSampler, Rollout, SamplerConfig, make_refit
+from fp8rl_jax.rollout import Rollout, make_refit
 from fp8rl_jax.version import __version__
 
 QUEUE = 8  # sequences per slot where response lengths differ
@@ -72,18 +66,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Tokens per second over transformers' that the project wants, on a CPU, in this cell.
 TARGETS = {"bf16": 3.0, "fp8": 1.5}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One workload: `batch` sequences at once, `group` of them of a prompt."""
-
-    batch: int
-    prompt: int
-    new: int
-    group: int
-
-
 _TARGET_CELL = Cell(32, 64, 128, 1)
 
 
@@ -108,10 +90,10 @@ class Plan:
     prompts: Sequence[int]
     news: Sequence[int]
     groups: Sequence[int]
-    cases: Sequence[str] = tuple(CASES)
-    lengths: Sequence[str] = ("full",)
-    peers: Sequence[str] = PEERS
-    repeats: int = 3
+    cases: Sequence[str]
+    lengths: Sequence[str]
+    peers: Sequence[str]
+    repeats: int
 
     def __post_init__(self):
         if self.repeats < 1:
@@ -178,28 +160,20 @@ def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
 
 
-def settings_of(cell: Cell) -> SamplerConfig:
-    """Of a cell's sampler; no token ends a response."""
-    return SamplerConfig(cell.new, cell.group, eos_ids=(), pad_id=0)
-
-
-def _sampled(sample: Callable[..., Rollout], call: tuple) -> Callable[[], int]:
-    """A call that returns how many tokens it sampled."""
-    return lambda: int(np.asarray(sample(*call).mask).sum())
-
-
-def _timed(subjects: dict[str, Callable[[], int]], repeats: int) -> dict[str, dict[str, Any]]:
-    """{name: tokens of a call, seconds of each repetition and of the first call}."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, call in subjects.items():
-        start = time.perf_counter()
-        tokens = call()
-        found[name] = {"tokens": tokens, "seconds": [], "first_s": time.perf_counter() - start}
-    for _ in range(repeats):
+def _timed(
+    subjects: Mapping[tuple[str, str], Callable[[], int]], repeats: int
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """{subject: tokens of a call, seconds of each repetition and of the first call}."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for turn in range(1 + repeats):
         for name, call in subjects.items():
             start = time.perf_counter()
-            call()
-            found[name]["seconds"].append(time.perf_counter() - start)
+            tokens = call()
+            seconds = time.perf_counter() - start
+            if turn == 0:
+                found[name] = {"tokens": tokens, "seconds": [], "first_s": seconds}
+            else:
+                found[name]["seconds"].append(seconds)
     return found
 
 
@@ -209,57 +183,50 @@ def _faster(one: dict, other: dict) -> float:
     return float(np.median(seconds) * one["tokens"] / other["tokens"])
 
 
-def _row(name: str, cell: Cell, case: str, measured: dict[str, Any]) -> dict[str, Any]:
-    median = float(np.median(measured["seconds"]))
-    return {
-        "model": name, **dataclasses.asdict(cell), "case": case, **measured,
-        "tokens_per_s": measured["tokens"] / median,
-    }  # fmt: skip
+def _sampled(sample: Callable[..., Rollout], *call: Any) -> int:
+    """How many tokens a call samples."""
+    return int(np.asarray(sample(*call).mask).sum())
 
 
-def _full_rows(name, model, weights, peer, cell: Cell, repeats: int) -> list[dict[str, Any]]:
-    """Every case, and the peer, with responses of full length."""
-    limits = np.full(cell.batch, cell.new, np.int32)
-    subjects: dict[str, Callable[[], int]] = {}
-    for case, served in weights.items():
-        sample = HalvedSampler(model, CASES[case](), settings_of(cell))
-        subjects[case] = _sampled(sample, arguments(model, served, cell, cell.batch, limits))
+def _rows(
+    lengths: str, name: str, model: ModelConfig, weights: Mapping[str, Any],
+    peer: transformers_peer.Peer | None, cell: Cell, repeats: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of a cell: every case and the peer with full responses, or every case in every way."""
+    full = lengths == "full"
+    count = cell.batch if full else QUEUE * cell.batch
+    limits = np.full(count, cell.new, np.int32) if full else long_tail(count, cell.new)
+    subjects: dict[tuple[str, str], Callable[[], int]] = {}
+    for (case, served), way in itertools.product(weights.items(), WAYS):
+        if way == "static" or not full:
+            sample = WAYS[way](model, CASES[case](), cell)
+            call = arguments(model, served, cell, count, limits)
+            subjects[case, way] = functools.partial(_sampled, sample, *call)
     tried: dict[str, float] = {}
-    if peer is not None:
-        prompts = random_prompts(model, cell, cell.batch)
+    if full and peer is not None:
+        prompts = random_prompts(model, cell, count)
         tried = peer.faster(prompts, cell.new, cell.group)
         dtype = next(iter(tried))
-        subjects["transformers"] = lambda: peer.generate(dtype, prompts, cell.new, cell.group).size
-    measured = _timed(subjects, repeats)
-    first = next(iter(measured.values()))
-    rows = []
-    for case, found in measured.items():
-        row = _row(name, cell, case, found)
-        row["step_ms"] = 1e3 * float(np.median(found["seconds"])) / cell.new
-        row["over_first"] = _faster(found, first)
-        if case == "transformers":
-            row["dtype"], row["tried_s"] = dtype, tried
-        elif peer is not None:
-            row["over_transformers"] = _faster(found, measured["transformers"])
-            wanted = name in SMALL and cell == _TARGET_CELL and jax.default_backend() == "cpu"
-            row["target"] = TARGETS.get(case) if wanted else None
-        rows.append(row)
-    return rows
-
-
-def _queue_rows(name, model, weights, cell: Cell, repeats: int) -> list[dict[str, Any]]:
-    """Every way of sampling `QUEUE` sequences a slot, with responses of different lengths."""
-    count = QUEUE * cell.batch
-    limits = long_tail(count, cell.new)
-    subjects = {}
-    for (case, served), (way, make) in itertools.product(weights.items(), WAYS.items()):
-        sample = make(model, CASES[case](), settings_of(cell), cell.batch)
-        subjects[case, way] = _sampled(sample, arguments(model, served, cell, count, limits))
+        theirs = "transformers", dtype
+        subjects[theirs] = lambda: peer.generate(dtype, prompts, cell.new, cell.group).size
     measured = _timed(subjects, repeats)
     rows = []
     for (case, way), found in measured.items():
-        row = _row(name, cell, case, found) | {"way": way, "samples": count}
-        row["over_first_way"] = _faster(found, measured[case, next(iter(WAYS))])
+        median = float(np.median(found["seconds"]))
+        row = {"model": name, **dataclasses.asdict(cell), "case": case, **found}
+        row["tokens_per_s"] = found["tokens"] / median
+        if not full:
+            first = measured[case, next(iter(WAYS))]
+            row |= {"way": way, "samples": count, "over_first_way": _faster(found, first)}
+        else:
+            row["step_ms"] = 1e3 * median / cell.new
+            row["over_first"] = _faster(found, next(iter(measured.values())))
+            if case == "transformers":
+                row |= {"dtype": dtype, "tried_s": tried}
+            elif tried:
+                row["over_transformers"] = _faster(found, measured[theirs])
+                wanted = name in SMALL and cell == _TARGET_CELL and jax.default_backend() == "cpu"
+                row["target"] = TARGETS.get(case) if wanted else None
         rows.append(row)
     return rows
 
@@ -292,7 +259,7 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
         except ImportError as error:
             note(f"transformers is left out: {error}")
             has_peer = False
-    full, long = [], []
+    rows: dict[str, list[dict[str, Any]]] = {lengths: [] for lengths in LENGTHS}
     shapes = {}
     for name, model in models.items():
         params = exact_jit(lambda key, model=model: init_params(model, key))(jax.random.key(0))
@@ -302,30 +269,17 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
         weights = {case: served_weights(params, CASES[case]()) for case in plan.cases}
         peer = transformers_peer.Peer(model, params) if has_peer else None
         for cell in plan.cells:
-            if "full" in plan.lengths:
-                full += _full_rows(name, model, weights, peer, cell, plan.repeats)
-            if "long_tail" in plan.lengths:
-                long += _queue_rows(name, model, weights, cell, plan.repeats)
-            note(f"{name}: {_text(dataclasses.asdict(cell))}: measured")
+            for kind in plan.lengths:
+                rows[kind] += _rows(kind, name, model, weights, peer, cell, plan.repeats)
+            note(f"{name}: {cell}: measured")
     device = jax.devices()[0]
     return {
         "platform": device.platform, "device": device.device_kind,
         "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
-        "versions": versions, "repeats": plan.repeats, "models": shapes,
-        "full": full, "long_tail": long,
+        "versions": versions, "repeats": plan.repeats, "models": shapes, **rows,
     }  # fmt: skip
 
 
-def _text(cell: Mapping[str, Any]) -> str:
-    return f"batch {cell['batch']}, {cell['prompt']}+{cell['new']}, group {cell['group']}"
-
-
-def _line(cells: Sequence[str], width: int) -> str:
-    first, *others = cells
-    return (f"{first:<{width}}" + "".join(f"{cell:>{_WIDTH}}" for cell in others)).rstrip()
-
-
-_WIDTH = 22
 _EXPLANATIONS = {
     "full": "batch: sequences at once; prompt + new tokens; prefill is part of the time.",
     "long_tail": f"{QUEUE} sequences a slot; responses of 1 to `new` tokens, mean a quarter.",
@@ -335,57 +289,33 @@ _EXPLANATIONS = {
 def format_table(result: dict) -> str:
     """The result of `bench` as text; ratios above 1 are faster."""
     lines: list[str] = []
-    for kind in LENGTHS:
-        rows = result[kind]
-        if not rows:
-            continue
-        width = 2 + max(len(_case(row)) for row in rows)
-        lines.append(_EXPLANATIONS[kind])
-        for (model, *_), same in itertools.groupby(
-            rows, key=lambda row: (row["model"], _text(row))
-        ):
-            found = list(same)
+    for kind, explanation in _EXPLANATIONS.items():
+        cells: dict[tuple[str, Cell], list[dict]] = {}
+        for row in result[kind]:
+            cell = Cell(*(row[field.name] for field in dataclasses.fields(Cell)))
+            cells.setdefault((row["model"], cell), []).append(row)
+        lines += [explanation] if cells else []
+        for (model, cell), rows in cells.items():
             count = result["models"][model]["parameters"]
-            lines += ["", f"{model} ({count:,} parameters), {_text(found[0])}"]
-            heads = _HEADS[kind](found[0])
-            lines.append(_line(("", *heads), width))
-            lines += [_line((_case(row), *_cells(kind, row)), width) for row in found]
-        lines.append("")
+            head = ("tokens/s", f"over {rows[0].get('way')}")
+            if kind == "full":
+                head = ("tokens/s", "ms/token", f"over {rows[0]['case']}", "over transformers")
+            lines += ["", f"{model} ({count:,} parameters), {cell}"]
+            lines += text_table(("", *head), *map(_cells, rows))
+        lines += [""] if cells else []
     lines.append(
         f"{result['platform']} ({result['device']}), {result['cores']} cores; medians of "
         f"{result['repeats']}; ratios of tokens/s, above 1 is faster"
     )
-    if result["platform"] == "cpu":
-        lines.append("FP8 is emulated on a CPU: its speed here says nothing about a GPU")
-    return "\n".join(lines)
+    return "\n".join([*lines, EMULATED] if result["platform"] == "cpu" else lines)
 
 
-_HEADS = {
-    "full": lambda row: ("tokens/s", "ms/token", f"over {row['case']}", "over transformers"),
-    "long_tail": lambda row: ("tokens/s", f"over {row['way']}"),
-}
-
-
-def _case(row: dict) -> str:
-    return " ".join(row[key] for key in ("case", "dtype", "way") if key in row)
-
-
-def _cells(kind: str, row: dict) -> list[str]:
-    cells = [f"{row['tokens_per_s']:.0f}"]
-    if kind == "long_tail":
+def _cells(row: dict) -> list[str]:
+    case = " ".join(row[key] for key in ("case", "dtype", "way") if key in row)
+    cells = [case, f"{row['tokens_per_s']:.0f}"]
+    if "way" in row:
         return [*cells, f"{row['over_first_way']:.2f}"]
     peer = f"{row['over_transformers']:.2f}" if "over_transformers" in row else ""
     if row.get("target"):
         peer += f" (target {row['target']})"
     return [*cells, f"{row['step_ms']:.2f}", f"{row['over_first']:.2f}", peer]
-
-
-def write(result: dict, directory: pathlib.Path) -> pathlib.Path:
-    """Writes rollout.json; returns its path.
-
-    Raises:
-      OSError: the directory cannot be written.
-    """
-    path = directory / "rollout.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path

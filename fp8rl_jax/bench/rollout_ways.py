@@ -1,12 +1,13 @@
 """Ways to sample more sequences than there are slots, and how long their responses are.
 
-A way is made from what a sampler is made from and the number of slots; what it returns is called
-as `make_sampler`'s result is, with any number of prompts. `WAYS` lists those that the bench times;
-the first is the one that ratios refer to.
+A way is made from a model, a recipe and a cell; what it returns is called as `make_sampler`'s
+result is, with any number of prompts. `WAYS` lists those that the bench times; the first is the one
+that ratios refer to.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -22,63 +23,65 @@ Sample = Callable[..., Rollout]
 _RATE = 3.59351
 
 
-def long_tail(count: int, most: int, seed: int = 0) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One workload: `batch` sequences at once, `group` of them of a prompt."""
+
+    batch: int
+    prompt: int
+    new: int
+    group: int
+
+    @property
+    def settings(self) -> SamplerConfig:
+        """Of the sampler; no token ends a response."""
+        return SamplerConfig(self.new, self.group, eos_ids=(), pad_id=0)
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.prompt}+{self.new}, group {self.group}"
+
+
+def long_tail(count: int, most: int) -> np.ndarray:
     """Response lengths (count,) int32 from 1 to `most`, mean about a quarter of it.
 
     Drawn from an exponential distribution cut off at `most` and rounded up: few are long, and a
     batch waits for the longest.
     """
-    uniform = np.random.default_rng(seed).random(count)
+    uniform = np.random.default_rng(0).random(count)
     share = -np.log1p(-uniform * -np.expm1(-_RATE)) / _RATE
     return np.clip(np.ceil(most * share), 1, most).astype(np.int32)
 
 
-def make_static(model: ModelConfig, recipe: Recipe, settings: SamplerConfig, slots: int) -> Sample:
-    """Batches of `slots` sequences, one after the other, each until its last one has ended.
+def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
+    """Batches of `cell.batch` sequences, one after the other, each until its last one has ended.
 
-    One compiled program, called several times. It takes no taps, and numbers of samples that
-    `slots` divides.
+    One compiled program, called several times. It takes numbers of samples that the batch divides.
     """
-    assert slots % settings.group_size == 0 and not settings.taps
-    program, prompts_each = HalvedSampler(model, recipe, settings), slots // settings.group_size
+    program, prompts_each = HalvedSampler(model, recipe, cell.settings), cell.batch // cell.group
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope) -> Rollout:
-        count = len(sample_ids)
-        assert count % slots == 0
-        parts = []
-        for batch in range(count // slots):
-            rows = slice(batch * slots, (batch + 1) * slots)
-            whose = slice(batch * prompts_each, (batch + 1) * prompts_each)
+        assert len(sample_ids) % cell.batch == 0
+        batches = []
+        for start in range(0, len(sample_ids), cell.batch):
+            rows = slice(start, start + cell.batch)
+            mine = slice(start // cell.group, start // cell.group + prompts_each)
             out = program(
-                weights, prompts[whose], lengths[whose], key, sample_ids[rows], temperature[rows],
+                weights, prompts[mine], lengths[mine], key, sample_ids[rows], temperature[rows],
                 limits[rows], rope,
             )  # fmt: skip
-            parts.append(jax.device_get(out))
-        return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+            batches.append(jax.device_get(out))
+        return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
 
     return sample
 
 
-def make_continuous(
-    model: ModelConfig, recipe: Recipe, settings: SamplerConfig, slots: int
-) -> Sample:
-    """Continuous batching through `slots` slots, with pages for whole sequences in all of them.
-
-    The sampler is made for the first prompts' slots and then kept.
-    """
-    made: dict[int, ContinuousSampler] = {}
-
-    def sample(weights, prompts, *others) -> Rollout:
-        width = prompts.shape[1]
-        if width not in made:
-            pages = slots * pages_of(width + settings.max_new_tokens) + slots
-            made[width] = ContinuousSampler(model, recipe, settings, Batching(slots, pages))
-        return made[width](weights, prompts, *others)
-
-    return sample
+def make_continuous(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
+    """Continuous batching through `cell.batch` slots, with pages for whole sequences in all."""
+    pages = cell.batch * (pages_of(cell.prompt + cell.new) + 1)
+    return ContinuousSampler(model, recipe, cell.settings, Batching(cell.batch, pages))
 
 
-WAYS: dict[str, Callable[[ModelConfig, Recipe, SamplerConfig, int], Sample]] = {
+WAYS: dict[str, Callable[[ModelConfig, Recipe, Cell], Sample]] = {
     "static": make_static,
     "continuous": make_continuous,
 }

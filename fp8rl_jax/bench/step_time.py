@@ -17,8 +17,8 @@ import jax
 import ml_collections
 import numpy as np
 
+from fp8rl_jax.bench.table import EMULATED, text_table
 from fp8rl_jax.compilation_cache import without_compilation_cache
-from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import Batch, LossConfig
 from fp8rl_jax.quant import get_recipe
@@ -27,55 +27,79 @@ from fp8rl_jax.training.runtime import make_runtime, to_device
 
 
 class Subject:
-    """One recipe's programs and data."""
+    """One recipe's programs and data, and their times.
+
+    Attributes:
+      times: {'decode' or 'train': seconds of each call of `run`}; the first compiles.
+      tokens: of the responses of a rollout.
+      drift: largest |dlogp| of the first rollout and train step.
+    """
 
     def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        recipe: str,
-        health: bool,
-        name: str | None = None,
+        self, config: ml_collections.ConfigDict, recipe: str, health: bool, form: str = ""
     ):
-        """`name`: of the recipe; programs of equal recipes may share what was traced."""
+        """`form` is added to the recipes' names: equal recipes may share what was traced."""
         config = config.copy_and_resolve_references()
         config.precision.rollout = config.precision.learner = recipe
         config.precision.zero_drift = "report"
         config.precision.health = health
-        self.runtime = rt = make_runtime(config)
-        if name is not None:
-            sides = (rt.rollout_recipe, rt.learner_recipe)
-            rt.rollout_recipe, rt.learner_recipe = (
-                dataclasses.replace(side, name=name) for side in sides
-            )
+        rt = make_runtime(config)
+        named = dataclasses.replace(rt.rollout_recipe, name=rt.rollout_recipe.name + form)
+        self._runtime = rt = dataclasses.replace(rt, rollout_recipe=named, learner_recipe=named)
         optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
-        self.questions: list[Question] = rt.questions["train"][: config.rollout.prompts_per_step]
+        self._questions = rt.questions["train"][: config.rollout.prompts_per_step]
+        rows = len(self._questions) * config.rollout.group_size
+        self._temperature = np.full(rows, config.rollout.temperature, np.float32)
         state = rt.new_state(rt.init_params(), optimizer)
-        self.state = rt.calibrate_state(state, *rt.pad_prompts(self.questions))
-        self.step = rt.train_step(optimizer, LossConfig(), config.learner.micro_batches)
-        self.weights, _, _ = rt.refit_state(self.state)
+        self._state = rt.calibrate_state(state, *rt.pad_prompts(self._questions))
+        self._step = rt.train_step(
+            optimizer, LossConfig(), config.learner.gradient_accumulation_steps
+        )
+        self._weights, _, _ = rt.refit_state(self._state)
+        self._batch: Batch | None = None
+        self.times: dict[str, list[float]] = {"decode": [], "train": []}
 
-    def rollout(self) -> tuple:
-        config, rt = self.runtime.config, self.runtime
-        rows = len(self.questions) * config.rollout.group_size
-        return rt.generate(
-            rt.sampler, self.weights, self.questions, rt.keys["rollout"],
-            np.full(rows, config.rollout.temperature, np.float32),
-        )  # fmt: skip
+    def run(self) -> None:
+        """One rollout, and one train step on the first rollout with random advantages."""
+        rt = self._runtime
+        with jax.set_mesh(rt.mesh):
+            start = time.perf_counter()
+            rollout, prompts, lengths = rt.generate(
+                rt.sampler, self._weights, self._questions, rt.keys["rollout"], self._temperature
+            )
+            self.times["decode"].append(time.perf_counter() - start)
+            first = self._batch is None
+            if self._batch is None:
+                advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
+                advantages = advantages.astype(np.float32)
+                batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
+                self._batch = to_device(batch, rt)
+            start = time.perf_counter()
+            self._state, logp, metrics = self._step(self._state, self._batch, rt.rope)
+            jax.block_until_ready((logp, self._state, metrics))
+            self.times["train"].append(time.perf_counter() - start)
+        if first:
+            self.tokens = int(rollout.mask.sum())
+            self.drift = float(np.abs(np.asarray(logp) - rollout.logprobs)[rollout.mask].max())
 
-    def batch(self, rolled_out: tuple) -> Batch:
-        """What `rollout` returned as a training batch, advantages drawn at random."""
-        rt = self.runtime
-        rollout, prompts, lengths = rolled_out
-        rows = len(rollout.tokens)
-        temperature = np.full(rows, rt.config.rollout.temperature, np.float32)
-        advantages = np.random.default_rng(0).standard_normal(rows).astype(np.float32)
-        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
-        return to_device(batch, rt)
+    def seconds(self, phase: str) -> float:
+        return float(np.median(self.times[phase][1:]))
 
-    def train(self, batch: Batch) -> jax.Array:
-        """One step; the log-probabilities that it computed."""
-        self.state, logp, metrics = self.step(self.state, batch, self.runtime.rope)
-        return jax.block_until_ready((logp, self.state, metrics))[0]
+    def compile_seconds(self, phase: str) -> float:
+        return self.times[phase][0] - self.seconds(phase)
+
+    def ratio(self, other: Subject, phase: str) -> float:
+        """Median over repetitions of the time over the other's."""
+        mine, theirs = np.array(self.times[phase][1:]), np.array(other.times[phase][1:])
+        return float(np.median(mine / theirs))
+
+
+def check(recipes: list[str], repeats: int) -> None:
+    """Raises UserError where nothing can be timed."""
+    if repeats < 1:
+        raise UserError(f"--repeats is {repeats}; write at least 1")
+    for recipe in recipes:
+        get_recipe(recipe)
 
 
 def bench(
@@ -93,46 +117,24 @@ def bench(
       (median seconds), decode_compile_s, train_compile_s (seconds), decode_tokens_per_s,
       decode_ratio, train_ratio (median over repetitions of this recipe over the first).
     """
-    if repeats < 1:
-        raise UserError(f"--repeats is {repeats}; write at least 1")
-    for recipe in recipes:
-        get_recipe(recipe)
+    check(recipes, repeats)
     health = config.precision.health
     subjects = {recipe: Subject(config, recipe, health) for recipe in recipes}
     if health:
         subjects[f"{recipes[0]}, no health"] = Subject(config, recipes[0], False)
-    first = next(iter(subjects.values()))
-    times: dict[str, dict[str, list[float]]] = {r: {"decode": [], "train": []} for r in subjects}
-    tokens = {}
-    with jax.set_mesh(first.runtime.mesh), without_compilation_cache():
-        batches = {}
-        for turn in range(1 + repeats):
-            for name, subject in subjects.items():
-                start = time.perf_counter()
-                rolled_out = subject.rollout()
-                times[name]["decode"].append(time.perf_counter() - start)
-                if turn == 0:
-                    batches[name] = subject.batch(rolled_out)
-                    tokens[name] = float(np.asarray(batches[name].mask).sum())
-                start = time.perf_counter()
-                subject.train(batches[name])
-                times[name]["train"].append(time.perf_counter() - start)
-    rows = []
-    for name in subjects:
-        decode, train = (np.array(times[name][k][1:]) for k in ("decode", "train"))
-        base_decode, base_train = (np.array(times[recipes[0]][k][1:]) for k in ("decode", "train"))
-        rows.append(
-            {
-                "recipe": name,
-                "decode_s": float(np.median(decode)),
-                "decode_tokens_per_s": tokens[name] / float(np.median(decode)),
-                "train_s": float(np.median(train)),
-                "decode_compile_s": times[name]["decode"][0] - float(np.median(decode)),
-                "train_compile_s": times[name]["train"][0] - float(np.median(train)),
-                "decode_ratio": float(np.median(decode / base_decode)),
-                "train_ratio": float(np.median(train / base_train)),
-            }
-        )
+    with without_compilation_cache():
+        for _ in range(1 + repeats):
+            for subject in subjects.values():
+                subject.run()
+    rows: list[dict[str, float | str]] = []
+    for name, subject in subjects.items():
+        row: dict[str, float | str] = {"recipe": name}
+        row["decode_tokens_per_s"] = subject.tokens / subject.seconds("decode")
+        for phase in subject.times:
+            row[f"{phase}_s"] = subject.seconds(phase)
+            row[f"{phase}_compile_s"] = subject.compile_seconds(phase)
+            row[f"{phase}_ratio"] = subject.ratio(subjects[recipes[0]], phase)
+        rows.append(row)
     return rows
 
 
@@ -142,17 +144,14 @@ def format_table(rows: list[dict]) -> str:
         "recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio",
         "compile s",
     )  # fmt: skip
-    width = max(13, *(len(row["recipe"]) for row in rows))
-    lines = ["  ".join(f"{h:>{width if i == 0 else 13}}" for i, h in enumerate(head))]
-    for row in rows:
-        cells = (
+    cells = (
+        (
             row["recipe"], f"{row['decode_s']:.3f}", f"{row['decode_tokens_per_s']:.0f}",
             f"{row['train_s']:.3f}", f"{row['decode_ratio']:.2f}", f"{row['train_ratio']:.2f}",
             f"{row['decode_compile_s'] + row['train_compile_s']:.1f}",
-        )  # fmt: skip
-        lines.append("  ".join(f"{c:>{width if i == 0 else 13}}" for i, c in enumerate(cells)))
+        )
+        for row in rows
+    )  # fmt: skip
     platform = jax.devices()[0].platform
-    lines.append(f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower")
-    if platform == "cpu":
-        lines.append("FP8 is emulated on a CPU: its speed here says nothing about a GPU")
-    return "\n".join(lines)
+    text = f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower"
+    return "\n".join([*text_table(head, *cells), text, *([EMULATED] if platform == "cpu" else [])])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 
 from fp8rl_jax.cli.arguments import (
     Command,
@@ -21,23 +23,37 @@ _MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch o
 _MOST_SLOTS = 1 << 15  # sequences, and tokens of one, that `fp8rl bench rollout` takes
 
 
+_DEFAULT = "(default: %(default)s)"
+
+
 def _repeats(default: int):
-    help = "timed repetitions, after one that compiles"
+    help = f"timed repetitions, after one that compiles {_DEFAULT}"
     return argument("--repeats", type=int, default=default, metavar="N", help=help)
 
 
 def _out(default: str, files: str):
-    help = f"directory of {files} (default: {default})"
+    help = f"directory of {files} {_DEFAULT}"
     return argument("--out", type=directory, default=default, metavar="DIR", help=help)
+
+
+def _slots(name: str, default: str, help: str):
+    help = f"{help} {_DEFAULT}"
+    return argument(name, type=counts(_MOST_SLOTS), default=default, metavar="N,N", help=help)
+
+
+def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
+    """Writes a result and prints where."""
+    with writing(command, path.parent):
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
 
 
 def _step(values: argparse.Namespace) -> int:
     config = read_config("bench", values)
     from fp8rl_jax.bench import step_time
 
-    print(
-        step_time.format_table(step_time.bench(config, values.recipes.split(","), values.repeats))
-    )
+    rows = step_time.bench(config, values.recipes.split(","), values.repeats)
+    print(step_time.format_table(rows))
     return 0
 
 
@@ -56,13 +72,14 @@ def _gemm_error(values: argparse.Namespace) -> int:
     for name in recipes or ():
         get_recipe(name)
     out = writable("bench gemm-error", values.out)
-    from fp8rl_jax.bench.gemm_error import format_table, gemm_errors, write_gemm_errors
+    from fp8rl_jax.bench import gemm_error
 
-    result = gemm_errors(recipes, note=note)
-    print(format_table(result))
-    with writing("bench gemm-error", values.out):
-        paths = write_gemm_errors(result, out)
-    print(*paths, sep="\n")
+    result = gemm_error.gemm_errors(recipes, note=note)
+    print(gemm_error.format_table(result))
+    _write_json("bench gemm-error", out / "gemm_error.json", result)
+    with writing("bench gemm-error", out):
+        gemm_error.draw(result).savefig(out / "gemm_error.png")
+    print(out / "gemm_error.png")
     return 0
 
 
@@ -75,11 +92,9 @@ def _kernels(values: argparse.Namespace) -> int:
         preset(name)
     kernels.require_gpu("fp8rl bench kernels")
     out = writable("bench kernels", values.out)
-    result = kernels.bench(models, values.rows or kernel_shapes.ROWS, values.quick, note)
+    result = kernels.bench(models, values.rows, values.quick, note)
     print(kernels.format_table(result))
-    with writing("bench kernels", values.out):
-        path = kernels.write(result, out)
-    print(path)
+    _write_json("bench kernels", out / "kernels.json", result)
     return 0 if result["ok"] else 1
 
 
@@ -111,16 +126,8 @@ def _rollout(values: argparse.Namespace) -> int:
     out = writable(command, values.out)
     result = rollout.bench(models, plan, note)
     print(rollout.format_table(result))
-    with writing(command, values.out):
-        path = rollout.write(result, out)
-    print(path)
+    _write_json(command, out / "rollout.json", result)
     return 0
-
-
-def _slots(name: str, default: str, help: str):
-    numbers = counts(_MOST_SLOTS)
-    help = f"{help} (default: {default})"
-    return argument(name, type=numbers, default=numbers(default), metavar="N,N", help=help)
 
 
 COMMANDS = (

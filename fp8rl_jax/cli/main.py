@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli import bench, data, sample_eval
+from fp8rl_jax.cli import algo, bench, data, sample_eval
 from fp8rl_jax.cli.arguments import (
     Command,
     argument,
@@ -135,109 +135,84 @@ def _convert(values: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        Command(
-            "train",
-            "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
-            "run.dir",
-            _train,
-            (
-                argument(
-                    "--resume", action="store_true",
-                    help="continue the run in run.dir, bit for bit",
-                ),
-            ),
-            config=True,
+_COMMANDS = (
+    Command(
+        "train",
+        "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
+        "run.dir",
+        _train,
+        (argument("--resume", action="store_true",
+                  help="continue the run in run.dir, bit for bit"),),
+        config=True,
+    ),
+    *sample_eval.COMMANDS,
+    *data.COMMANDS,
+    Command(
+        "drift",
+        "where rollout and learner differ, if they do: compares the two programs bit by bit",
+        _drift,
+        (
+            argument("--checkpoint", metavar="RUN_DIR",
+                     help="a run whose newest weights to take, instead of random ones"),
+            argument("--prompts", type=int, metavar="N",
+                     help="questions to sample; those of an RL step if left out"),
+            argument("--out", metavar="DIR",
+                     help="directory of drift.json and drift.html; run.dir if left out"),
+            argument("--fail-above", type=float, metavar="X",
+                     help="exit with status 1 if a |dlogp| is above this"),
         ),
-        *sample_eval.COMMANDS,
-        *data.COMMANDS,
-        Command(
-            "drift",
-            "where rollout and learner differ, if they do: compares the two programs bit by bit",
-            _drift,
-            (
-                argument(
-                    "--checkpoint", metavar="RUN_DIR",
-                    help="a run whose newest weights to take, instead of random ones",
-                ),
-                argument(
-                    "--prompts", type=int, metavar="N",
-                    help="questions to sample; those of an RL step if left out",
-                ),
-                argument(
-                    "--out", metavar="DIR",
-                    help="directory of drift.json and drift.html; run.dir if left out",
-                ),
-                argument(
-                    "--fail-above", type=float, metavar="X",
-                    help="exit with status 1 if a |dlogp| is above this",
-                ),
-            ),
-            config=True,
+        config=True,
+    ),
+    *bench.COMMANDS,
+    Command(
+        "plan",
+        "what a rollout needs of a GPU, in FP8 and BF16, and how many slots and pages fit; needs\n"
+        "no GPU and no weights",
+        _plan,
+        (
+            argument("--rollout", action="store_true", help="plan the rollout"),
+            argument("--memory-gb", type=float, default=141.0, metavar="X",
+                     help="memory of a GPU, in GiB (default: 141)"),
+            argument("--devices", type=int, metavar="N",
+                     help="of the mesh; as many as its axes ask for if left out"),
         ),
-        *bench.COMMANDS,
-        Command(
-            "plan",
-            "what a rollout needs of a GPU, in FP8 and BF16, and how many slots and pages fit; "
-            "needs\nno GPU and no weights",
-            _plan,
-            (
-                argument("--rollout", action="store_true", help="plan the rollout"),
-                argument(
-                    "--memory-gb", type=float, default=141.0, metavar="X",
-                    help="memory of a GPU, in GiB (default: 141)",
-                ),
-                argument(
-                    "--devices", type=int, metavar="N",
-                    help="of the mesh; as many as its axes ask for if left out",
-                ),
-            ),
-            config=True,
+        config=True,
+    ),
+    Command(
+        "recipe",
+        "what a precision recipe does: recipe list, recipe show NAME",
+        _recipe,
+        others="write `fp8rl recipe list` or `fp8rl recipe show NAME`; ",
+    ),
+    Command("recipe list", "the names of all recipes", _list_recipes),
+    Command(
+        "recipe show",
+        "formats, blocks and scaling policies of every GEMM",
+        _show_recipe,
+        (argument("name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"),),
+    ),
+    *algo.COMMANDS,
+    Command(
+        "convert",
+        "a checkpoint in Hugging Face's format in another number format",
+        _convert,
+        (
+            argument("paths", nargs="*", metavar="SRC DST",
+                     help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
+                     "a GGUF file of the llama architecture; DST: a new directory"),
+            argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
+            argument("--max-shard-gb", type=float, default=5.0, metavar="X",
+                     help="size of a file above which there are several (default: 5)"),
         ),
-        Command(
-            "recipe",
-            "what a precision recipe does: recipe list, recipe show NAME",
-            _recipe,
-            others="write `fp8rl recipe list` or `fp8rl recipe show NAME`; ",
-        ),
-        Command("recipe list", "the names of all recipes", _list_recipes),
-        Command(
-            "recipe show",
-            "formats, blocks and scaling policies of every GEMM",
-            _show_recipe,
-            (
-                argument(
-                    "name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"
-                ),
-            ),
-        ),
-        Command(
-            "convert",
-            "a checkpoint in Hugging Face's format in another number format",
-            _convert,
-            (
-                argument(
-                    "paths", nargs="*", metavar="SRC DST",
-                    help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
-                    "a GGUF file of the llama architecture; DST: a new directory",
-                ),
-                argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
-                argument(
-                    "--max-shard-gb", type=float, default=5.0, metavar="X",
-                    help="size of a file above which there are several (default: 5)",
-                ),
-            ),
-        ),
-        Command(
-            "report",
-            "writes RUN_DIR/report.html again, with a comparison if other runs are named",
-            _report,
-            (argument("directories", nargs="*", metavar="RUN_DIR", help="of runs"),),
-        ),
-    )
-}  # fmt: skip
+    ),
+    Command(
+        "report",
+        "writes RUN_DIR/report.html again, with a comparison if other runs are named",
+        _report,
+        (argument("directories", nargs="*", metavar="RUN_DIR", help="of runs"),),
+    ),
+)  # fmt: skip
+COMMANDS = {command.name: command for command in _COMMANDS}
 _FIRST_WORDS = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
 
 

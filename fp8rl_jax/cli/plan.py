@@ -10,11 +10,13 @@ import argparse
 import dataclasses
 import math
 import pathlib
+from collections.abc import Callable
 
 import ml_collections
 from jax.sharding import AbstractMesh
 
 from fp8rl_jax import sharding
+from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.cli.arguments import read_config
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.resolve import resolve_config
@@ -51,12 +53,6 @@ class ConfigPlan:
         """Responses of a step on each device."""
         rollout = self.config.rollout
         return rollout.prompts_per_step * rollout.group_size // self.mesh.size
-
-    @property
-    def best_slots(self) -> int:
-        """`rollout.slots` with which responses of half the length fill the room there is."""
-        fitting = self.own.slots_of(math.ceil(self.own.tokens / 2))
-        return self.mesh.size * min(self.samples, max(fitting or 0, 1))
 
 
 def plan_config(
@@ -127,28 +123,27 @@ def format_plans(found: ConfigPlan) -> str:
     own, count = found.own, found.mesh.size
     axes = ", ".join(f"{name} {size}" for name, size in found.mesh.shape.items())
     half = math.ceil(own.tokens / 2)
-    lines = [
+    figures: dict[str, Callable[[RolloutPlan], str]] = {
+        "weights": lambda p: gib(p.weights),
+        "train state": lambda p: gib(p.train_state),
+        "workspace, about": lambda p: gib(p.workspace),
+        "a page": lambda p: f"{p.page / 2**10:,.1f} KiB",
+        "KV of a token": lambda p: f"{p.page / PAGE / 2**10:,.2f} KiB",
+        "pages that fit": lambda p: f"{p.room:,}",
+        f"slots of {own.tokens} tokens": lambda p: f"{p.slots_of(own.tokens):,}",
+        f"slots of {half} tokens": lambda p: f"{p.slots_of(half):,}",
+    }
+    rows = [(name, *map(figure, found.plans.values())) for name, figure in figures.items()]
+    return "\n".join([
         f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: {axes}); "
         "figures of each.",
         f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
         f"step: {found.samples} samples, of which {own.slots} decode at a time.",
         "",
-    ]
-    rows = {"": list(found.plans)}
-    columns = list(found.plans.values())
-    rows["weights"] = [gib(p.weights) for p in columns]
-    rows["train state"] = [gib(p.train_state) for p in columns]
-    rows["workspace, about"] = [gib(p.workspace) for p in columns]
-    rows["a page"] = [f"{p.page / 2**10:,.1f} KiB" for p in columns]
-    rows["KV of a token"] = [f"{p.page / PAGE / 2**10:,.2f} KiB" for p in columns]
-    rows["pages that fit"] = [f"{p.room:,}" for p in columns]
-    rows[f"slots of {own.tokens} tokens"] = [f"{p.slots_of(own.tokens):,}" for p in columns]
-    rows[f"slots of {half} tokens"] = [f"{p.slots_of(half):,}" for p in columns]
-    width = max(map(len, rows))
-    cell = max(len(text) for texts in rows.values() for text in texts) + 2
-    for name, texts in rows.items():
-        lines.append(f"{name:{width}}" + "".join(f"{text:>{cell}}" for text in texts))
-    return "\n".join([*lines, "", "* the config's own recipe (precision.rollout)"])
+        *text_table(("", *found.plans), *rows),
+        "",
+        "* the config's own recipe (precision.rollout)",
+    ])  # fmt: skip
 
 
 def describe_allocation(found: ConfigPlan) -> str:
@@ -161,10 +156,11 @@ def describe_allocation(found: ConfigPlan) -> str:
     planned = own.pages
     if not rollout.slots:
         cache = found.samples * pages_of(own.tokens) * own.page
+        fitting = own.slots_of(math.ceil(own.tokens / 2)) or 1  # at half the length
         return (
             f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
             f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "
-            f"rollout.slots={found.best_slots}"
+            f"rollout.slots={devices * min(found.samples, fitting)}"
         )
     pages = rollout.pages // devices or planned
     if pages > (own.room or 0):

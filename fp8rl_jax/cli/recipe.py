@@ -52,8 +52,8 @@ def show_recipe(name: str) -> str:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    for label, text in _facts(recipe):
-        facts.add_row(label, text)
+    for fact in _facts(recipe).items():
+        facts.add_row(*fact)
     written = io.StringIO()
     console = Console(
         file=written, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False
@@ -63,77 +63,46 @@ def show_recipe(name: str) -> str:
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """(property, what holds), in the order of printing."""
+def _facts(recipe: Recipe) -> dict[str, str]:
+    """{property: what holds}, in the order of printing."""
     compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
-    return [
-        ("between operations", compute),
-        ("product", _product(recipe, compute)),
-        ("KV cache", _kv(recipe, compute)),
-        ("FP8 attention", _fp8_attention(recipe, compute)),
-        (f"layers in {compute}", _layers(recipe)),
-        (f"modules in {compute}", _modules(recipe)),
-        ("row-local", _row_local(recipe)),
-        ("state", _state(recipe)),
-    ]
-
-
-def _product(recipe: Recipe, compute: str) -> str:
-    if not recipe.quantized:
-        return f"not FP8: {compute} operands, float32 sums"
+    product = "real: FP8 operands, a float32 partial sum per 128 of the contraction"
     if recipe.fake:
-        kind = "fake: operands are quantised, dequantised to bf16 and multiplied in bf16"
-    else:
-        kind = "real: FP8 operands, a float32 partial sum per 128 of the contraction"
-    return kind if recipe.gradient else f"{kind}; forward only, the backward GEMMs run in {compute}"
-
-
-def _kv(recipe: Recipe, compute: str) -> str:
-    return {
-        "none": f"{compute}, not quantised",
-        "dynamic": f"E4M3, one scale per (token, kv head), {recipe.kv_policy.name}",
-        "calibrated": "E4M3, one scale per layer for K and one for V, measured at every update",
-    }[recipe.kv]
-
-
-def _fp8_attention(recipe: Recipe, compute: str) -> str:
-    return "yes: q is E4M3, too" if recipe.fp8_attention else f"no: q stays {compute}"
-
-
-def _layers(recipe: Recipe) -> str:
-    if not recipe.quantized:
-        return "all"
+        product = "fake: operands are quantised, dequantised to bf16 and multiplied in bf16"
+    if recipe.gradient is None:
+        product += f"; forward only, the backward GEMMs run in {compute}"
     ends = {"first": recipe.first_layers, "last": recipe.last_layers}
-    named = [f"the {end} {count}" for end, count in ends.items() if count]
-    return " and ".join(named) or "none"
-
-
-def _modules(recipe: Recipe) -> str:
-    always = "embeddings, norms, output head, routers (float32)"
+    layers = " and ".join(f"the {end} {count}" for end, count in ends.items() if count)
+    modules = ("embeddings, norms, output head, routers (float32)", *recipe.bf16_modules)
+    why = "no activation's scale depends on another row of the batch"
     if not recipe.quantized:
-        return "all"
-    return ", ".join((always, *recipe.bf16_modules))
-
-
-def _row_local(recipe: Recipe) -> str:
+        product = f"not FP8: {compute} operands, float32 sums"
+        layers, modules, why = "all", ("all",), "nothing is scaled"
+    local = f"yes: {why}, so the drift between rollout and learner can be exactly zero"
     if not recipe.row_local:
-        return (
+        local = (
             "no: an activation's scale depends on which other tokens share the batch, so rollout "
             "and learner differ and zero drift is refused"
         )
-    why = (
-        "no activation's scale depends on another row of the batch"
-        if recipe.quantized
-        else "nothing is scaled"
-    )
-    return f"yes: {why}, so the drift between rollout and learner can be exactly zero"
-
-
-def _state(recipe: Recipe) -> str:
-    keepers = [name for name, operand in recipe.operands.items() if operand.policy.stateful]
-    if not keepers:
-        return "none"
-    return (
-        f"amaxes of {', '.join(keepers)}: frozen within an optimiser step, updated after it, kept "
+    stateful = [name for name, operand in recipe.operands.items() if operand.policy.stateful]
+    state = (
+        f"amaxes of {', '.join(stateful)}: frozen within an optimiser step, updated after it, kept "
         "in checkpoints"
     )
+    kv = {
+        "none": f"{compute}, not quantised",
+        "dynamic": f"E4M3, one scale per (token, kv head), {recipe.kv_policy.name}",
+        "calibrated": "E4M3, one scale per layer for K and one for V, measured at every update",
+    }
+    return {
+        "between operations": compute,
+        "product": product,
+        "KV cache": kv[recipe.kv],
+        "FP8 attention": "yes: q is E4M3, too"
+        if recipe.fp8_attention
+        else f"no: q stays {compute}",
+        f"layers in {compute}": layers or "none",
+        f"modules in {compute}": ", ".join(modules),
+        "row-local": local,
+        "state": state if stateful else "none",
+    }

@@ -13,19 +13,13 @@ from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
 _POLICY = (
-    argument(
-        "--checkpoint", metavar="DIR",
-        help="directory of a run, or of a Hugging Face model; in the place of --config",
-    ),
-    argument(
-        "--chat", action="store_true", default=None,
-        help="prompts are the user's messages in the model's chat template",
-    ),
+    argument("--checkpoint", metavar="DIR",
+             help="directory of a run, or of a Hugging Face model; in the place of --config"),
+    argument("--chat", action="store_true", default=None,
+             help="prompts are the user's messages in the model's chat template"),
     argument("--system", metavar="TEXT", help="a system message, with --chat"),
-    argument(
-        "--chat-options", default="", metavar="NAME=VALUE,...",
-        help="variables of the chat template",
-    ),
+    argument("--chat-options", default="", metavar="NAME=VALUE,...",
+             help="variables of the chat template"),
     argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer"),
     argument("--seed", type=int, metavar="S", help="seed of sampling, and of the questions"),
     argument("--precision", metavar="RECIPE", help="fp8, bf16, f32, ..."),
@@ -34,6 +28,7 @@ _FIELD_OF = {
     "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
     "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
     "reward": "env.reward", "questions": "eval.questions", "batch_size": "eval.batch_size",
+    "samples": "eval.samples",
 }  # fmt: skip
 
 
@@ -77,7 +72,10 @@ def _policy_config(command: str, values: argparse.Namespace):
             raise UserError(
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
-    for name, path in _FIELD_OF.items():
+    fields = _FIELD_OF
+    if command == "eval":
+        fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
+    for name, path in fields.items():
         if given.get(name) is not None:
             section, _, field = path.partition(".")
             config[section][field] = given[name]
@@ -134,7 +132,7 @@ def _sample(values: argparse.Namespace) -> int:
 
 
 class _Writer:
-    """Prints answers one after the other, the first that is not complete as it is made."""
+    """Prints answers one after the other, the first that is not complete while it is made."""
 
     def __init__(self, prompts: Sequence[str]):
         self._prompts, self._row = prompts, -1
@@ -172,12 +170,16 @@ COMMANDS = (
         (
             *_POLICY,
             argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md)"),
-            argument(
-                "--task-options", default="", metavar="NAME=VALUE,...", help="keywords of the task"
-            ),
+            argument("--task-options", default="", metavar="NAME=VALUE,...",
+                     help="keywords of the task"),
             argument("--questions", type=int, metavar="N", help="held-out questions"),
+            argument("--samples", type=int, metavar="N",
+                     help="sampled answers per question: pass@k up to N"),
             argument("--reward", help="exact_match, math_equal, gsm8k, or module:function"),
             argument("--batch-size", type=int, metavar="N", help="questions at a time"),
+            argument("--temperature", type=float, metavar="T", help="of the sampled answers"),
+            argument("--top-p", type=float, metavar="P",
+                     help="of the sampled answers: this much probability; 1.0 for all"),
         ),
         config=True,
     ),
@@ -189,21 +191,14 @@ COMMANDS = (
         (
             argument("questions_asked", nargs="*", metavar="QUESTION", help="or a prompt"),
             *_POLICY,
-            argument(
-                "--prompt", action="append", default=[], metavar="TEXT",
-                help="a prompt; may be given several times",
-            ),
-            argument(
-                "--temperature", type=float, metavar="T",
-                help="sampling temperature, 0 for the most likely token",
-            ),
-            argument(
-                "--top-k", type=int, metavar="K", help="sample from this many tokens; 0 for all"
-            ),
-            argument(
-                "--top-p", type=float, metavar="P",
-                help="sample from this much probability; 1.0 for all",
-            ),
+            argument("--prompt", action="append", default=[], metavar="TEXT",
+                     help="a prompt; may be given several times"),
+            argument("--temperature", type=float, metavar="T",
+                     help="sampling temperature, 0 for the most likely token"),
+            argument("--top-k", type=int, metavar="K",
+                     help="sample from this many tokens; 0 for all"),
+            argument("--top-p", type=float, metavar="P",
+                     help="sample from this much probability; 1.0 for all"),
         ),
         config=True,
     ),

@@ -10,15 +10,3 @@ from fp8rl_jax.config.load import (
     override,
     saved_config,
 )
-
-__all__ = [
-    "FIELDS",
-    "all_fields",
-    "default_config",
-    "describe_fields",
-    "flatten",
-    "literal",
-    "load_config",
-    "override",
-    "saved_config",
-]

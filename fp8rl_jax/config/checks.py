@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
@@ -16,6 +18,7 @@ from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import same_forward
+from fp8rl_jax.rl import Algorithm
 
 if TYPE_CHECKING:
     from fp8rl_jax.config.resolve import Resolved
@@ -26,7 +29,7 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
     flat = flatten(config)
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
-            span = " in (0, 1]" if path == "rollout.top_p" else ""
+            span = " in (0, 1]" if path.endswith(".top_p") else ""
             raise UserError(f"{path} is {value}; write a finite number{span}")
     for path, field in all_fields().items():
         value = flat[path]
@@ -205,24 +208,86 @@ def check_platform(resolved: Resolved) -> None:
 
 def _check_rollout(resolved: Resolved) -> None:
     rollout, algo = resolved.config.rollout, resolved.config.algo
-    if rollout.group_size == 1:
+    if rollout.group_size == 1 and (
+        algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
+    ):
         raise UserError(
-            "rollout.group_size is 1, so every advantage (reward minus group mean) is 0, and its "
-            "standard deviation too: write a group of at least 2"
+            "rollout.group_size is 1, so a reward minus its group's mean is 0, and its standard "
+            f"deviation too, and algo.baseline is {algo.baseline!r}, algo.scale {algo.scale!r}: "
+            "write a group of at least 2, or algo.preset='reinforce_pp'"
         )
-    check_positions(resolved, rollout.max_prompt_tokens + rollout.max_new_tokens)
-    if rollout.temperature <= 0:
+    if algo.dynamic_sampling and rollout.group_size == 1:
         raise UserError(
-            f"rollout.temperature is {rollout.temperature}; write a number above 0 (evaluation "
-            "decodes greedily by itself)"
+            "algo.dynamic_sampling drops groups of equal rewards, and rollout.group_size is 1: "
+            "write a group of at least 2, or dynamic_sampling=False"
         )
-    if not 0 < rollout.top_p <= 1:
-        raise UserError(f"rollout.top_p is {rollout.top_p}; write a number in (0, 1]")
-    if algo.correction == "tis" and algo.old_logprobs == "rollout":
+    if algo.overlong_buffer > rollout.max_new_tokens:
         raise UserError(
-            "algo.correction='tis' needs the learner's own log-probabilities: set "
+            f"algo.overlong_buffer is {algo.overlong_buffer}, more than rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}: lower it"
+        )
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if resolved.positions is not None and tokens > resolved.positions:
+        raise UserError(
+            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
+            f"{resolved.positions} positions of model.checkpoint = "
+            f"{resolved.config.model.checkpoint!r}: lower them"
+        )
+    for name in ("rollout", "eval"):
+        temperature, top_p = resolved.config[name].temperature, resolved.config[name].top_p
+        if temperature <= 0:
+            raise UserError(
+                f"{name}.temperature is {temperature}; write a number above 0 (evaluation "
+                "decodes greedily, too)"
+            )
+        if not 0 < top_p <= 1:
+            raise UserError(f"{name}.top_p is {top_p}; write a number in (0, 1]")
+    if algo.correction not in ("auto", "none") and algo.old_logprobs == "rollout":
+        raise UserError(
+            f"algo.correction={algo.correction!r} needs the learner's own log-probabilities: set "
             "algo.old_logprobs='auto' or 'learner'"
         )
+    updates = algo.num_minibatches * algo.epochs
+    if algo.loss == "reinforce" and updates > 1:
+        raise UserError(
+            f"algo.loss is 'reinforce', which has no ratio to the policy before, and "
+            f"num_minibatches x epochs is {updates}: write 1 for both, or take ppo or cispo"
+        )
+    _check_functions(resolved.algorithm, algo)
+
+
+def _check_functions(algorithm: Algorithm, algo) -> None:
+    """Tries the loss and the corrections on small arrays; compiles nothing."""
+    shape = (2, 3)
+    floats, mask = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, bool)
+    try:
+        loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask)
+        found = {"loss": loss, **stats}
+    except Exception as error:  # whatever a user's function raises
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"algo.loss: {algo.loss!r} fails on arrays of shape {shape} with "
+            f"{type(error).__name__}: {text}; it takes (logp, old, advantages, mask), works under "
+            "jit, and returns the loss and a dict of statistics"
+        ) from None
+    for name, value in found.items():
+        if (value.shape, value.dtype) != (shape, jnp.float32):
+            raise UserError(
+                f"algo.loss: {algo.loss!r} returns {name} as {value.dtype}{list(value.shape)} for "
+                f"arrays of shape {shape}: return float32 of that shape"
+            )
+    for name, correction in algorithm.corrections.items():
+        try:
+            weights, keep = correction(np.zeros(shape), np.ones(shape, bool), np.zeros(shape))
+            good = np.shape(weights) == np.shape(keep) == shape and np.asarray(keep).dtype == bool
+            problem = "" if good else "returns other shapes, or a keep that is not bool"
+        except Exception as error:  # whatever a user's function raises
+            problem = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if problem:
+            raise UserError(
+                f"algo.correction: {name!r} {problem}; it takes numpy arrays (log_ratio, mask, "
+                "advantages) and returns (weights, keep) of their shape"
+            )
 
 
 def _check_continuous(resolved: Resolved) -> None:
@@ -268,11 +333,11 @@ def _check_batches(config) -> None:
             f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     if rows % parts:
         raise UserError(
             f"rollout.prompts_per_step x group_size = {rows} responses do not divide into "
-            f"algo.updates_per_rollout x learner.micro_batches = {parts} equal parts"
+            f"algo.num_minibatches x learner.gradient_accumulation_steps = {parts} equal parts"
         )
     if config.sft.steps and config.sft.questions < config.sft.batch_size:
         raise UserError(
@@ -293,10 +358,11 @@ def _check_batches(config) -> None:
 
 
 def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
-    """Raises UserError if a batch does not divide over the devices that share it."""
+    """Raises UserError if a batch does not divide over the devices that share it, or a device's
+    share of `rollout.pages` cannot hold one sequence."""
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    parts = config.algo.updates_per_rollout * config.learner.micro_batches
+    parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     sizes = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,
@@ -313,27 +379,11 @@ def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
                 f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
                 "multiple"
             )
-
-    _check_pages(config, rows_at_once)
-
-
-def _check_pages(config: ml_collections.ConfigDict, devices: int) -> None:
-    """Raises UserError if a device's share of `rollout.pages` cannot hold one sequence."""
     rollout = config.rollout
-    least = devices * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
+    least = rows_at_once * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
     if rollout.slots and rollout.pages and rollout.pages < least:
-        each = f" on each of {devices} devices" if devices > 1 else ""
+        each = f" on each of {rows_at_once} devices" if rows_at_once > 1 else ""
         raise UserError(
             f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
             f"max_new_tokens{each}: write at least {least}, or 0"
-        )
-
-
-def check_positions(resolved: Resolved, tokens: int) -> None:
-    """Raises UserError if sequences of `tokens` tokens are longer than `model.checkpoint` knows."""
-    if resolved.positions is not None and tokens > resolved.positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "
-            f"{resolved.positions} positions of model.checkpoint = "
-            f"{resolved.config.model.checkpoint!r}: lower them"
         )

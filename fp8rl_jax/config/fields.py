@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from fp8rl_jax.models import REMAT, ModelConfig
+from fp8rl_jax.rl.advantages import BASELINES, SCALES
+from fp8rl_jax.rl.aggregation import AGGREGATIONS
+from fp8rl_jax.rl.kl import ESTIMATORS
+from fp8rl_jax.rl.presets import PRESETS
 
 
 class Field(NamedTuple):
     """A field of the configuration.
 
     Attributes:
-      default: its value when nobody sets it; its type is the field's.
+      default: its value where it is not set; its type is the field's.
       meaning: what `--help` says.
       least, most: bounds of a number.
       choices: of a text; any text if empty.
@@ -32,10 +36,7 @@ class Field(NamedTuple):
         return isinstance(self.default, ml_collections.ConfigDict)
 
 
-def _options(meaning: str) -> Field:
-    return Field(ml_collections.ConfigDict(), meaning)
-
-
+_OPTIONS = ml_collections.ConfigDict()
 # Shapes of the model when the configuration says nothing: these, else the defaults of ModelConfig.
 _SMALL = {
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -60,6 +61,9 @@ FIELDS: dict[str, dict[str, Field]] = {
                                    "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
                                    "~/.cache/fp8rl_jax/compilation"),
         "samples": Field(4, "transcripts written at each evaluation", 0),
+        "loggers": Field("tensorboard", "where numbers go beside JSON lines: tensorboard, wandb, "
+                         "mlflow, or several with commas"),
+        "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
         "checkpoint_every": Field(20, "RL steps between checkpoints (supervised fine-tuning: at "
                                   "each evaluation)", 1),
         "keep_checkpoints": Field(2, "newest checkpoints to keep", 1),
@@ -82,6 +86,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                                "'' for the recipe's own"),
         "activation_policy": Field("", "scaling policy of activations, likewise"),
         "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
+        "reference": Field("learner", "recipe that scores the reference policy: learner, or a "
+                           "recipe's name"),
         "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16", 0),
         "last_layers_bf16": Field(0, "number of last layers, likewise", 0),
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
@@ -109,7 +115,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                            "directory, or 'checkpoint' for that of model.checkpoint"),
         "chat": Field(False, "questions are the user's messages in the tokenizer's chat template"),
         "system_prompt": Field("", "with chat: a system message before the question; '' for none"),
-        "chat_options": _options("with chat: variables of the template, such as enable_thinking"),
+        "chat_options": Field(_OPTIONS, "with chat: variables of the template, such as "
+                              "enable_thinking"),
         "bos_token": Field("<bos>", "begin of sequence in tokenizer.json"),
         "eos_token": Field("<eos>", "end of sequence in tokenizer.json"),
         "pad_token": Field("<pad>", "padding in tokenizer.json"),
@@ -118,7 +125,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "task": Field("basic_arithmetic", "where questions come from: a task of reasoning_gym; "
                       "gsm8k; a .jsonl, .jsonl.gz or .parquet file; a directory of Hugging Face's "
                       "datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
-        "task_options": _options("keywords of a task of reasoning_gym"),
+        "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
         "reward": Field("exact_match", "exact_match, math_equal, gsm8k, gsm8k_strict, or a "
                         "function as 'module:function'; several with weights as "
                         "'exact_match, 0.5*module:function', the first of which evaluation counts"),
@@ -160,13 +167,39 @@ FIELDS: dict[str, dict[str, Field]] = {
                        "1.0 for all"),
     },
     "algo": {
-        "normalize_std": Field(True, "divide advantages by the group's standard deviation (GRPO)"),
+        "preset": Field("", "a published algorithm, which sets the fields below up to "
+                        "mask_truncated (fp8rl algo list); '' for the defaults",
+                        choices=("", *PRESETS)),
+        "baseline": Field("group_mean", "what is subtracted from a reward", choices=(*BASELINES,)),
+        "scale": Field("group_std", "what advantages are divided by", choices=(*SCALES,)),
+        "loss": Field("ppo", "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
+                      "or 'module:function'"),
         "clip_low": Field(0.2, "ratio bound 1 - clip_low", 0),
         "clip_high": Field(0.2, "ratio bound 1 + clip_high", 0),
-        "kl_coef": Field(0.0, "weight of the k3 divergence from the policy before RL", 0),
-        "correction": Field("auto", "tis: truncated importance sampling; none; auto: tis when the "
-                            "recipes differ", choices=("auto", "none", "tis")),
-        "tis_cap": Field(2.0, "cap of the importance weight", 1e-6),
+        "dual_clip": Field(0.0, "with ppo: a negative advantage's loss is at most this often the "
+                           "advantage; above 1, or 0 for no bound", 0),
+        "loss_aggregation": Field("token_mean", "how the losses of an update's tokens are added",
+                                  choices=(*AGGREGATIONS,)),
+        "loss_length": Field(0, "constant divisor of seq_mean_token_sum_norm; 0 for "
+                             "rollout.max_new_tokens", 0),
+        "kl_coef": Field(0.0, "weight of the divergence from the policy before RL", 0),
+        "kl_estimator": Field("k3", "its estimator in the loss; NAME+ has NAME's value and k2's "
+                              "gradient", choices=(*ESTIMATORS,)),
+        "kl_in": Field("loss", "loss; reward: each token's advantage loses the k1 divergence from "
+                       "that token on", choices=("loss", "reward")),
+        "dynamic_sampling": Field(False, "sample more questions until the rewards of every group "
+                                  "differ"),
+        "overlong_buffer": Field(0, "last tokens before the length limit over which a response "
+                                 "loses reward; -1 for a fifth of rollout.max_new_tokens", -1),
+        "overlong_penalty": Field(1.0, "reward that a response at the length limit loses", 0),
+        "mask_truncated": Field(False, "leave responses out of the loss that the limit cut off"),
+        "dynamic_sampling_rounds": Field(10, "rollouts of one step at most; groups that are then "
+                                         "missing are filled with ones that do not count", 1),
+        "correction": Field("auto", "for a rollout that differs from the learner: none, tis(2.0), "
+                            "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
+                            "several with commas, or 'module:function'; auto: tis if the recipes "
+                            "differ and old_logprobs is not 'rollout' (where the ratio holds the "
+                            "difference)"),
         "routing_replay": Field("none", "what the learner takes from the rollout's routers: none; "
                                 "experts: which experts, in their order; weights: their weights "
                                 "too", choices=("none", "experts", "weights")),
@@ -175,11 +208,12 @@ FIELDS: dict[str, dict[str, Field]] = {
                               "the sampler's own; auto: the sampler's where zero drift is in "
                               "force, until a first update shows a difference, and the learner's "
                               "elsewhere", choices=("auto", "learner", "rollout")),
-        "updates_per_rollout": Field(1, "optimiser updates, each on an equal part of the rollout",
+        "epochs": Field(1, "passes over one rollout", 1),
+        "num_minibatches": Field(1, "optimiser updates, each on an equal part of the rollout",
                                      1),
     },
     "learner": {
-        "micro_batches": Field(1, "parts of an update whose gradients are accumulated", 1),
+        "gradient_accumulation_steps": Field(1, "micro-batches of an update", 1),
         "remat": Field("none", "none: keep activations; full: recompute each layer",
                        choices=REMAT),
     },
@@ -205,6 +239,11 @@ FIELDS: dict[str, dict[str, Field]] = {
     "eval": {
         "questions": Field(1024, "held-out questions", 1),
         "batch_size": Field(256, "questions at a time", 1),
+        "samples": Field(1, "sampled answers per question, beside the greedy one: pass@k up to "
+                         "this k", 1),
+        "temperature": Field(1.0, "of the sampled answers, above 0"),
+        "top_p": Field(1.0, "sampled answers come from the most likely tokens that have this much "
+                       "probability; 1.0 for all"),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated", 1),
     },
 }  # fmt: skip

@@ -23,6 +23,7 @@ from ml_collections import config_flags
 
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -38,23 +39,47 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
-# Sections that had another name.
-_RENAMED = {"warmup": "sft"}
+# Sections and fields that had another name.
+_RENAMED = {
+    "warmup": "sft",
+    "algo.updates_per_rollout": "algo.num_minibatches",
+    "learner.micro_batches": "learner.gradient_accumulation_steps",
+    "algo.normalize_std": "algo.scale",
+}
+# Values of renamed fields that are written in another way now.
+_VALUES = {"algo.normalize_std": {True: "group_std", False: "none"}}
 # Fields that are gone, with the value at which a run is still the same without them.
 _REMOVED = {
     "rollout.cache_slots": 0, "precision.kv_percentile": 100.0,
-    "precision.attention_kernel": "strict",
+    "precision.attention_kernel": "strict", "algo.tis_cap": 2.0,
 }  # fmt: skip
 
 
 @functools.cache
-def _current(section: str, where: str) -> str:
-    """Today's name of a section; a note says so once."""
-    name = _RENAMED.get(section, section)
-    if name != section:
-        text = f"note: {where}: the config section {section!r} is called {name!r} now"
-        print(text, file=sys.stderr, flush=True)
-    return name
+def _note_renamed(before: str, now: str, where: str) -> None:
+    """Says so, once."""
+    print(f"note: {where}: {before} in the config is called {now} now", file=sys.stderr, flush=True)
+
+
+def _current(path: str, where: str = "") -> str:
+    """Today's name of 'section', or of 'section.field' with what follows; with a note if `where`
+    is given."""
+    section, *rest = path.split(".")
+    for before in (section, ".".join([section, *rest[:1]])):
+        if (now := _RENAMED.get(before)) is not None:
+            if where:
+                _note_renamed(before, now, where)
+            return now + path[len(before) :]
+    return path
+
+
+def _current_value(path: str, value: Any, where: str) -> Any:
+    """A value of a field under its former name, as it is written now."""
+    if path not in _VALUES:
+        return value
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {path} is {value!r}; write True or False")
+    return _VALUES[path][value]
 
 
 def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -65,12 +90,13 @@ def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for section, fields in content.items():
-        section = _RENAMED.get(section, section)
-        kept[section] = {
-            name: value
-            for name, value in fields.items()
-            if not _removed(f"{section}.{name}", value, where)
-        }
+        kept.setdefault(_current(section), {})
+        for name, value in fields.items():
+            path = _current(f"{section}.{name}")
+            value = _current_value(f"{section}.{name}", value, where)
+            if not _removed(path, value, where):
+                section_now, _, name_now = path.partition(".")
+                kept[section_now][name_now] = value
     return kept
 
 
@@ -102,9 +128,7 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 def describe_fields() -> str:
     """The table of fields that `--help` prints."""
     return "\n".join(
-        f"  --config.{path}={{}}\n        {field.meaning}"
-        if field.is_free
-        else f"  --config.{path}={field.default!r}\n        {field.meaning}"
+        f"  --config.{path}={ {} if field.is_free else field.default!r}\n        {field.meaning}"
         for path, field in all_fields().items()
     )
 
@@ -153,12 +177,16 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             raise _unknown(section, where)
         if not isinstance(fields, ml_collections.ConfigDict):
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
-        for name, value in fields.items():
-            path = f"{section}.{name}"
+        if section == "algo":
+            _apply_preset(config, fields.get("preset"))
+        for written_name, value in fields.items():
+            path = _current(f"{section}.{written_name}", where)
+            value = _current_value(f"{section}.{written_name}", value, where)
             if _removed(path, value, where):
                 continue
             if not _known(path):
                 raise _unknown(path, where)
+            name = path.partition(".")[2]
             field = FIELDS[section][name]
             if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
@@ -171,6 +199,13 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
                     f"{_article(field.default)}"
                 )
             config[section][name] = float(value) if isinstance(field.default, float) else value
+
+
+def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
+    """Sets all fields that presets decide; an unknown name is left to the check of fields."""
+    if name in PRESETS:
+        for field in PRESET_FIELDS:
+            config.algo[field] = PRESETS[name].fields.get(field, FIELDS["algo"][field].default)
 
 
 def _article(default: Any) -> str:
@@ -191,7 +226,9 @@ def read_config_file(path: str) -> Any:
         name, colon, argument = path.rpartition(":")
         file = pathlib.Path(name) if colon else file
     if not file.is_file():
-        raise UserError(f"--config: {path} is no file; name a config such as {_example()}")
+        raise UserError(
+            f"--config: {path} is no file; name a config such as configs/tiny_arithmetic.py"
+        )
     spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
     if spec is None or spec.loader is None:
         raise UserError(f"--config: {path} is no Python file; name one that ends in .py")
@@ -221,10 +258,6 @@ def _failing(path: str, error: BaseException) -> UserError:
     )
 
 
-def _example() -> str:
-    return "configs/tiny_arithmetic.py"
-
-
 def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
     """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
 
@@ -244,17 +277,21 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
       UserError: an unknown field or a value of the wrong type.
     """
     for argument in overrides:
+        name, _, preset = argument.lstrip("-").removeprefix("config.").partition("=")
+        if name == "algo.preset":
+            _apply_preset(config, preset)
+    for argument in overrides:
         _apply(config, argument)
 
 
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     """Sets one field from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
-    section, dot, rest = name.partition(".")
-    name = _current(section, "command line") + dot + rest
+    text = str(_current_value(name, literal(text), "command line")) if name in _VALUES else text
+    name = _current(name, "command line")
     if _removed(name, literal(text), "command line"):
         return
-    if not dot or not _known(name):
+    if "." not in name or not _known(name):
         raise _unknown(name, "command line")
     if not equals:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")

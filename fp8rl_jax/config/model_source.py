@@ -77,19 +77,16 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
 
 def _read_directory(checkpoint: str) -> dict[str, Any]:
     """The config.json of `model.checkpoint`."""
-    path = pathlib.Path(checkpoint)
-    if not path.is_dir():
-        raise UserError(
-            f"model.checkpoint: {path} is no directory; name one with the config.json and the "
-            "safetensors of a Hugging Face model"
-        )
-    described = pretrained_config(path)
-    if described is None:
-        raise UserError(
-            f"model.checkpoint: {path} has no config.json with a model_type; name the directory of "
-            "a Hugging Face model"
-        )
-    return described
+    described = pretrained_config(checkpoint)
+    if described is not None:
+        return described
+    lacks = (
+        "has no config.json with a model_type; name the directory of a Hugging Face model"
+        if pathlib.Path(checkpoint).is_dir()
+        else "is no directory; name one with the config.json and the safetensors of a Hugging Face "
+        "model"
+    )
+    raise UserError(f"model.checkpoint: {pathlib.Path(checkpoint)} {lacks}")
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):
@@ -108,7 +105,7 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
 def identity(checkpoint: str) -> str:
     """A hash that changes with a checkpoint's content, without reading its weights.
 
-    It takes config.json whole, and of every safetensors file the name, size and time of change.
+    It takes the content of config.json, and every safetensors file's name, size and time of change.
     Weights that were trained further keep names, sizes and headers, so these alone would find an
     old result for new weights. A copy of the same files has another time, which costs a second
     computation at worst.

@@ -10,7 +10,7 @@ import ml_collections
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
-from fp8rl_jax.quant import Recipe, get_policy, get_recipe
+from fp8rl_jax.quant import Recipe, get_recipe, get_scaling_policy
 
 SIDES = ("rollout", "learner")
 _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
@@ -65,7 +65,7 @@ def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
         policy = precision[f"{name}_policy"]
         if policy:
             with _field(f"{name}_policy"):
-                changed = dataclasses.replace(operand, policy=get_policy(policy))
+                changed = dataclasses.replace(operand, policy=get_scaling_policy(policy))
                 recipe = dataclasses.replace(recipe, **{name: changed})
     for end in ("first_layers", "last_layers"):
         count = precision[f"{end}_bf16"]

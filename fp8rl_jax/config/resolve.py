@@ -1,7 +1,7 @@
 """From the text of a configuration to one checked value that everything downstream takes.
 
 `resolve_config` reads what the configuration names (a model's shapes, scaling policies, the
-reward), checks the whole, and gives a `Resolved`. Nobody derives shapes or recipes again.
+reward), checks all of it, and gives a `Resolved`. Shapes and recipes are derived here alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.config.precision import SIDES, side_recipe
-from fp8rl_jax.envs import Term, check_source, load_rewards
+from fp8rl_jax.envs import Term, load_rewards
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.quant import Recipe, same_forward
+from fp8rl_jax.quant import Recipe, get_recipe, same_forward
+from fp8rl_jax.rl import Algorithm, algorithm_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Resolved:
       model: shapes. Where they are fields of the configuration, the vocabulary is 1 until
         `with_vocabulary`.
       rollout_recipe, learner_recipe: numerics of the two sides.
+      reference_recipe: numerics of the reference policy's log-probabilities.
+      algorithm: what section `algo` chooses.
       rewards: the functions that `env.reward` names, with their weights.
       positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
     """
@@ -36,6 +39,8 @@ class Resolved:
     model: ModelConfig
     rollout_recipe: Recipe
     learner_recipe: Recipe
+    reference_recipe: Recipe
+    algorithm: Algorithm
     rewards: tuple[Term, ...]
     positions: int | None
 
@@ -50,14 +55,6 @@ class Resolved:
         setting = self.config.precision.zero_drift
         return self.same_forward if setting == "auto" else setting == "required"
 
-    @property
-    def use_tis(self) -> bool:
-        """Whether importance weights are applied (`algo.correction`)."""
-        algo = self.config.algo
-        if algo.correction != "auto":
-            return algo.correction == "tis"
-        return not self.same_forward and algo.old_logprobs != "rollout"
-
     def takes_rollout_logprobs(self, drifted: bool) -> bool:
         """Whether the sampler's log-probabilities serve as the old ones: saves a forward pass.
 
@@ -67,7 +64,7 @@ class Resolved:
         setting = self.config.algo.old_logprobs
         if setting != "auto":
             return setting == "rollout"
-        return self.zero_drift and not self.use_tis and not drifted
+        return self.zero_drift and not self.algorithm.corrections and not drifted
 
     def with_vocabulary(self, size: int) -> Resolved:
         """The same with the tokenizer's `size` tokens.
@@ -91,12 +88,11 @@ class Resolved:
         return dataclasses.replace(self, model=model)
 
 
-def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) -> Resolved:
+def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     """Checks `config` and looks up what it names; compiles nothing.
 
     Args:
       config: of `load_config`.
-      with_task: look at where questions come from, too.
 
     Raises:
       UserError: the first thing that cannot work, in one sentence.
@@ -104,11 +100,30 @@ def resolve_config(config: ml_collections.ConfigDict, with_task: bool = True) ->
     checks.check_fields(config)
     model, positions = read_model(config)
     recipes = (side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES)
+    rollout, learner = recipes
     resolved = Resolved(
-        ml_collections.FrozenConfigDict(config), model, *recipes,
+        ml_collections.FrozenConfigDict(config), model, rollout, learner,
+        _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),
         load_rewards(config.env.reward), positions,
     )  # fmt: skip
     checks.check(resolved)
-    if with_task:
-        check_source(config.env)
     return resolved
+
+
+def _algorithm(config, same: bool) -> Algorithm:
+    """`same`: both sides compute the same forward pass, so 'auto' corrects nothing."""
+    algo = config.algo
+    correction = algo.correction
+    if correction == "auto":
+        correction = "none" if same or algo.old_logprobs == "rollout" else "tis"
+    return algorithm_of(algo, config.rollout.max_new_tokens, correction)
+
+
+def _reference_recipe(config, learner: Recipe) -> Recipe:
+    name = config.precision.reference
+    return learner if name == "learner" else without_calibration(get_recipe(name))
+
+
+def without_calibration(recipe: Recipe) -> Recipe:
+    """The recipe where no rollout calibrates scales of the KV cache: these are dynamic."""
+    return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe

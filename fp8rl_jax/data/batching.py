@@ -1,20 +1,49 @@
-"""Text to padded arrays and back: prompts for the sampler, sequences for the learner."""
+"""Batches: the order of examples, and text as padded arrays for sampler and learner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import grain
 import numpy as np
 
 from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.errors import UserError
 
+_END = "\n"  # behind a question
+
+
+class Stream:
+    """Endless shuffled batches of a sequence, exactly resumable.
+
+    Every epoch has its own order, drawn from (seed, epoch). The position is the number of
+    batches taken: a resumed stream gives the batch that would have come next.
+    """
+
+    def __init__(self, items: Sequence, batch_size: int, seed: int):
+        self._data = (
+            grain.MapDataset.source(items).seed(seed).shuffle().repeat().batch(
+                batch_size, batch_fn=list
+            )
+        )  # fmt: skip
+        self.position = 0
+
+    def next(self) -> list:
+        """The next batch."""
+        batch = self._data[self.position]
+        self.position += 1
+        return batch
+
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokenizer's begin-of-sequence, if prompts begin with one, and the text."""
+    """The tokenizer's begin-of-sequence, if prompts begin with one, and the text.
+
+    Raises:
+      UserError: there is no token at all.
+    """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *tokenizer.encode(text)]
+    return _not_empty([*begin, *tokenizer.encode(text)], text)
 
 
 def encode_prompt(
@@ -25,16 +54,26 @@ def encode_prompt(
     A chat template writes the special tokens itself, so nothing is put before it.
 
     Raises:
-      UserError: a conversation of several messages without a chat template.
+      UserError: there is no token at all, or a conversation of several messages without a chat
+        template.
     """
     if chat is not None:
-        return tokenizer.encode(chat.render(question))
+        return _not_empty(tokenizer.encode(chat.render(question)), question)
     if not isinstance(question, str):
         raise UserError(
             f"env.task: a prompt is a conversation of {len(question)} messages, and data.chat is "
             "False: set data.chat=True, with a tokenizer that has a chat template"
         )
-    return encode_text(question + "\n", tokenizer)
+    return encode_text(question + _END, tokenizer)
+
+
+def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
+    if not ids:
+        raise UserError(
+            f"data.tokenizer: the prompt {str(prompt).removesuffix(_END)[:60]!r} has no token "
+            "under this tokenizer: write another prompt, or take another tokenizer"
+        )
+    return ids
 
 
 def pad_prompts(
@@ -46,12 +85,6 @@ def pad_prompts(
       UserError: a question needs more slots, or has no token at all.
     """
     rows = [encode_prompt(question, tokenizer, chat) for question in questions]
-    if not all(rows):
-        question = questions[next(i for i, row in enumerate(rows) if not row)]
-        raise UserError(
-            f"data.tokenizer: the prompt {str(question)[:60]!r} has no token under this tokenizer: "
-            "write another prompt, or take another tokenizer"
-        )
     longest = max(rows, key=len)
     if len(longest) > slots:
         question = questions[rows.index(longest)]

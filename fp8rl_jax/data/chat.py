@@ -3,7 +3,7 @@
 A template is a Jinja program that comes with a model, so it runs in Jinja's sandbox, with the
 settings and the helpers that templates on the Hugging Face Hub are written against: blocks trimmed,
 `tojson` without HTML escapes, `raise_exception`, `strftime_now`, loop controls and the tag
-`{% generation %}`, which only marks text for training and leaves it as it is.
+`{% generation %}`, which only marks text for training and does not change it.
 
 Not done: tools, documents, and messages that are no text.
 """
@@ -82,18 +82,12 @@ class ChatTemplate:
                 f"{where}: the chat template is no Jinja ({error}); fix it, or leave chat off"
             ) from None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """Text of messages ({'role', 'content'} each), special tokens written out.
+    def render(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
+        """Text of messages ({'role', 'content'} each) up to the beginning of the assistant's
+        answer, special tokens written out.
 
         Args:
           messages: the conversation, oldest first.
-          add_generation_prompt: end with the beginning of the assistant's answer.
           variables: more names for the template, such as enable_thinking=False.
 
         Raises:
@@ -102,9 +96,7 @@ class ChatTemplate:
         names = {"tools": None, "documents": None, **self._tokens, **variables}
         try:
             return self._template.render(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                **names,
+                names, messages=[dict(m) for m in messages], add_generation_prompt=True
             )
         except Exception as error:  # a template runs any code: type errors and so on
             said = error if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}"

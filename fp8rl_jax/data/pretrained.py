@@ -15,15 +15,12 @@ Not read: SentencePiece's tokenizer.model, and code that comes with a model.
 
 from __future__ import annotations
 
-import abc
 import json
 import pathlib
-import re
-from collections.abc import Iterable
 from typing import Any
 
 from fp8rl_jax.data.chat import ChatTemplate
-from fp8rl_jax.data.detokenize import Detokenizer
+from fp8rl_jax.data.tokenizer import ReaderTokenizer, read_reader
 from fp8rl_jax.errors import UserError
 
 # Every file that a tokenizer depends on.
@@ -31,21 +28,6 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json", "config.json",
 )  # fmt: skip
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-
-def read_reader(path: pathlib.Path, field: str = "data.tokenizer"):
-    """The `tokenizers.Tokenizer` of a tokenizer.json.
-
-    Raises:
-      UserError: the file cannot be read.
-    """
-    from tokenizers import Tokenizer as Reader  # slow to import, used with a file only
-
-    try:
-        return Reader.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{field}: {path} is no tokenizer.json ({error})") from None
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -71,43 +53,10 @@ def _token_ids(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-class ReaderTokenizer(abc.ABC):
-    """Text and ids by a tokenizer of the `tokenizers` library."""
-
-    _reader: Any
-
-    @abc.abstractmethod
-    def is_end(self, token: int) -> bool:
-        """Whether a text ends at this id."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens that are written out in it become their ids."""
-        return self._reader.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first end token; special tokens, and ids of the model that the tokenizer
-        lacks, have no text."""
-        out = []
-        for token in ids:
-            if self.is_end(token):
-                break
-            out.append(int(token))
-        return self._reader.decode(out)
-
-    def detokenizer(self) -> Detokenizer:
-        return stream(self._reader, self.is_end)
-
-
 class PretrainedTokenizer(ReaderTokenizer):
     """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
 
-    Attributes:
-      bos_id: what a prompt begins with, None if with nothing (Qwen).
-      eos_id: ends a demonstration; the tokenizer's end token.
-      eos_ids: each of them ends a response; eos_id is the first.
-      pad_id: fills slots after the end; eos_id where no padding is named, as masks carry the truth.
-      vocab_size: largest id + 1; a model may have more rows.
-      chat_template: None if the directory has none.
+    `pad_id` is `eos_id` where no padding is named, as masks carry the truth.
     """
 
     def __init__(self, directory: str | pathlib.Path):
@@ -119,8 +68,7 @@ class PretrainedTokenizer(ReaderTokenizer):
                 f"data.tokenizer: {path} has no tokenizer.json{old}; name a directory that has "
                 "one, or write 'byte'"
             )
-        self._reader = read_reader(path / "tokenizer.json")
-        self.vocab_size = max(self._reader.get_vocab().values()) + 1  # ids may have gaps
+        super().__init__(read_reader(path / "tokenizer.json"))
         settings = read_object(path / "tokenizer_config.json")
         self._where = path
         names = _special_tokens(read_object(path / "special_tokens_map.json") | settings)
@@ -163,19 +111,6 @@ class PretrainedTokenizer(ReaderTokenizer):
         if wanted is None:
             wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
         return bos if wanted else None
-
-    def is_end(self, token: int) -> bool:
-        return token in self.eos_ids
-
-
-def stream(reader, is_end) -> Detokenizer:
-    """A Detokenizer over a tokenizer of the `tokenizers` library."""
-
-    def is_byte(token: int) -> bool:
-        text = reader.id_to_token(token)
-        return text is not None and _BYTE.fullmatch(text) is not None
-
-    return Detokenizer(reader.decode, is_end, is_byte)
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import abc
+import itertools
 import pathlib
+import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
-from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer, ReaderTokenizer, read_reader
 from fp8rl_jax.errors import UserError
 
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
-class Tokenizer(Protocol):
+
+class Tokenizer(abc.ABC):
     """What the rest of the program asks of a tokenizer.
 
     Attributes:
@@ -20,35 +24,49 @@ class Tokenizer(Protocol):
       pad_id: fills slots that no mask counts.
       bos_id: what a prompt begins with, None for nothing.
       eos_id: ends a demonstration.
-      eos_ids: each ends a response; holds eos_id.
+      eos_ids: each ends a response; eos_id is the first.
       chat_template: None if there is none.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def eos_id(self) -> int: ...
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-    def encode(self, text: str) -> list[int]: ...
-    def is_end(self, token: int) -> bool: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def detokenizer(self) -> Detokenizer: ...
+    vocab_size: int
+    pad_id: int
+    bos_id: int | None
+    eos_id: int
+    eos_ids: tuple[int, ...]
+    chat_template: ChatTemplate | None = None
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens that are written out in it become their ids."""
+
+    @abc.abstractmethod
+    def _text(self, ids: list[int]) -> str:
+        """Text of ids without an end token."""
+
+    def _is_byte(self, token: int) -> bool:
+        """Whether the id is one byte of a run that is decoded as one (see `Detokenizer`)."""
+        return False
+
+    def is_end(self, token: int) -> bool:
+        """Whether a text ends at this id."""
+        return token in self.eos_ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text up to the first end token. Special tokens, and ids of the model that the tokenizer
+        lacks, have no text; bytes that are no UTF-8 become U+FFFD."""
+        return self._text([int(t) for t in itertools.takewhile(lambda t: not self.is_end(t), ids)])
+
+    def detokenizer(self) -> Detokenizer:
+        """Incremental decoding of one response."""
+        return Detokenizer(self._text, self.is_end, self._is_byte)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255, then pad, begin and end of sequence. Nothing to download."""
 
     pad_id, bos_id, eos_id = 256, 257, 258
     eos_ids = (258,)
     vocab_size = 259
-    chat_template = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="surrogateescape"))
@@ -56,23 +74,44 @@ class ByteTokenizer:
     def is_end(self, token: int) -> bool:
         return token > 255
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first special token; bytes that are no UTF-8 become U+FFFD."""
-        out = bytearray()
-        for token in ids:
-            if self.is_end(token):
-                break
-            out.append(int(token))
-        return out.decode(errors="replace")
+    def _text(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.decode, self.is_end)
+
+class ReaderTokenizer(Tokenizer):
+    """Text and ids by a tokenizer of the `tokenizers` library."""
+
+    def __init__(self, reader: Any):
+        self._reader = reader
+        self.vocab_size = max(reader.get_vocab().values()) + 1  # ids may have gaps
+
+    def encode(self, text: str) -> list[int]:
+        return self._reader.encode(text, add_special_tokens=False).ids
+
+    def _text(self, ids: list[int]) -> str:
+        return self._reader.decode(ids)
+
+    def _is_byte(self, token: int) -> bool:
+        text = self._reader.id_to_token(token)
+        return text is not None and _BYTE.fullmatch(text) is not None
+
+
+def read_reader(path: pathlib.Path):
+    """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    from tokenizers import Tokenizer as Reader  # slow to import, used with a file only
+
+    try:
+        return Reader.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"data.tokenizer: {path} is no tokenizer.json ({error})") from None
 
 
 class FileTokenizer(ReaderTokenizer):
     """A `tokenizer.json` of the tokenizers library, its special tokens named by the config."""
-
-    chat_template = None
 
     def __init__(self, path: str, bos: str, eos: str, pad: str):
         if not pathlib.Path(path).is_file():
@@ -80,8 +119,7 @@ class FileTokenizer(ReaderTokenizer):
                 f"data.tokenizer: {path} is no file; write 'byte', a tokenizer.json, or the "
                 "directory of a Hugging Face model"
             )
-        self._reader = read_reader(pathlib.Path(path))
-        self.vocab_size = max(self._reader.get_vocab().values()) + 1  # ids may have gaps
+        super().__init__(read_reader(pathlib.Path(path)))
         self.bos_id, self.eos_id, self.pad_id = (self._id(t, path) for t in (bos, eos, pad))
         self.eos_ids = (self.eos_id,)
 
@@ -93,48 +131,3 @@ class FileTokenizer(ReaderTokenizer):
 
     def is_end(self, token: int) -> bool:
         return token in (self.eos_id, self.pad_id)
-
-
-def tokenizer_path(name: str, checkpoint: str = "") -> str:
-    """What `data.tokenizer` names, with 'checkpoint' resolved to `model.checkpoint`.
-
-    Raises:
-      UserError: it says 'checkpoint' and there is none.
-    """
-    if name != "checkpoint":
-        return name
-    if not checkpoint:
-        raise UserError(
-            "data.tokenizer is 'checkpoint' and model.checkpoint is empty: name a directory there, "
-            "or write data.tokenizer='byte'"
-        )
-    return checkpoint
-
-
-def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
-    """The tokenizer that `config.data` names.
-
-    Args:
-      config: the section `data`: 'byte', the path of a tokenizer.json, a Hugging Face directory,
-        or 'checkpoint'.
-      checkpoint: `model.checkpoint`.
-
-    Raises:
-      UserError: it cannot be read.
-    """
-    path = tokenizer_path(config.tokenizer, checkpoint)
-    if path == "byte":
-        return ByteTokenizer()
-    if pathlib.Path(path).is_dir():
-        return PretrainedTokenizer(path)
-    return FileTokenizer(path, config.bos_token, config.eos_token, config.pad_token)
-
-
-def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
-    """The files that the tokenizer of `load_tokenizer` depends on."""
-    path = tokenizer_path(name, checkpoint)
-    if path == "byte":
-        return []
-    if not pathlib.Path(path).is_dir():
-        return [pathlib.Path(path)]
-    return [file for file in (pathlib.Path(path) / f for f in FILES) if file.is_file()]

@@ -3,5 +3,3 @@
 from fp8rl_jax.drift.attribute import analyse
 from fp8rl_jax.drift.programs import Programs, affordable
 from fp8rl_jax.drift.self_check import SelfCheck, kept_self_check, self_check
-
-__all__ = ["Programs", "SelfCheck", "affordable", "analyse", "kept_self_check", "self_check"]

@@ -1,6 +1,6 @@
 """From log-probabilities that differ to the operation that makes them differ.
 
-1. The run's own sampler and train step give the headline: they are compared as they are.
+1. The run's own sampler and train step give the headline: they are compared unchanged.
 2. The same programs with every intermediate value tapped are compared value by value, in the order
    of computation. The **first** value whose bits differ is where the programs part. A tapped
    program may compile differently: where it no longer gives the log-probabilities of the untapped
@@ -19,15 +19,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.drift import compare
 from fp8rl_jax.drift.explain import Evidence, explain
-from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
+from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.drift.programs import Host, Programs, Taps
-from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS, tap_names
+from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray, is_weight
 from fp8rl_jax.rl import mismatch_metrics
+from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p
 
 # A quantised value that was swapped in is quantised again: its scale may move by one last bit.
 _REQUANTISED = 1e-6
@@ -60,14 +62,14 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
     result: dict[str, Any] = {
-        "headline": mismatch_metrics(logp, rollout.logprobs, mask, runtime.config.algo.tis_cap),
-        "by_slot": compare.by_slot(d, mask),
+        "headline": mismatch_metrics(logp, rollout.logprobs, mask),
+        "by_slot": compare.by_row("slot", d.T, mask.T),
         "by_length": compare.by_length(d, mask, batch.prompt_lengths),
-        "by_row": compare.by_row(d, mask),
+        "by_row": compare.by_row("row", d, mask),
         "worst": _worst_tokens(programs, batch, rollout, d),
     }
     if runtime.mesh.shape["tensor"] > 1:
-        note("mesh.tensor is above 1, where intermediate values lie in parts: comparing the rest")
+        note("mesh.tensor is above 1, where intermediate values are sharded: comparing the rest")
         seen = Observed(unobservable=list(tap_names(runtime.model)))
     else:
         note("comparing intermediate values")
@@ -95,27 +97,27 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
 
 
 def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray) -> list[dict]:
-    tokenizer, worst = programs.runtime.tokenizer, []
+    tokenizer = programs.runtime.tokenizer
     special = {tokenizer.bos_id: "", tokenizer.pad_id: "(padding)"}
     special |= dict.fromkeys(tokenizer.eos_ids, "(end)")
-    for row, slot in compare.worst_tokens(d, np.asarray(rollout.mask)):
+
+    def described(row: int, slot: int) -> dict:
         position, token = int(batch.prompt_lengths[row]) + slot, int(rollout.tokens[row, slot])
         before = [int(t) for t in batch.tokens[row, :position] if int(t) not in special]
-        worst.append(
-            {
-                "row": row,
-                "slot": slot,
-                "difference": float(d[row, slot]),
-                "rollout_logp": float(rollout.logprobs[row, slot]),
-                "token": special.get(token) or tokenizer.decode([token]),
-                "before": tokenizer.decode(before)[-40:],
-            }
-        )
-    return worst
+        return {
+            "row": row,
+            "slot": slot,
+            "difference": float(d[row, slot]),
+            "rollout_logp": float(rollout.logprobs[row, slot]),
+            "token": special.get(token) or tokenizer.decode([token]),
+            "before": tokenizer.decode(before)[-40:],
+        }
+
+    return [described(*place) for place in compare.worst_tokens(d, np.asarray(rollout.mask))]
 
 
 def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
-    """Taps everything; in parts where tapping all at once changes the log-probabilities."""
+    """Taps everything; fewer values at a time where tapping all changes the log-probabilities."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
@@ -136,14 +138,11 @@ def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Obs
             seen.unobservable += names
         else:
             _add(seen, tapped.taps, learner_taps, batch, mask)
-    order = {name: index for index, name in enumerate(ORDER)}
-    layers = programs.runtime.model.num_hidden_layers
+    order, layers = list(OPERATIONS), programs.runtime.model.num_hidden_layers
 
     def place(row: dict) -> tuple[int, int]:
-        layer = row["layer"]
-        if layer is None:
-            layer = -1 if row["op"] == MODEL_TAPS[0] else layers
-        return layer, order[row["op"]]
+        outside = -1 if row["op"] == MODEL_TAPS[0] else layers
+        return outside if row["layer"] is None else row["layer"], order.index(row["op"])
 
     seen.rows.sort(key=place)
     return seen
@@ -179,16 +178,13 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observe
         d = swapped(chosen)[0].astype(np.float64) - rollout.logprobs
         return float(np.abs(d[mask]).mean())
 
-    def everywhere(*operations: str) -> dict[str, np.ndarray]:
-        return {name: every for name in operations if name in seen.rollout}
-
     @functools.cache  # operations share inputs
     def left_with(*operations: str) -> float:
-        return left(everywhere(*operations))
+        return left({name: every for name in operations if name in seen.rollout})
 
     recipe = programs.runtime.learner_recipe
     noise = _REQUANTISED if recipe.quantized or recipe.kv_quantized else 0.0
-    own = jax.device_get(swapped(everywhere(*names))[1])
+    own = jax.device_get(swapped(dict.fromkeys(names, every))[1])
     valid = compare.valid_positions(batch.prompt_lengths, mask, batch.tokens.shape[1])
     found = []
     for name in names:
@@ -259,40 +255,17 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
     if logits is None or seen.logits is None or seen.logits["differ"]:
         return {}
     mask, config = np.asarray(rollout.mask), programs.runtime.config.rollout
-    rows, targets = logits[mask].astype(np.float64), rollout.tokens[mask]
-    definitions = {
-        "full vocabulary": _logprob(rows / config.temperature, targets),
-        "without temperature": _logprob(rows, targets),
-        "renormalised": _logprob(
-            _truncate(rows / config.temperature, config.top_k, config.top_p), targets
-        ),
-    }
+    rows, targets = jnp.asarray(logits[mask]), rollout.tokens[mask]
+    warm = rows / config.temperature
+    kept = mask_top_p(mask_top_k(warm, config.top_k) if config.top_k else warm, config.top_p)
+    definitions = {"full vocabulary": warm, "without temperature": rows, "renormalised": kept}
 
     def follows(values: np.ndarray) -> str:
-        for name, expected in definitions.items():
+        for name, logits in definitions.items():
+            expected = np.asarray(jax.nn.log_softmax(logits))
+            expected = np.take_along_axis(expected, targets[:, None], 1)[:, 0]
             if np.abs(values[mask] - expected).max() < 1e-4:
                 return name
         return "another"
 
     return {"rollout": follows(rollout.logprobs), "learner": follows(logp)}
-
-
-def _logprob(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    rows = rows - rows.max(1, keepdims=True)
-    chosen = np.take_along_axis(rows, targets[:, None], 1)[:, 0]
-    return chosen - np.log(np.exp(rows).sum(1))
-
-
-def _truncate(rows: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Logits with all but the nucleus at -inf (Holtzman et al., arXiv:1904.09751)."""
-    order = np.argsort(-rows, axis=1)
-    ranked = np.take_along_axis(rows, order, 1)
-    keep = np.ones_like(ranked, bool)
-    if top_k:
-        keep[:, top_k:] = False
-    share = np.where(keep, np.exp(ranked - ranked[:, :1]), 0.0)
-    share /= share.sum(1, keepdims=True)
-    keep &= np.cumsum(share, 1) - share < top_p
-    kept = np.zeros_like(keep)
-    np.put_along_axis(kept, order, keep, 1)
-    return np.where(kept, rows, -np.inf)

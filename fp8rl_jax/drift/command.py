@@ -44,13 +44,10 @@ def analyse_drift(
                 note("random weights: name a run with --checkpoint to take its newest ones")
             state = runtime.new_state(runtime.initial_params(), optimizer)
         else:
-            trained = load_trained(runtime, pathlib.Path(checkpoint), note)
+            trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
             state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
         asked = runtime.questions["train"][: config.rollout.prompts_per_step]
         questions = affordable(runtime, asked)
         if len(questions) < len(asked):
             note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
-        weights = runtime.refit_state(state)[0]
-        key = runtime.keys["rollout"]
-        return analyse(Programs(runtime, state, weights, questions, key), note)
+        return analyse(Programs.calibrated(runtime, state, questions), note)

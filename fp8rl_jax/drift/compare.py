@@ -16,27 +16,17 @@ _WORST = 12
 
 
 def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where two arrays differ, as float32 bits; integers as they are."""
+    """Where two arrays differ, as float32 bits; integers as numbers."""
     if np.issubdtype(np.asarray(one).dtype, np.integer):
         return one != other
     one, other = (np.ascontiguousarray(x, np.float32).view(np.int32) for x in (one, other))
     return one != other
 
 
-def by_slot(d: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """|dlogp| per response slot of (B, R): slot, tokens, mean, max."""
-    return [
-        {"slot": slot, **_spread(d[mask[:, slot], slot])}
-        for slot in range(mask.shape[1])
-        if mask[:, slot].any()
-    ]
-
-
-def by_row(d: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """|dlogp| per row of the batch: row, tokens, mean, max."""
-    return [
-        {"row": row, **_spread(d[row, mask[row]])} for row in range(len(mask)) if mask[row].any()
-    ]
+def by_row(name: str, d: np.ndarray, mask: np.ndarray) -> list[dict]:
+    """|dlogp| of each row of (B, R) that has tokens: {name: row}, tokens, mean, max."""
+    rows = (row for row in range(len(mask)) if mask[row].any())
+    return [{name: row, **_spread(d[row, mask[row]])} for row in rows]
 
 
 def by_length(d: np.ndarray, mask: np.ndarray, prompt_lengths: np.ndarray) -> list[dict]:
@@ -76,7 +66,7 @@ def compare_taps(
     """How a tapped value differs, a row for each layer that holds it.
 
     Args:
-      name: of models/taps.py.
+      name: of operations.py.
       rollout, learner: (L, B, T, ...), or (B, T, ...) outside the layers.
       valid: (B, T), of `valid_positions`.
 

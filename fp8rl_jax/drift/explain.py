@@ -42,7 +42,7 @@ def explain(evidence: Evidence) -> dict[str, str | int | None]:
         return _verdict(
             "unknown",
             "Log-probabilities differ, though recipes, weights and scaling agree; intermediate "
-            "values lie in parts where mesh.tensor is above 1.",
+            "values are sharded where mesh.tensor is above 1.",
             "run it with --config.mesh.tensor=1 to see the operation",
         )
     hidden = ", ".join(evidence.result["unobservable"])

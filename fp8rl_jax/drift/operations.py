@@ -1,13 +1,14 @@
-"""The operations of a layer as an analysis names them: their inputs, and what goes wrong there.
-
-In the order of computation, with the names of models/taps.py.
-"""
+"""The operations of a model as an analysis names them: their inputs, and what goes wrong there."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, MODEL_TAPS
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.models import ModelConfig, forward, init_params
+from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Operation:
     """One tapped value.
 
     Attributes:
-      inputs: tapped values of the same layer that it is computed from; the residual stream, which
-        carries everything before it, is left out.
+      inputs: tapped values of the same layer that it is computed from, of every kind of layer; the
+        residual stream, which carries everything before it, is left out.
       what: what it is.
       advice: what to look at when it differs although its inputs are equal.
     """
@@ -49,74 +50,71 @@ _READ = (
 )
 _RESIDUAL = ("a residual addition", "round it to the compute dtype on both sides")
 
-_ATTENTION = {
-    "q_proj/output": (("q_proj/input",), *_PRODUCT),
-    "k_proj/output": (("k_proj/input",), *_PRODUCT),
-    "v_proj/output": (("v_proj/input",), *_PRODUCT),
-    "q_norm/output": (("q_proj/output",), *_NORM),
-    "k_norm/output": (("k_proj/output",), *_NORM),
-    # Without QK-norm the projections are rotated as they are.
-    "q_rope": (("q_norm/output", "q_proj/output", "q_b_proj/output"), *_ROPE),
-    "k_rope": (("k_norm/output", "k_proj/output", "kv_a_proj_with_mqa/output"), *_ROPE),
-    "q_read": (("q_rope",), *_READ),
-    "k_read": (("k_rope",), *_READ),
-    "v_read": (("v_proj/output",), *_READ),
-    "attention": (
-        ("q_read", "k_read", "v_read"),
-        "attention's sum over keys",
-        "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
-    ),
-}
+
+def _linear(name: str, *inputs: str) -> dict[str, Operation]:
+    """A linear layer: its input, as quantised, and its output."""
+    return {
+        f"{name}/input": Operation(inputs, *_QUANTISED),
+        f"{name}/output": Operation((f"{name}/input",), *_PRODUCT),
+    }
 
 
 def _gated_mlp(prefix: str) -> dict[str, Operation]:
-    """A gated MLP's operations, under a prefix of their names."""
-    found = {
-        "gate_proj/output": Operation((f"{prefix}gate_proj/input",), *_PRODUCT),
-        "up_proj/output": Operation((f"{prefix}up_proj/input",), *_PRODUCT),
-        "gated": Operation(
-            (f"{prefix}gate_proj/output", f"{prefix}up_proj/output"),
+    gate, up, normed = f"{prefix}gate_proj", f"{prefix}up_proj", "post_attention_layernorm/output"
+    return {
+        **_linear(gate, normed),
+        **_linear(up, normed),
+        f"{prefix}gated": Operation(
+            (f"{gate}/output", f"{up}/output"),
             "the gated activation",
             "compute silu in float32 and round once, on both sides",
         ),
-        "down_proj/input": Operation((f"{prefix}gated",), *_QUANTISED),
-        "down_proj/output": Operation((f"{prefix}down_proj/input",), *_PRODUCT),
+        **_linear(f"{prefix}down_proj", f"{prefix}gated"),
     }
-    for name in ("gate_proj/input", "up_proj/input"):
-        found[name] = Operation(("post_attention_layernorm/output",), *_QUANTISED)
-    return {prefix + name: operation for name, operation in found.items()}
 
 
-_LATENT_ATTENTION = {
-    "q_a_proj/output": (("q_a_proj/input",), *_PRODUCT),
-    "q_a_layernorm/output": (("q_a_proj/output",), *_NORM),
-    "q_b_proj/input": (("q_a_layernorm/output",), *_QUANTISED),
-    "q_b_proj/output": (("q_b_proj/input",), *_PRODUCT),
-    "kv_a_proj_with_mqa/output": (("kv_a_proj_with_mqa/input",), *_PRODUCT),
-    "kv_a_layernorm/output": (("kv_a_proj_with_mqa/output",), *_NORM),
-    "q_absorbed": (("q_proj/output", "q_b_proj/output"), *_PRODUCT),
-    "latent_read": (("kv_a_layernorm/output",), *_READ),
-    "values": (("attention",), *_PRODUCT),
-}
-_OPERATIONS: dict[str, Operation] = {
+def _attention(*inputs: str) -> tuple[str, ...]:
+    return tuple(f"self_attn/{name}" for name in inputs)
+
+
+# Name -> operation, in the order of computation; a model has some of them.
+OPERATIONS: dict[str, Operation] = {
     "embed": Operation(
         (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
     ),
     "input_layernorm/output": Operation((), *_NORM),
-    **{
-        f"self_attn/{name}/input": Operation(("input_layernorm/output",), *_QUANTISED)
-        for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-    },
-    **{
-        f"self_attn/{name}": Operation(tuple(f"self_attn/{i}" for i in inputs), what, advice)
-        for name, (inputs, what, advice) in (*_ATTENTION.items(), *_LATENT_ATTENTION.items())
-    },
-    "o_proj/input": Operation(("self_attn/attention", "self_attn/values"), *_QUANTISED),
-    "o_proj/output": Operation(("o_proj/input",), *_PRODUCT),
+    **_linear("self_attn/q_a_proj", "input_layernorm/output"),
+    "self_attn/q_a_layernorm/output": Operation(_attention("q_a_proj/output"), *_NORM),
+    **_linear("self_attn/q_b_proj", "self_attn/q_a_layernorm/output"),
+    **_linear("self_attn/q_proj", "input_layernorm/output"),
+    **_linear("self_attn/k_proj", "input_layernorm/output"),
+    **_linear("self_attn/v_proj", "input_layernorm/output"),
+    **_linear("self_attn/kv_a_proj_with_mqa", "input_layernorm/output"),
+    "self_attn/kv_a_layernorm/output": Operation(_attention("kv_a_proj_with_mqa/output"), *_NORM),
+    "self_attn/q_norm/output": Operation(_attention("q_proj/output"), *_NORM),
+    "self_attn/k_norm/output": Operation(_attention("k_proj/output"), *_NORM),
+    # Without QK-norm the projections themselves are rotated.
+    "self_attn/q_rope": Operation(
+        _attention("q_norm/output", "q_proj/output", "q_b_proj/output"), *_ROPE
+    ),
+    "self_attn/k_rope": Operation(
+        _attention("k_norm/output", "k_proj/output", "kv_a_proj_with_mqa/output"), *_ROPE
+    ),
+    "self_attn/q_absorbed": Operation(_attention("q_proj/output", "q_b_proj/output"), *_PRODUCT),
+    "self_attn/latent_read": Operation(_attention("kv_a_layernorm/output"), *_READ),
+    "self_attn/q_read": Operation(_attention("q_rope"), *_READ),
+    "self_attn/k_read": Operation(_attention("k_rope"), *_READ),
+    "self_attn/v_read": Operation(_attention("v_proj/output"), *_READ),
+    "self_attn/attention": Operation(
+        _attention("q_read", "k_read", "v_read"),
+        "attention's sum over keys",
+        "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
+    ),
+    "self_attn/values": Operation(_attention("attention"), *_PRODUCT),
+    **_linear("o_proj", "self_attn/attention", "self_attn/values"),
     "residual_attention": Operation(("o_proj/output",), *_RESIDUAL),
     "post_attention_layernorm/output": Operation((), *_NORM),
     **_gated_mlp(""),
-    **_gated_mlp("shared_experts/"),
     "router_logits": Operation(
         ("post_attention_layernorm/output",),
         "the router",
@@ -137,13 +135,32 @@ _OPERATIONS: dict[str, Operation] = {
         "the experts",
         "multiply in tiles of one expert, and add a token's results in the order of its experts",
     ),
+    **_gated_mlp("shared_experts/"),
     "residual_mlp": Operation(
         ("down_proj/output", "experts_output", "shared_experts/down_proj/output"), *_RESIDUAL
     ),
     "norm/output": Operation((), *_NORM),
 }
-OPERATIONS = {name: _OPERATIONS[name] for name in (MODEL_TAPS[0], *LAYER_TAPS, *MODEL_TAPS[1:])}
-# In the order of computation, the logits at the end.
-ORDER = (*OPERATIONS, LOGITS)
+LAYER_TAPS = tuple(name for name in OPERATIONS if name not in MODEL_TAPS)
 # Values through which everything flows: swapping one swaps all that came before it.
 CUTS = ("residual_attention", "residual_mlp")
+
+
+def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """{name: shape} of what a model has of `OPERATIONS`, for one sequence of `slots` tokens in
+    float32, in the order of computation."""
+
+    def run(params):
+        tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
+        return forward(params, tokens, config, "f32", taps=names, output="hidden").aux["taps"]
+
+    no_mesh = jax.sharding.AbstractMesh((), ())  # forward has no taps where a mesh shards layers
+    with jax.sharding.use_abstract_mesh(no_mesh):
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        found = jax.eval_shape(run, params)
+    return {name: found[name] for name in OPERATIONS if name in found}
+
+
+def tap_names(config: ModelConfig) -> tuple[str, ...]:
+    """All names that a model has, 'logits' too, in the order of computation."""
+    return (*tapped_values(config, 1), LOGITS)

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
-from fp8rl_jax.models import Swap, forward, quantize_params, trainable_params
-from fp8rl_jax.models.taps import tap_names
-from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.models import Swap, quantize_params, trainable_params
 from fp8rl_jax.rollout import make_refit
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -40,14 +39,7 @@ def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
     """As many of the questions as an analysis can keep all tapped values of, within 4 GiB."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
     slots = config.max_prompt_tokens + config.max_new_tokens
-    names = tap_names(runtime.model)
-
-    def tapped(params):
-        tokens = jnp.zeros((1, slots), jnp.int32)
-        recipe = get_recipe("f32")
-        return forward(params, tokens, runtime.model, recipe, taps=names, output="hidden").aux
-
-    values = jax.tree.leaves(jax.eval_shape(tapped, runtime.param_shapes)["taps"])
+    values = tapped_values(runtime.model, slots).values()
     row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)
     count = min(len(questions), _MOST_BYTES // (row * config.group_size))
     return questions[: max(count // divisor, 1) * divisor]
@@ -71,10 +63,12 @@ class Programs:
     questions: list[Question]
     key: jax.Array
 
-    @property
-    def group_size(self) -> int:
-        """Samples per question."""
-        return self.runtime.config.rollout.group_size
+    @classmethod
+    def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
+        """The run's two sides at a state whose KV scales are calibrated on the questions first."""
+        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
+        weights = runtime.refit_state(state)[0]
+        return cls(runtime, state, weights, questions, runtime.keys["rollout"])
 
     def rollout(self, taps: Sequence[str] = ()) -> tuple[Host, np.ndarray, np.ndarray]:
         """Samples: the rollout on the host, prompt tokens (P, Tp) and lengths (P,)."""
@@ -85,15 +79,15 @@ class Programs:
         return rt.generate(sampler, self.weights, self.questions, self.key, self._temperature())
 
     def _temperature(self) -> np.ndarray:
-        rows = len(self.questions) * self.group_size
-        return np.full(rows, self.runtime.config.rollout.temperature, np.float32)
+        config = self.runtime.config.rollout
+        rows = len(self.questions) * config.group_size
+        return np.full(rows, config.temperature, np.float32)
 
     def batch(self, rollout: Host, prompts: np.ndarray, lengths: np.ndarray) -> Host:
         """The rollout as the learner takes it; every other response with a negative advantage."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
-        temperature = self._temperature()
-        return self.runtime.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+        return self.runtime.rollout_batch(rollout, prompts, lengths, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
         """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
@@ -101,9 +95,13 @@ class Programs:
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
         state = rt.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
-        loss = LossConfig("grpo", rt.config.algo.clip_low, rt.config.algo.clip_high)
+        loss = LossConfig(rt.algorithm.loss)
         step = rt.train_step(
-            optimizer, loss, rt.config.learner.micro_batches, taps=tuple(taps), donate=False
+            optimizer,
+            loss,
+            rt.config.learner.gradient_accumulation_steps,
+            taps=tuple(taps),
+            donate=False,
         )
         _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
         return np.asarray(logp), jax.device_get(metrics.get("taps", {}))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fp8rl_jax.report import write_drift_page, write_report
-from fp8rl_jax.report.drift import NAME
+from fp8rl_jax.report.drift import NAME, exact, headline
 
 _SHOWN = 8
 
@@ -39,8 +40,9 @@ def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
 def print_analysis(result: dict, console: Console | None = None) -> None:
     """Prints headline, verdict and, where something differs, what adds how much."""
     console = console or Console(highlight=False)
-    verdict, head = result["verdict"], result["headline"]
-    _print(console, "Drift, learner against rollout", _headline(head, result["logits"]))
+    verdict = result["verdict"]
+    figures = headline(result["headline"], result["logits"])
+    _print_table(console, "Drift, learner against rollout", ("figure", "value"), figures)
     console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
     console.print(verdict["sentence"], markup=False, soft_wrap=True)
     console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
@@ -51,83 +53,56 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
             f"{result['tapped_programs']} programs; not observable: {hidden}.",
             markup=False, soft_wrap=True,
         )  # fmt: skip
-    _print(console, "Operations that give other results from equal inputs", _operations(result))
+    operations = result.get("by_operation", [])
+    more = len(operations) - _SHOWN
+    _print_table(
+        console,
+        "Operations that give other results from equal inputs",
+        ("operation", "layers", "relative difference", "adds to mean |dlogp|"),
+        [
+            *(
+                (row["op"], _span(row["layers"]), f"{row['local']:.2g}", f"{row['adds']:.3g}")
+                for row in operations[:_SHOWN]
+            ),
+            *([(f"and {more} more",)] if more > 0 else []),
+        ],
+    )
     whole = result.get("drift_without_swaps", 0.0)
-    title = f"Of mean |dlogp| {whole:.3g}, what is left with the rollout's values in one layer"
-    _print(console, title, _layers(result))
-    _print(console, "Worst tokens", _worst(result))
+    layers = sorted(result.get("by_layer", []), key=lambda row: row["left"])
+    _print_table(
+        console,
+        f"Of mean |dlogp| {whole:.3g}, what is left with the rollout's values in one layer",
+        ("layer", "left"),
+        [(str(row["layer"]), exact(row["left"])) for row in layers[:_SHOWN]],
+    )
+    _print_table(
+        console,
+        "Worst tokens",
+        ("after", "token", "row", "slot", "logp of rollout", "dlogp"),
+        [
+            (
+                escape(repr(row["before"])), escape(repr(row["token"])), str(row["row"]),
+                str(row["slot"]), f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}",
+            )
+            for row in result["worst"][:_SHOWN]
+        ],
+    )  # fmt: skip
 
 
-def _print(console: Console, title: str, table: Table | None) -> None:
-    if table is not None:
-        console.print(f"\n[bold]{title}[/]")
-        console.print(table)
-
-
-def _table(*columns: str) -> Table:
+def _print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """Prints rows under a title, if there are any."""
+    if not rows:
+        return
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
-    return table
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return "0 exactly" if value == 0 else f"{value:.3g}"
-
-
-def _headline(head: dict, logits: dict | None) -> Table:
-    table = _table("figure", "value")
-    equal = head["logprob_equal_frac"]
-    rows = [
-        ("tokens compared", f"{head['drift_tokens']:.0f}"),
-        ("max |dlogp|", _number(head["train_rollout_logprob_abs_diff_max"])),
-        ("mean |dlogp|", _number(head["train_rollout_logprob_abs_diff"])),
-        ("log-probs with equal bits", "all" if equal == 1 else f"{equal:.2%}"),
-        ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
-        ("mismatch_kl", _number(head["mismatch_kl"])),
-        ("tis_clipfrac", _number(head["tis_clipfrac"])),
-    ]
-    if logits is not None:
-        rows.append(("max difference of a logit, full vocabulary", _number(logits["max"])))
     for row in rows:
         table.add_row(*row)
-    return table
+    console.print(f"\n[bold]{title}[/]")
+    console.print(table)
 
 
-def _operations(result: dict) -> Table | None:
-    found = result.get("by_operation")
-    if not found:
-        return None
-    table = _table("operation", "layers", "relative difference", "adds to mean |dlogp|")
-    for row in found[:_SHOWN]:
-        layers = row["layers"]
-        span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}..{layers[-1]} ({len(layers)})"
-        table.add_row(row["op"], span, f"{row['local']:.2g}", f"{row['adds']:.3g}")
-    if len(found) > _SHOWN:
-        table.add_row(f"and {len(found) - _SHOWN} more")
-    return table
-
-
-def _layers(result: dict) -> Table | None:
-    found = result.get("by_layer")
-    if not found:
-        return None
-    table = _table("layer", "left")
-    for row in sorted(found, key=lambda row: row["left"])[:_SHOWN]:
-        table.add_row(str(row["layer"]), _number(row["left"]))
-    return table
-
-
-def _worst(result: dict) -> Table | None:
-    if not result["worst"]:
-        return None
-    table = _table("after", "token", "row", "slot", "logp of rollout", "dlogp")
-    for row in result["worst"][:_SHOWN]:
-        table.add_row(
-            *(escape(repr(row[key])) for key in ("before", "token")),
-            *(str(row[key]) for key in ("row", "slot")),
-            f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}",
-        )  # fmt: skip
-    return table
+def _span(layers: list[int]) -> str:
+    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}..{layers[-1]} ({len(layers)})"

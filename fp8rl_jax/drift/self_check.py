@@ -65,9 +65,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     with jax.set_mesh(cut.mesh):
         state = cut.new_state(cut.init_params(), optimizer_of_phase(config, "rl")[0])
         questions = cut.questions["train"][: config.rollout.prompts_per_step]
-        prompts, lengths = cut.pad_prompts(questions)
-        state = cut.calibrate_state(state, prompts, lengths)
-        programs = Programs(cut, state, cut.refit_state(state)[0], questions, cut.keys["rollout"])
+        programs = Programs.calibrated(cut, state, questions)
         rollout, prompts, lengths = programs.rollout()
         batch = programs.batch(rollout, prompts, lengths)
         logp, _ = programs.learner(batch)
@@ -103,7 +101,7 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
 
 
 def _cut(runtime: Runtime) -> Runtime:
-    """The runtime with few layers, prompts and new tokens; everything else as it is."""
+    """The runtime with few layers, prompts and new tokens, and otherwise unchanged."""
     recipes = (runtime.rollout_recipe, runtime.learner_recipe)
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
@@ -117,7 +115,7 @@ def _cut(runtime: Runtime) -> Runtime:
         max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step
     )
     config.rollout.group_size = 2
-    config.learner.micro_batches = 1
+    config.learner.gradient_accumulation_steps = 1
     config.precision.health = False
 
     def shorten(recipe: Recipe) -> Recipe:

@@ -13,22 +13,3 @@ from fp8rl_jax.envs.rewards import (
 from fp8rl_jax.envs.rows import NO_ANSWER
 from fp8rl_jax.envs.sources import check_source, is_generated
 from fp8rl_jax.envs.tasks import check_task, make_questions
-
-__all__ = [
-    "NO_ANSWER",
-    "SPLITS",
-    "Data",
-    "Question",
-    "Term",
-    "check_source",
-    "check_task",
-    "is_generated",
-    "load_questions",
-    "load_reward",
-    "load_rewards",
-    "make_questions",
-    "reward_names",
-    "score",
-    "score_terms",
-    "split_of",
-]

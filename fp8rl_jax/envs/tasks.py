@@ -70,9 +70,9 @@ def make_questions(
                 "env.task_options or lower the number"
             )
         item = data[index]
-        text = item["question"]
-        bucket = found[split_of(text)]
-        if len(bucket) < wanted[split_of(text)] and text not in bucket:
+        text, split = item["question"], split_of(item["question"])
+        bucket = found[split]
+        if len(bucket) < wanted[split] and text not in bucket:
             bucket[text] = Question(text, str(item["answer"]), row=item)
             without_new = 0
         else:

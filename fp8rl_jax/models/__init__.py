@@ -11,8 +11,8 @@ from fp8rl_jax.models.kv_cache import (
     pages_of,
 )
 from fp8rl_jax.models.logprobs import (
+    drawn_logprobs,
     head_logits,
-    inverse_temperature,
     logprobs_of_logits,
     output_head,
     scaled_logits,
@@ -32,43 +32,6 @@ from fp8rl_jax.models.params import (
     with_kv_scales,
 )
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.taps import LAYER_TAPS, MODEL_TAPS, Swap
+from fp8rl_jax.models.taps import Swap
 from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
-
-__all__ = [
-    "LAYER_TAPS",
-    "LINEAR_LAYERS",
-    "MODEL_TAPS",
-    "PAGE",
-    "REMAT",
-    "ForwardOutput",
-    "KVCache",
-    "ModelConfig",
-    "PagedCache",
-    "Swap",
-    "checksum",
-    "for_decoding",
-    "forward",
-    "head_logits",
-    "init_cache",
-    "init_paged_cache",
-    "init_params",
-    "init_probes",
-    "init_scaling",
-    "inverse_temperature",
-    "kernel_formats",
-    "least_pages",
-    "logprobs_of_logits",
-    "output_head",
-    "pages_of",
-    "quantize_params",
-    "rope_tables",
-    "scaled_logits",
-    "token_logprobs",
-    "trainable_params",
-    "update_scaling",
-    "weight_health",
-    "weight_specs",
-    "with_kv_scales",
-]

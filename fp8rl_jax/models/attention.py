@@ -35,7 +35,7 @@ def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) ->
 
 
 def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
-    """(q, its scale): E4M3 under FP8 attention, else as it is."""
+    """(q, its scale): E4M3 under FP8 attention, else unchanged."""
     if not recipe.fp8_attention:
         return q, None
     return quantize_kv(q, recipe, (scales or {}).get("q"))

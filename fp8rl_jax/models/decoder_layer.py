@@ -26,9 +26,7 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
     recipe: Recipe
     sparse: bool
-    collect_health: bool
-    collect_amax: bool
-    collect_load: bool
+    collect: tuple[str, ...]
     tensor: int = 1
 
     @nn.compact
@@ -62,7 +60,7 @@ class DecoderLayer(nn.Module):
         aux: dict = {}
         if self.sparse:
             down, aux = sparse_mlp(
-                self, config, recipe, h2, valid, residual_scale, tensor, self.collect_load
+                self, config, recipe, h2, valid, residual_scale, tensor, self.collect
             )
         else:
             width = config.intermediate_size
@@ -70,11 +68,11 @@ class DecoderLayer(nn.Module):
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
-        if self.collect_health and recipe.kv_quantized:
+        if "kv_health" in self.collect and recipe.kv_quantized:
             names = [name for name in qkv if name != "q" or recipe.fp8_attention]
             counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
-        if self.collect_amax:
+        if "kv_amax" in self.collect:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
         aux = tensor_parallel.combine(aux) if tensor_parallel.in_shard_map() else aux
         return (x, None if cache is None else cache.stored), aux

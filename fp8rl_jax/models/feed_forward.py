@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,11 @@ from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.router import (
     Router,
-    choose_experts,
-    expert_weights,
+    expert_tokens,
     mean_probability,
-    token_logits,
+    router_logits,
+    routing_weights,
+    select_experts,
 )
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value
@@ -77,7 +81,7 @@ def sparse_mlp(
     valid: jax.Array,
     init_scale: float,
     tensor: int,
-    collect_load: bool,
+    collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A router's experts, and the shared ones if the model has any.
 
@@ -85,25 +89,29 @@ def sparse_mlp(
       module, recipe, x, init_scale, tensor: as for `gated_mlp`.
       config: shapes.
       valid: (B, T) bool, tokens that are counted.
-      collect_load: also return the probabilities that a balancing loss needs.
+      collect: as for `forward`.
 
     Returns:
       (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
-      with collect_load 'expert_probability': (E,) float32, `mean_probability`}.
+      if collected 'expert_probability': (E,) float32, `mean_probability`}.
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
-    logits = tap(module, "router_logits", token_logits(x.value, router.kernel, recipe.kernels))
-    chosen = tap(module, "router_experts", choose_experts(config, logits, router.bias))
-    weights = expert_weights(config, logits, chosen)
+    own_rows = tensor_parallel.by_own_rows  # every device sorts and multiplies its own rows
+    product = functools.partial(router_logits, implementation=recipe.kernels)
+    logits = tap(module, "router_logits", own_rows(product, x.value, shared=(router.kernel,)))
+    select = functools.partial(select_experts, config)
+    chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.bias,)))
+    weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(module, "router_weights", weights)
-    y, tokens = moe_forward(config, recipe, x.value, valid, weights, chosen, experts)
+    run = functools.partial(moe_forward, config, recipe)
+    y = own_rows(run, x.value, weights, chosen, shared=(experts,))
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
-    aux = {"expert_tokens": tokens}
-    if collect_load:
+    aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
+    if "expert_probability" in collect:
         aux["expert_probability"] = mean_probability(config, logits, valid)
     return y, aux

@@ -1,7 +1,7 @@
 """The KV cache: stored keys and values of every layer, slot == position.
 
 Two forms. `KVCache` has a row of slots for every sequence. `PagedCache` has one pool of pages of
-64 slots for all sequences and layers; a table says in which pages a sequence's slots lie, so that
+64 slots for all sequences and layers; a table says in which pages a sequence's slots are, so that
 sequences share the pages of a common prompt and give theirs back when they end. Attention reads
 both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
 """
@@ -20,7 +20,7 @@ from jax import lax
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.quant.formats import E4M3
 
@@ -112,9 +112,9 @@ class LayerCache:
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 
     def in_pages(self) -> LayerCache:
-        """The same in pages, where rows are whole pages; else as it is.
+        """The same in pages, where rows are whole pages; else unchanged.
 
-        A kernel reads pages where they lie; rows of one layer would be cut out for it.
+        A kernel reads pages in place; rows of one layer would be cut out for it.
         """
         batch, slots = _leading(self.stored).shape[1:3]
         if self.layer is None or slots % PAGE:
@@ -165,7 +165,7 @@ class KVCache:
     """What every layer has stored, one entry per run of layers under one recipe.
 
     Attributes:
-      runs: as `layer_runs` cuts the layers; usually one.
+      runs: as `layer_groups` cuts the layers; usually one.
     """
 
     runs: tuple[Stored, ...]
@@ -214,8 +214,8 @@ class PagedCache:
         return first[:, None, None] + self.table
 
 
-# A scan over layers carries the cache of all of them along, so that a step writes into it where it
-# lies; handed in and out layer by layer it would be copied twice a token.
+# A scan over layers carries the cache of all of them along, so that a step writes into it in place;
+# handed in and out layer by layer it would be copied twice a token.
 
 
 def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
@@ -257,7 +257,7 @@ def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Store
 
 def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
     """Layers of each run."""
-    runs = layer_runs(layer_stacks(config), recipe)
+    runs = layer_groups(layer_stacks(config), recipe)
     return [run.span.stop - run.span.start for run in runs]
 
 

@@ -44,9 +44,9 @@ from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
     Activation,
     BoundWeight,
-    LayerOf,
     QArray,
     Recipe,
+    StackedLayer,
     Weight,
     as_activation,
     compute_value,
@@ -64,7 +64,7 @@ def replicate(tree, spec: PartitionSpec = _WHOLE):
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
     another order; with the weight gathered first the matmul is the one of a single device. `spec`
-    is what stays in parts on purpose (columns of the output head over `tensor`).
+    is what stays sharded on purpose (columns of the output head over `tensor`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
@@ -95,7 +95,7 @@ def kernel_of(module: nn.Module, shape: tuple[int, ...], init_scale: float) -> W
     """
     if module.has_variable("params", "kernel"):
         named: Any = module.get_variable("params", "kernel")
-        if isinstance(named, LayerOf):
+        if isinstance(named, StackedLayer):
             return named
     return replicate(module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape))
 

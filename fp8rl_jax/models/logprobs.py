@@ -2,8 +2,11 @@
 
 ``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``. The sampler records
 it for the token it chose, the learner recomputes it for the same token; both by
-`_logprobs_of_logits`, or on a GPU both by the kernels that compute the same value (fused_head.py).
-Top-k and top-p choose the token and never renormalise this value.
+`_logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
+
+On a GPU both use kernels (kernels/gpu/head.py) that compute the same value. The learner's never
+hold the logits of many tokens; the sampler has the logits of its few rows in memory, because it
+draws from them, and takes the kernel that reads them. Both give a row the same bits.
 """
 
 from __future__ import annotations
@@ -14,11 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, max_last, prevent_fma, sum_last
-from fp8rl_jax.models import fused_head, tensor_parallel
+from fp8rl_jax.kernels import (
+    EXP_LANES,
+    by_platform,
+    gpu_kernels,
+    max_last,
+    prevent_fma,
+    resolve,
+    sum_last,
+)
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import replicate
-from fp8rl_jax.quant import Recipe, Weight, matmul
+from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value, matmul
+from fp8rl_jax.quant.varying import share
 
 _CHUNK = 1024  # tokens whose logits exist at once
 
@@ -116,6 +128,67 @@ def _chunk_backward(recipe, residual, cotangents):
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
+def _by_kernel(recipe: Recipe) -> bool:
+    """Whether kernels compute log-probabilities: not where a vocabulary is sharded."""
+    return resolve(recipe.kernels) != "reference" and tensor_parallel.size() == 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
+    """`_chunk_logprobs` by the kernels; the gradient of the head goes to `master` if there is one.
+
+    Where the program may run elsewhere too (`Recipe.kernels` of "auto"), `_row_logprobs` there.
+    """
+    return _kernel_forward(recipe, hidden, head, master, targets, inverse)[0]
+
+
+def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse):
+    operands = (compute_value(hidden, recipe), compute_value(head, recipe), targets, inverse)
+
+    def kernel(*operands):
+        return gpu_kernels().head.head_logprobs(*operands)
+
+    plain = functools.partial(_row_logprobs, recipe)
+    logp, entropy, logsumexp = by_platform(recipe.kernels, kernel, plain, *operands)
+    like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
+    return (logp, entropy), (operands, logsumexp, like, master is None)
+
+
+def _kernel_backward(recipe: Recipe, residual, cotangents):
+    operands, logsumexp, like, own = residual
+
+    def kernel(operands, logsumexp, dlogp):
+        return gpu_kernels().head.head_logprobs_vjp(*operands, logsumexp, dlogp)
+
+    def elsewhere(operands, logsumexp, dlogp):
+        def logp(hidden, head):
+            return _row_logprobs(recipe, hidden, head, *operands[2:])[0]
+
+        gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
+        return tuple(x.astype(jnp.float32) for x in gradients)
+
+    found = by_platform(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
+    dhidden, dhead = (x.astype(kind.dtype) for x, kind in zip(found, like, strict=True))
+    return (dhidden, dhead, None, None, None) if own else (dhidden, None, dhead, None, None)
+
+
+_kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
+
+
+def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe):
+    """`token_logprobs`, every device of a mesh with its own rows; inverse (B,): 1 / temperature."""
+    value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
+
+    def run(hidden, targets, inverse, value, master):
+        batch, length, width = hidden.shape
+        inverse = jnp.broadcast_to(inverse[:, None], (batch, length)).reshape(-1)
+        operands = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse)
+        found = _kernel_logprobs(recipe, *share(*operands))
+        return tuple(x.reshape(batch, length) for x in found)
+
+    return tensor_parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))
+
+
 def token_logprobs(
     hidden: jax.Array,
     head: Weight,
@@ -135,10 +208,9 @@ def token_logprobs(
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
-    if fused_head.applies(recipe):
+    if _by_kernel(recipe):
         inverse = inverse_temperature(temperature)
-        plain = functools.partial(_row_logprobs, recipe)
-        return fused_head.token_logprobs(hidden, head, targets, inverse, recipe, plain)
+        return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe)
     batch, length, width = hidden.shape
     count = batch * length
     chunk = min(_CHUNK, count)
@@ -161,3 +233,31 @@ def token_logprobs(
     else:
         values, entropy = lax.map(lambda xs: logp(*xs), chunks)
     return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))
+
+
+def drawn_logprobs(
+    logits: jax.Array,
+    scaled: jax.Array,
+    tokens: jax.Array,
+    temperature: jax.Array,
+    recipe: Recipe,
+) -> jax.Array:
+    """Log-probabilities of drawn tokens, (M,) float32: the bits of `token_logprobs`.
+
+    Args:
+      logits: (M, V) float32, before temperature; scaled: (M, W), of `scaled_logits`.
+      tokens: (M,) int32; temperature: (M,) float32.
+      recipe: numerics.
+    """
+
+    def kernel(logits, scaled, tokens, inverse):
+        return gpu_kernels().head.logprobs_of_logits(logits, tokens, inverse)[0]
+
+    def plain(logits, scaled, tokens, inverse):
+        return logprobs_of_logits(scaled, tokens)[0]
+
+    if not _by_kernel(recipe):
+        return logprobs_of_logits(scaled, tokens)[0]
+    run = functools.partial(by_platform, recipe.kernels, kernel, plain)
+    inverse = inverse_temperature(temperature)
+    return tensor_parallel.by_own_rows(run, logits, scaled, tokens, inverse)

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from fp8rl_jax.kernels import as_bits, from_bits, prevent_fma
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, gated_silu
-from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
@@ -67,7 +66,7 @@ def tile_rows(assignments: int, experts: int) -> int:
 
 
 class Tiles(NamedTuple):
-    """Where each (token, slot) lies among tiles of R rows with one expert each.
+    """Where each (token, slot) is among tiles of R rows with one expert each.
 
     Attributes:
       experts: (tiles,) int32, the expert of each tile; E for tiles without rows.
@@ -140,7 +139,7 @@ def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> j
       recipe: gives the compute dtype.
       y: (tiles, R, D) float32.
       weights: (M, k) float32.
-      tiles: where the results lie.
+      tiles: where the results are.
 
     Returns:
       (M, D) in the compute dtype. Kept for the backward pass: y, rounded to it.
@@ -175,43 +174,32 @@ def moe_forward(
     config: ModelConfig,
     recipe: Recipe,
     x: jax.Array,
-    valid: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
     experts: dict[str, Weight],
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """The chosen experts' results, weighted and added.
-
-    On a mesh every device sorts and multiplies its own rows of the batch, with whole weights.
 
     Args:
       config: shapes.
       recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
       x: (B, T, D) in the compute dtype.
-      valid: (B, T) bool, tokens that are counted.
-      weights, chosen: (B, T, top_k) float32 and int32, of `token_routes`.
+      weights: (B, T, k) float32, of `routing_weights`.
+      chosen: (B, T, k) int32, of `select_experts`.
       experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
 
     Returns:
-      y (B, T, D) in the compute dtype; (E,) int32, tokens that each expert got.
+      (B, T, D) in the compute dtype.
     """
     count = config.num_experts
+    flat = x.reshape(-1, x.shape[-1])
+    weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
+    tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
 
-    def run(x, valid, weights, chosen, experts):
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
-        tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
+    def product(x: jax.Array, name: str) -> jax.Array:
+        return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
 
-        def product(x: jax.Array, name: str) -> jax.Array:
-            return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
-
-        rows = dispatch(flat, tiles)
-        gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
-        gated = gated_silu(recipe, False, gate, up).value
-        y = combine(recipe, product(gated, "down_proj"), weights, tiles)
-        counted = jnp.broadcast_to(valid.reshape(-1, 1), chosen.shape).astype(jnp.int32)
-        tokens = jnp.zeros(count, jnp.int32).at[chosen].add(counted)
-        return y.reshape(x.shape), tokens
-
-    y, tokens = by_own_rows(run, (x, valid, weights, chosen), (experts,), 1)
-    return y, tokens
+    rows = dispatch(flat, tiles)
+    gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
+    gated = gated_silu(recipe, False, gate, up).value
+    return combine(recipe, product(gated, "down_proj"), weights, tiles).reshape(x.shape)

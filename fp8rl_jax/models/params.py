@@ -1,10 +1,10 @@
 """Parameter trees: initialisation, quantisation for the forward pass, and their checksum.
 
 One tree, three forms: float32 masters (what is trained), `quantize_params` of them (what the
-sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, norms and routers as they
-are), and `trainable_params`, which pairs the two for the learner's forward pass. Their structures
-are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers` into up to
-three runs.
+sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32 for norms and
+routers), and `trainable_params`, which pairs the two for the learner's forward pass. Their
+structures are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers`
+into up to three runs.
 
 A *site* is a quantised linear layer of a run, named by its path (``layers.self_attn.q_proj``);
 policy states and probes are flat dictionaries of sites, stacked over the run's layers, and where
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,18 @@ from jax.experimental.layout import Format, Layout
 from fp8rl_jax.kernels import as_bits
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import DENSE_STACK, STACK, Run, is_whole, layer_runs
+from fp8rl_jax.models.stacks import (
+    DENSE_STACK,
+    LINEAR,
+    SMALL,
+    STACK,
+    TABLE,
+    LayerGroup,
+    is_whole,
+    layer_groups,
+    path_of,
+    role_of,
+)
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -62,34 +75,21 @@ def init_params(config: ModelConfig, key: jax.Array):
     return module.init(key, tokens, None, None, tokens, cos, sin, tokens)["params"]
 
 
-def _names(path) -> list[str]:
-    return [entry.key for entry in path]
-
-
-def _role(path) -> str:
-    """'linear', 'table' (embedding and head) or 'float32' (norms and routers, the same in every
-    form), by the leaf's place in the tree."""
-    names = _names(path)
-    if names[-1] == "weight" or names[-2:-1] == ["router"]:
-        return "float32"
-    return "linear" if names[-1] == "kernel" else "table"
-
-
 def _site(path) -> str:
     """Name of the site that a weight belongs to."""
-    return ".".join(_names(path)[:-1])
+    return ".".join(path_of(path)[:-1])
 
 
-def _runs(params, recipe: Recipe) -> list[Run]:
+def _runs(params, recipe: Recipe) -> list[LayerGroup]:
     """The runs of layers that the parameters have under a recipe."""
     names = (name for name in (DENSE_STACK, STACK) if name in params)
-    return layer_runs({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
+    return layer_groups({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
 
 
 def split_layers(params, recipe: Recipe):
     """Parameters with their stacks of layers cut into runs under one recipe (models/stacks.py).
 
-    The tree as it is when every layer of a stack has the same recipe.
+    The tree itself when every layer of a stack has the same recipe.
     """
     runs = _runs(params, recipe)
     if is_whole(runs):
@@ -105,8 +105,8 @@ def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
     recipes = {run.name: run.recipe for run in _runs(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
-        names = _names(path)
-        if _role(path) == "linear":
+        names = path_of(path)
+        if role_of(names) == LINEAR:
             site = recipes[names[0]].for_module(names[-2])
             if site.quantized:
                 found[_site(path)] = (site, leaf)
@@ -184,13 +184,13 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
     def convert(path, leaf):
         name = _site(path)
-        if _role(path) == "linear" and name in sites:
+        if role_of(path_of(path)) == LINEAR and name in sites:
             state = (scaling or {}).get(name)
             q, _ = quantize_weight(leaf, sites[name][0], state)
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if _role(path) == "float32" else compute_value(leaf, recipe)
+        return leaf if role_of(path_of(path)) == SMALL else compute_value(leaf, recipe)
 
     return jax.tree_util.tree_map_with_path(convert, split_layers(params, recipe))
 
@@ -212,7 +212,7 @@ def for_decoding(weights, *, stacks: bool):
         return isinstance(x, QArray)
 
     def convert(path, leaf):
-        if _role(path) != "linear":
+        if role_of(path_of(path)) != LINEAR:
             return leaf
         leaf = jax.tree.map(
             lambda x: x.widened() if is_quantized(x) else x, leaf, is_leaf=is_quantized
@@ -226,7 +226,7 @@ def kernel_formats(weights, shardings):
     """Shardings of rollout weights with the layouts that the GPU kernels read without a copy.
 
     The kernels read the (in, out) matrices of linear layers and head column by column. A buffer
-    that lies row by row would be copied in every rollout.
+    that is stored row by row would be copied in every rollout.
 
     Args:
       weights: of `quantize_params`, or their shapes.
@@ -241,7 +241,7 @@ def kernel_formats(weights, shardings):
         return Format(Layout(major_to_minor=(*axes[:-2], axes[-1], axes[-2])), sharding)
 
     def visit(path, weight, sharding):
-        if _role(path) != "linear" and _names(path) != ["lm_head"]:
+        if role_of(path_of(path)) != LINEAR and path_of(path) != ("lm_head",):
             return sharding
         if isinstance(weight, BoundWeight):
             value = visit(path, weight.value, sharding.value)
@@ -273,7 +273,7 @@ def trainable_params(
     """
 
     def pair(path, master, weight):
-        if _role(path) == "float32":
+        if role_of(path_of(path)) == SMALL:
             return master
         state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
@@ -319,3 +319,29 @@ def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
+
+
+class ParameterCounts(NamedTuple):
+    """Attributes:
+    total: all parameters.
+    active: those that one token uses: of routed experts, its own.
+    tables: embedding and output head; once if they are tied.
+    """
+
+    total: int
+    active: int
+    tables: int
+
+
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
+    """Counts of a model's parameters; allocates nothing."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    total = idle = tables = 0
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        path, count = path_of(keys), math.prod(leaf.shape)
+        total += count
+        if "experts" in path:
+            idle += count // config.num_experts * (config.num_experts - config.num_experts_per_tok)
+        if role_of(path) == TABLE:
+            tables += count
+    return ParameterCounts(total, total - idle, tables)

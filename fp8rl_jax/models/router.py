@@ -33,7 +33,6 @@ from jax import lax
 from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, prevent_fma, sum_last
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, replicate
-from fp8rl_jax.models.rows import by_own_rows
 from fp8rl_jax.quant.varying import share
 
 _TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek's code
@@ -87,27 +86,28 @@ _router_product.defvjp(_router_product_forward, _router_product_backward)
 
 
 def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
-    """(M, D) in the compute dtype times (D, E) float32 -> (M, E) float32, in canonical order.
+    """(..., D) in the compute dtype times (D, E) float32 -> (..., E) float32, in canonical order.
 
     `implementation` as in `Recipe.kernels`. Kept for the backward pass: x as it came.
     """
-    return _router_product(implementation, *share(x, kernel))
+    rows = x.reshape(-1, x.shape[-1])
+    return _router_product(implementation, *share(rows, kernel)).reshape(*x.shape[:-1], -1)
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
-    """(M, E) float32 logits -> what the weights are taken from, (M, E) float32."""
-    experts = logits.shape[1]
-    missing = -experts % EXP_LANES
-    padded = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    """(..., E) float32 logits -> what the weights are taken from, (..., E) float32."""
+    experts = logits.shape[-1]
+    missing = [(0, 0)] * (logits.ndim - 1) + [(0, -experts % EXP_LANES)]
+    padded = jnp.pad(logits, missing, constant_values=-jnp.inf)
     if config.scoring_func == "sigmoid":
-        return (1.0 / (1.0 + jnp.exp(-padded)))[:, :experts]
+        return (1.0 / (1.0 + jnp.exp(-padded)))[..., :experts]
     top = lax.stop_gradient(padded.max(-1, keepdims=True))
     raised = jnp.exp(padded - top)
-    return prevent_fma(raised * (1.0 / sum_last(raised)[:, None]))[:, :experts]
+    return prevent_fma(raised * (1.0 / sum_last(raised)[..., None]))[..., :experts]
 
 
 def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Experts (M, top_k) int32 of logits (M, E) float32, the best first, equal ones by number."""
+    """Experts (..., k) int32 of logits (..., E), the best first, equal ones by number."""
     logits = lax.stop_gradient(logits)
     if config.scoring_func == "softmax":  # has the order of the logits
         return lax.top_k(logits, config.num_experts_per_tok)[1]
@@ -115,22 +115,21 @@ def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | Non
     if bias is not None:
         score = score + lax.stop_gradient(bias)
     if config.n_group > 1:
-        groups = score.reshape(score.shape[0], config.n_group, -1)
+        groups = score.reshape(*score.shape[:-1], config.n_group, -1)
         best = lax.top_k(groups, min(2, groups.shape[-1]))[0]
         kept = lax.top_k(best[..., 0] + best[..., -1], config.topk_group)[1]
-        inside = (kept[:, :, None] == jnp.arange(config.n_group)).any(1)
-        score = jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(score.shape)
+        inside = (kept[..., None] == jnp.arange(config.n_group)).any(-2)
+        score = jnp.where(inside[..., None], groups, -jnp.inf).reshape(score.shape)
     return lax.top_k(score, config.num_experts_per_tok)[1]
 
 
 def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
-    """Weights (M, top_k) float32 of the chosen `experts` (M, top_k), from logits (M, E)."""
-    probabilities = _probabilities(config, logits)
-    weights = jnp.take_along_axis(probabilities, experts, axis=1)
+    """Weights (..., k) float32 of the chosen `experts` (..., k), from logits (..., E)."""
+    weights = jnp.take_along_axis(_probabilities(config, logits), experts, axis=-1)
     if config.norm_topk_prob:
-        total = weights[:, :1]
+        total = weights[..., :1]
         for slot in range(1, config.num_experts_per_tok):
-            total = total + weights[:, slot : slot + 1]
+            total = total + weights[..., slot : slot + 1]
         if config.scoring_func == "sigmoid":
             total = total + _TINY
         weights = prevent_fma(weights * (1.0 / total))
@@ -139,38 +138,10 @@ def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) 
     return weights
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    """(B, T, n) -> (B * T, n)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def token_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
-    """`router_logits` of (B, T, D): (B, T, E) float32."""
-
-    def run(x, kernel):
-        logits = router_logits(_rows(x), kernel, implementation)
-        return (logits.reshape(*x.shape[:-1], -1),)
-
-    return by_own_rows(run, (x,), (kernel,), 0)[0]
-
-
-def choose_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """`select_experts` for logits (B, T, E): (B, T, top_k) int32."""
-
-    def run(logits, bias):
-        return (select_experts(config, _rows(logits), bias).reshape(*logits.shape[:-1], -1),)
-
-    return by_own_rows(run, (logits,), (bias,), 0)[0]
-
-
-def expert_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
-    """`routing_weights` for logits (B, T, E) and experts (B, T, top_k): (B, T, top_k) float32."""
-
-    def run(logits, experts):
-        weights = routing_weights(config, _rows(logits), _rows(experts))
-        return (weights.reshape(experts.shape),)
-
-    return by_own_rows(run, (logits, experts), (), 0)[0]
+def expert_tokens(config: ModelConfig, experts: jax.Array, valid: jax.Array) -> jax.Array:
+    """(E,) int32: how many tokens of (B, T) `valid` got each expert, of `experts` (B, T, k)."""
+    counted = jnp.broadcast_to(valid[..., None], experts.shape).astype(jnp.int32)
+    return jnp.zeros(config.num_experts, jnp.int32).at[experts].add(counted)
 
 
 def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -> jax.Array:
@@ -178,7 +149,7 @@ def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -
 
     Of sigmoids, the share is ``p_i / sum_j p_j`` (arXiv:2412.19437, equation 18).
     """
-    shares = _probabilities(config, _rows(logits))
+    shares = _probabilities(config, logits.reshape(-1, config.num_experts))
     if config.scoring_func == "sigmoid":
         shares = shares / (shares.sum(-1, keepdims=True) + _TINY)
     counted = valid.reshape(-1, 1).astype(jnp.float32)

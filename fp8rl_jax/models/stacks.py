@@ -1,8 +1,9 @@
-"""Which layers are stacked together: by kind (dense, with experts) and by recipe.
+"""The tree of parameters: which layers are stacked together, and what its leaves are.
 
-Parameters keep layers of one kind in one stack: `layers`, and before it `dense_layers` in a model
-whose first layers are dense although the others have experts. A forward pass scans over *runs*:
-layers of one stack under one recipe (`Recipe.layer_segments` keeps the first or last in bf16).
+Parameters keep layers of one kind (dense, with experts) in one stack: `layers`, and before it
+`dense_layers` in a model whose first layers are dense although the others have experts. A forward
+pass scans over *runs*: layers of one stack under one recipe (`Recipe.layer_segments` keeps the
+first or last in bf16).
 """
 
 from __future__ import annotations
@@ -13,14 +14,32 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe
 
 DENSE_STACK, STACK = "dense_layers", "layers"
+Path = tuple[str, ...]
+LINEAR, TABLE, SMALL = "linear", "table", "small"
+
+
+def path_of(keys) -> Path:
+    """Names of a leaf's path as `jax.tree_util` gives it."""
+    return tuple(key.key for key in keys)
+
+
+def role_of(path: Path) -> str:
+    """LINEAR; TABLE: embedding and head; SMALL: norms and routers, float32 in every form.
+
+    Args:
+      path: of a leaf, in the whole tree or within a stack.
+    """
+    if path[-1] == "weight" or path[-2:-1] == ("router",):
+        return SMALL
+    return LINEAR if path[-1] == "kernel" else TABLE
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class LayerGroup:
     """Layers that one scan runs over.
 
     Attributes:
-      name: of the run, in trees that are cut into runs (`split_layers`).
+      name: of the group, in trees that are cut into groups (`split_layers`).
       stack: of the parameters, 'layers' or 'dense_layers'.
       span: the layers within the stack.
       layers: the layers within the model.
@@ -41,13 +60,13 @@ def layer_stacks(config: ModelConfig) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def layer_runs(stacks: dict[str, int], recipe: Recipe) -> list[Run]:
+def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
     """The runs of a model whose stacks are `stacks`, in the order of its layers.
 
     Raises:
       UserError: the recipe names more layers than there are.
     """
-    runs: list[Run] = []
+    runs: list[LayerGroup] = []
     start = 0
     for stack, count in stacks.items():
         for name, segment, own in recipe.layer_segments(sum(stacks.values())):
@@ -55,12 +74,12 @@ def layer_runs(stacks: dict[str, int], recipe: Recipe) -> list[Run]:
             if first < last:
                 name = stack + name.removeprefix(STACK)
                 span = slice(first - start, last - start)
-                runs.append(Run(name, stack, span, slice(first, last), own))
+                runs.append(LayerGroup(name, stack, span, slice(first, last), own))
         start += count
     return runs
 
 
-def is_whole(runs: list[Run]) -> bool:
+def is_whole(runs: list[LayerGroup]) -> bool:
     """Whether every stack is one run of its own name, so that nothing needs cutting."""
     return len(runs) == len({run.stack for run in runs}) and all(
         run.name == run.stack for run in runs

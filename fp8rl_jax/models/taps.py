@@ -6,8 +6,7 @@ stacked over layers, and with ``swaps=...`` chosen values are replaced by given 
 of the pass reads them.
 
 A name is the module's path inside its layer and the value: ``self_attn/q_proj/output``. The values
-outside the layers are ``embed`` and ``norm/output``. `LAYER_TAPS` has all names of a layer, dense
-or with experts, in the order in which they are computed.
+outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.stacks import Run
+from fp8rl_jax.models.stacks import LayerGroup
 
 TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
@@ -81,7 +79,7 @@ def _last(_, new):
     return new
 
 
-def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
+def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]:
     """{name: value} of a Flax collection, the runs of layers joined along their first axis.
 
     Layers that lack a value (dense ones among layers with experts) have zeros in its place.
@@ -97,7 +95,7 @@ def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
     def join(parts: dict[str, jax.Array]) -> jax.Array:
         like = next(iter(parts.values()))
 
-        def part(run: Run) -> jax.Array:
+        def part(run: LayerGroup) -> jax.Array:
             layers = run.span.stop - run.span.start
             return parts.get(run.name, jnp.zeros((layers, *like.shape[1:]), like.dtype))
 
@@ -108,7 +106,7 @@ def by_name(collected: dict, runs: Iterable[Run]) -> dict[str, jax.Array]:
     return {name: join(parts) for name, parts in found.items()} | outside
 
 
-def by_module(swaps: dict[str, Swap], runs: Iterable[Run]) -> dict:
+def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
     """The Flax collection that holds `swaps`: the inverse of `by_name`."""
     flat = {}
     for name, swap in swaps.items():
@@ -121,63 +119,12 @@ def by_module(swaps: dict[str, Swap], runs: Iterable[Run]) -> dict:
     return traverse_util.unflatten_dict(flat)
 
 
-def _inside(*names: str) -> tuple[str, ...]:
-    return tuple(f"self_attn/{name}" for name in names)
-
-
-# Of attention, in the order of computation: what only latent attention has, what it lacks, and
-# what both have.
-_QUERY_LATENT = _inside(
-    "q_a_proj/input", "q_a_proj/output", "q_a_layernorm/output", "q_b_proj/input",
-    "q_b_proj/output",
-)  # fmt: skip
-_QUERY = _inside("q_proj/input", "q_proj/output")
-_KEYS_VALUES = _inside("k_proj/input", "k_proj/output", "v_proj/input", "v_proj/output")
-_KV_LATENT = _inside(
-    "kv_a_proj_with_mqa/input", "kv_a_proj_with_mqa/output", "kv_a_layernorm/output"
-)
-_QK_NORM = _inside("q_norm/output", "k_norm/output")
-_ROTATED = _inside("q_rope", "k_rope")
-_LATENT_READ = _inside("q_absorbed", "latent_read")
-_READ = _inside("q_read", "k_read", "v_read")
-_ATTENTION = _inside("attention")
-_VALUES = _inside("values")
-_DENSE = (
-    "gate_proj/input", "gate_proj/output", "up_proj/input", "up_proj/output", "gated",
-    "down_proj/input", "down_proj/output",
-)  # fmt: skip
-_EXPERTS = ("router_logits", "router_experts", "router_weights", "experts_output")
-_SHARED = tuple(f"shared_experts/{name}" for name in _DENSE)
-LAYER_TAPS = (
-    "input_layernorm/output", *_QUERY_LATENT, *_QUERY, *_KEYS_VALUES, *_KV_LATENT, *_QK_NORM,
-    *_ROTATED, *_LATENT_READ, *_READ, *_ATTENTION, *_VALUES, "o_proj/input", "o_proj/output",
-    "residual_attention", "post_attention_layernorm/output", *_DENSE, *_EXPERTS, *_SHARED,
-    "residual_mlp",
-)  # fmt: skip
 MODEL_TAPS = ("embed", "norm/output")
 # What a replay of the rollout's routing swaps: experts in the order of their slots, and weights.
 ROUTING = ("router_experts", "router_weights")
 # Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
 # float32 at the response's slots.
 LOGITS = "logits"
-
-
-def tap_names(config: ModelConfig) -> tuple[str, ...]:
-    """All names that a model has, 'logits' too, in the order of computation."""
-    absent: set[str] = set()
-    if config.latent:
-        absent |= {*_KEYS_VALUES, *_QK_NORM, *_READ}
-        absent |= set(_QUERY if config.q_lora_rank else _QUERY_LATENT)
-    else:
-        absent |= {*_QUERY_LATENT, *_KV_LATENT, *_LATENT_READ, *_VALUES}
-        absent |= set() if config.qk_norm else set(_QK_NORM)
-    if not config.num_experts:
-        absent |= {*_EXPERTS, *_SHARED}
-    else:
-        absent |= set() if config.dense_layers else set(_DENSE)
-        absent |= set() if config.n_shared_experts else set(_SHARED)
-    layer = (name for name in LAYER_TAPS if name not in absent)
-    return (MODEL_TAPS[0], *layer, *MODEL_TAPS[1:], LOGITS)
 
 
 def batch_axis(name: str) -> int:

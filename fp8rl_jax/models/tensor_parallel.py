@@ -8,17 +8,17 @@ before each product; under an FP8 recipe after their quantisation, one byte an e
 (`quant.matmul` with `gather=`).
 
 Where the mesh axis `tensor` is above 1, or GPU kernels multiply, `split_columns` runs the decoder
-under `jax.shard_map` over all axes. Within, it is written out who holds what:
+under `jax.shard_map` over all axes. Within, it is written out what a device holds:
 
 * every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
-  trained lie in parts over `fsdp` too and are gathered layer by layer.
+  trained are sharded over `fsdp` too and are gathered layer by layer.
 * q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
-  the axis; the KV cache lies by heads too. Else every device attends with all heads.
+  the axis; the KV cache is sharded by heads too. Else every device attends with all heads.
 * gate, up, the gated product between them: columns.
 * o and down: columns; their results are gathered, and the residual stream, norms and embedding are
-  whole on every device.
+  replicated.
 * the output head: columns of the vocabulary; the logits are gathered, and the sum over the
-  vocabulary runs whole on every device.
+  vocabulary runs on every device.
 
 Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
 backwards to the activation it is made from and forwards again into the product of the forward pass,
@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
@@ -68,7 +69,7 @@ def size() -> int:
 def uses_shard_map(recipe: Recipe) -> bool:
     """Whether `forward` writes out who computes what, under shard_map, on the mesh that is set.
 
-    For columns in parts; and for GPU kernels, which XLA's partitioner cannot cut: left alone, every
+    For sharded columns; and for GPU kernels, which XLA's partitioner cannot cut: left alone, every
     device would compute all rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -143,7 +144,7 @@ def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
     return PartitionSpec(None, AXIS) if cut else _WHOLE
 
 
-# Who holds what.
+# What a device holds.
 
 
 def _weight_spec(weight, cut: bool, storage: int):
@@ -172,12 +173,12 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storag
 
     Args:
       params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
-        linear layers and no head of their own lie whole.
+        linear layers and no head of their own are replicated.
       config, recipe, parts: shapes, numerics, devices on the axis `tensor`.
-      storage: devices on the axis `fsdp`, over which weights with a master lie in parts of their
-        input features. Others are read at every decoded token and lie whole over it.
+      storage: devices on the axis `fsdp`, over which weights with a master are sharded by their
+        input features. Others are read at every decoded token and are replicated over it.
     """
-    runs = {run.name: run.recipe for run in layer_runs(layer_stacks(config), recipe)}
+    runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
     def spec(path, weight):
         names = [str(getattr(entry, "key", "")) for entry in path]
@@ -214,6 +215,24 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     return split
 
 
+def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
+    """``run(*by_row, *shared)``, every device of a mesh with its own rows of the batch.
+
+    For work that XLA must not cut. A batch that the devices cannot share equally is computed by all
+    of them.
+
+    Args:
+      run: returns arrays (B, ...).
+      by_row: (B, ...). shared: what every device holds.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
+        return run(*by_row, *shared)
+    rows = PartitionSpec(_rows(by_row[0].shape[0]))
+    specs = (*(rows,) * len(by_row), *(_WHOLE,) * len(shared))
+    return jax.shard_map(run, in_specs=specs, out_specs=rows)(*by_row, *shared)
+
+
 # Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
 
 
@@ -231,7 +250,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
     """The input of several layers, so that its gradient is added once over layers and devices.
 
     Args:
-      x: whole on every device, in the compute dtype.
+      x: replicated, in the compute dtype.
       recipe: of the run; layers: {name: output features}; parts: devices on the axis.
 
     Returns:
@@ -245,7 +264,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
 
 
 def count_once(weight, parts: int):
-    """A weight whose input is whole on all devices: what they count of it adds up to one count."""
+    """A weight whose input is replicated: what they count of it adds up to one count."""
     if not isinstance(weight, BoundWeight) or weight.probe is None:
         return weight
     probe = weight.probe.activation

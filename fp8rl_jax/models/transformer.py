@@ -23,13 +23,21 @@ from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import STACK, Run, layer_runs, layer_stacks
+from fp8rl_jax.models.stacks import (
+    LINEAR,
+    STACK,
+    LayerGroup,
+    layer_groups,
+    layer_stacks,
+    path_of,
+    role_of,
+)
 from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
-    LayerOf,
     Recipe,
+    StackedLayer,
     compute_value,
     get_recipe,
     is_weight,
@@ -38,6 +46,7 @@ from fp8rl_jax.quant import (
 from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
+COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 LINEAR_LAYERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj",
@@ -53,11 +62,12 @@ class ForwardOutput:
       hidden: (B, T, D) after the final norm, in the compute dtype.
       cache: the cache with the new keys and values, in the form it was given, or None.
       aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
-        collect_health 'kv_health': {count name: (L,) float32}; with collect_amax 'kv_amax':
-        {'q' | 'k' | 'v': (L, B) float32}; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
-        outside the layers}; with experts, of the S layers that have them, 'expert_tokens': (S, E)
-        int32, tokens within `lengths` that each expert got, and with collect_load
-        'expert_probability': (S, E) float32, `router.mean_probability` of those tokens}.
+        experts, of the S layers that have them, 'expert_tokens': (S, E) int32, tokens within
+        `lengths` that each expert got; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
+        outside the layers}; what `collect` names: 'kv_health': {count name: (L,) float32}, what
+        the quantisation of K and V (and of q under FP8 attention) lost; 'kv_amax': {'q' | 'k' |
+        'v': (L, B) float32}; 'expert_probability': (S, E) float32, `router.mean_probability` of
+        the tokens within `lengths`}.
     """
 
     logits: jax.Array | None
@@ -77,9 +87,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     recipe: Recipe
     remat: str = "none"
-    collect_health: bool = False
-    collect_amax: bool = False
-    collect_load: bool = False
+    collect: tuple[str, ...] = ()
     tensor: int = 1
 
     @nn.compact
@@ -90,10 +98,10 @@ class Transformer(nn.Module):
         table = replicate(self.param("embed_tokens", init, shape))
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
         stored_runs, auxes = [], []
-        for index, run in enumerate(layer_runs(layer_stacks(config), recipe)):
+        for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             settings = (
-                config, run.recipe, config.num_experts > 0 and run.stack == STACK,
-                self.collect_health, self.collect_amax, self.collect_load, self.tensor,
+                config, run.recipe, config.num_experts > 0 and run.stack == STACK, self.collect,
+                self.tensor,
             )  # fmt: skip
             stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
@@ -113,7 +121,7 @@ class Transformer(nn.Module):
             cache = dataclasses.replace(cache, runs=tuple(stored_runs))
         return x, cache, _join(auxes)
 
-    def _scan(self, settings: tuple, run: Run) -> nn.Module:
+    def _scan(self, settings: tuple, run: LayerGroup) -> nn.Module:
         """The layers of a run as a module over stacked parameters."""
         layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat == "full" else DecoderLayer
         return nn.scan(
@@ -135,16 +143,15 @@ class Transformer(nn.Module):
 def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places, scales, *others):
     """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
 
-    Kernels read linear layers in their stack (`LayerOf`). Others are cut out as bits: a scan over
-    them would cut bf16 out by way of float32. Arguments and result are those of the scanned module,
-    behind its parameters.
+    Kernels read linear layers in their stack (`StackedLayer`). Others are cut out as bits: a scan
+    over them would cut bf16 out by way of float32. Arguments and result are those of the scanned
+    module, behind its parameters.
     """
 
     def one(path, leaf, index: jax.Array):
-        names = [entry.key for entry in path]
-        linear = names[-1] == "kernel" and names[-2] != "router"
+        linear = role_of(path_of(path)) == LINEAR
         if by_kernel and linear and not isinstance(leaf, BoundWeight):
-            return LayerOf(leaf, index)
+            return StackedLayer(leaf, index)
         return take_layer(leaf, index)
 
     def step(carried, scanned):
@@ -204,9 +211,7 @@ def forward(
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
     output: str = "logits",
-    collect_health: bool = False,
-    collect_amax: bool = False,
-    collect_load: bool = False,
+    collect: Collection[str] = (),
     taps: Collection[str] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> ForwardOutput:
@@ -227,10 +232,7 @@ def forward(
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
       output: 'logits' or 'hidden'.
-      collect_health: also count what the quantisation of K and V (and of q under FP8 attention)
-        lost, per layer.
-      collect_amax: also return the amax of q, k and v, per layer and sequence.
-      collect_load: also return the probabilities that the routers gave their experts.
+      collect: what else to observe, of COLLECTED; see `ForwardOutput.aux`.
       taps: names of intermediate values to return; see models/taps.py.
       swaps: values that take the place of intermediate ones, by name.
 
@@ -238,12 +240,14 @@ def forward(
       ForwardOutput.
 
     Raises:
-      ValueError: `remat` or `output` is not one of the values above, or `kv_scales` are missing.
+      ValueError: `remat`, `output` or `collect` is none of these, or `kv_scales` are missing.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
     if output not in ("logits", "hidden"):
         raise ValueError(f"output is {output!r}; write 'logits' or 'hidden'")
+    if not set(collect) <= set(COLLECTED):
+        raise ValueError(f"collect is {collect!r}; write some of {', '.join(COLLECTED)}")
     recipe = get_recipe(recipe)
     batch, length = tokens.shape
     if positions is None:
@@ -259,11 +263,11 @@ def forward(
     parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
     if by_shard_map and (taps or swaps):
         raise ValueError(
-            "intermediate values lie in parts where mesh.tensor is above 1, and where GPU kernels "
+            "intermediate values are sharded where mesh.tensor is above 1, and where GPU kernels "
             "run on several devices: set mesh.tensor to 1, or use one device"
         )
-    module = Transformer(config, recipe, remat, collect_health, collect_amax, collect_load, parts)
-    runs = layer_runs(layer_stacks(config), recipe)
+    module = Transformer(config, recipe, remat, tuple(collect), parts)
+    runs = layer_groups(layer_stacks(config), recipe)
     swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
 
     def apply(params, *arguments) -> tuple:

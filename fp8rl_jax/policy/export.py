@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import jax
 
-from fp8rl_jax.config import default_config, saved_config
+from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import check_target
 from fp8rl_jax.policy.load import load_trained
-from fp8rl_jax.training.run_directory import read_saved_config
+from fp8rl_jax.training.run_directory import run_config
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -47,12 +47,11 @@ def export_run(
     """
     path, target = pathlib.Path(directory), pathlib.Path(target)
     check_target(target, max_shard_gb)
-    saved = path / "config.json"
-    config = saved_config(read_saved_config(saved), str(saved))
+    config = run_config(path)
     config.run.dir, config.mesh = str(path), default_config().mesh
     runtime = make_runtime(config, with_questions=False)
     with jax.set_mesh(runtime.mesh):
-        params = load_trained(runtime, path, note).params
+        params = load_trained(runtime, path, note)[0].params
     begun = pathlib.Path(config.model.checkpoint)
     also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
     if fields is not None:

@@ -1,6 +1,6 @@
 """Text of a policy, shown while it is made.
 
-Tokens come in parts of `CHUNK` decode steps (rollout/stream.py), with the bits of the sampler that
+Tokens come in parts of a few decode steps (`make_stream`), with the bits of the sampler that
 training uses; after each part the text that is settled is handed on. The parts are compiled before
 the clock starts.
 """
@@ -15,12 +15,9 @@ import jax
 import numpy as np
 
 from fp8rl_jax import sharding
-from fp8rl_jax.models import rope_tables
 from fp8rl_jax.policy.load import Policy, pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
 from fp8rl_jax.training.runtime import Runtime
-
-CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +68,7 @@ def generate(
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
-    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, CHUNK)
+    stream = make_stream(runtime.model, runtime.rollout_recipe, settings)
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 
@@ -109,17 +106,11 @@ def generate(
 def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
     """Prompt tokens and Requests, laid out over the mesh; more rows so that they divide over it."""
     prompts, lengths = pad(runtime, rows)
-    count = len(lengths)
+    sample_ids = np.arange(len(lengths), dtype=np.int32)
+    temperatures = np.full(len(lengths), temperature, np.float32)
     new = runtime.config.rollout.max_new_tokens
-    limits = np.where(np.arange(count) < len(rows), new, 0).astype(np.int32)
-    by_row, whole = sharding.batch_sharding(runtime.mesh), sharding.replicated(runtime.mesh)
-    rope = jax.device_put(rope_tables(runtime.model, prompts.shape[1] + new), whole)
-    requests = Requests(
-        lengths=jax.device_put(lengths, by_row),
-        key=jax.device_put(runtime.keys["rollout"], whole),
-        sample_ids=jax.device_put(np.arange(count, dtype=np.int32), by_row),
-        temperature=jax.device_put(np.full(count, temperature, np.float32), by_row),
-        limits=jax.device_put(limits, by_row),
-        rope=rope,
+    limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
+    prompts, lengths, *fields = jax.device_put(
+        (prompts, lengths, sample_ids, temperatures, limits), sharding.batch_sharding(runtime.mesh)
     )
-    return jax.device_put(prompts, by_row), requests
+    return prompts, Requests(lengths, runtime.keys["rollout"], *fields, runtime.rope)

@@ -16,38 +16,19 @@ import ml_collections
 import numpy as np
 import optax
 
-from fp8rl_jax.config import checks, saved_config
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.learner import TrainState
 from fp8rl_jax.policy.source import is_released
-from fp8rl_jax.quant import KVScales
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import as_saved, first_difference, read_saved_config
+from fp8rl_jax.training.run_directory import as_saved, first_difference, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled
 Note = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a run's newest checkpoint holds of its policy.
-
-    Attributes:
-      params: float32 parameters.
-      scaling_state: of the learner's scaling policies; None under another recipe than the run's.
-      kv_scales: calibrated on these parameters; None if there are none, or other recipes.
-      phase, step: of training.
-    """
-
-    params: Any
-    scaling_state: dict | None
-    kv_scales: KVScales | None
-    phase: str
-    step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,30 +77,26 @@ def load_policy(
         else encode_prompt(text, runtime.tokenizer, runtime.chat)
         for text in prompts
     ]
-    for text, row in zip(prompts, rows, strict=True):
-        if not row:
-            raise UserError(f"the prompt {text!r} has no token: write something")
     longest = max(map(len, rows))
-    checks.check_positions(runtime, longest + config.rollout.max_new_tokens)
     runtime = runtime.with_prompt_slots(_round_slots(longest))
     with jax.set_mesh(runtime.mesh):
         if released:
-            trained = Trained(runtime.initial_params(), None, None, "rl", 0)
+            state, phase = runtime.new_state(runtime.initial_params(), optax.identity()), "rl"
             note(f"weights of {config.model.checkpoint}")
         else:
-            trained = load_trained(runtime, pathlib.Path(config.run.dir), note)
-        state = runtime.new_state(trained.params, optax.identity(), trained.scaling_state)
-        if trained.kv_scales is not None:
-            state = dataclasses.replace(state, kv_scales=trained.kv_scales)
-        else:
+            state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
+        if not is_fresh(state.kv_scales, int(state.step)):
             few = rows[: config.eval.batch_size]
             state = runtime.calibrate_state(state, *pad(runtime, few))
         weights = runtime.refit_state(state)[0]
-        yield Policy(runtime, weights, rows, trained.phase, trained.step)
+        yield Policy(runtime, weights, rows, phase, int(state.step))
 
 
-def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Trained:
-    """The newest checkpoint of a run; recipes and mesh of `runtime` may be others than the run's.
+def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
+    """The state in the newest checkpoint of a run, without its optimiser's, and its phase.
+
+    Recipes and mesh of `runtime` may be others than the run's: what depends on the recipe is then
+    as at the start of training.
 
     Raises:
       UserError: there is none, or it is damaged or of another model.
@@ -130,18 +107,15 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Train
             "--checkpoint or --config.run.dir"
         )
     config = runtime.config
-    theirs = read_saved_config(directory / "config.json")
-    ours = as_saved(config)
-    difference = first_difference(
-        *({section: c.get(section, {}) for section in ("model", "data")} for c in (theirs, ours))
-    )
+    saved_as = run_config(directory)
+    sides = as_saved(saved_as), as_saved(config)
+    difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
     if difference:
         name, before, now = difference
         raise UserError(
             f"the run in {directory} was trained with {name} = {before!r}, and the config says "
             f"{now!r}: set it back"
         )
-    saved_as = saved_config(theirs, f"{directory}/config.json")
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)
     checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)
@@ -154,14 +128,14 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> Train
     checkpoints.close()
     note(f"weights of {directory} after {meta['phase']} step {meta['step']}")
     same = runtime.learner_recipe == saved.learner_recipe
+    scaling_state = state.scaling_state if same else None
+    loaded = runtime.new_state(state.params, optax.identity(), scaling_state)
+    kept = {"step": state.step}
     # Between two evaluations of the supervised stage scales are of older weights.
-    fresh = runtime.rollout_recipe == saved.rollout_recipe and is_fresh(
-        state.kv_scales, int(state.step)
-    )
-    return Trained(
-        state.params, state.scaling_state if same else None, state.kv_scales if fresh else None,
-        meta["phase"], meta["step"],
-    )  # fmt: skip
+    same = runtime.rollout_recipe == saved.rollout_recipe
+    if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
+        kept["kv_scales"] = state.kv_scales
+    return dataclasses.replace(loaded, **kept), meta["phase"]
 
 
 def _round_slots(length: int) -> int:

@@ -10,11 +10,11 @@ import pathlib
 
 import ml_collections
 
-from fp8rl_jax.config import default_config, saved_config
+from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data.pretrained import read_object
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.run_directory import read_saved_config
+from fp8rl_jax.training.run_directory import run_config
 
 _NEW_TOKENS = 256
 
@@ -30,8 +30,7 @@ def directory_config(directory: str) -> ml_collections.ConfigDict:
     if released is not None:
         config = _released_config(directory, released)
     elif (path / "config.json").is_file():
-        saved = path / "config.json"
-        config = saved_config(read_saved_config(saved), str(saved))
+        config = run_config(path)
     else:
         raise UserError(
             f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "
@@ -65,7 +64,7 @@ def is_released(config: ml_collections.ConfigDict) -> bool:
 
 
 def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """What a policy is sampled at when nobody says: a run at `rollout.temperature`, a Hugging Face
+    """The default temperature of a policy: a run at `rollout.temperature`, a Hugging Face
     model as its generation_config.json says, which is greedily (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature

@@ -3,18 +3,18 @@
 Knows arrays; knows nothing of models.
 """
 
+from fp8rl_jax.kernels import dequantized as dequantize_kv
 from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import (
     KVScales,
     calibrated_scales,
-    dequantize_kv,
     kv_health,
     missing_scales,
     quantize_kv,
 )
 from fp8rl_jax.quant.products import scaled_matmul
-from fp8rl_jax.quant.qarray import QArray, block_health, quantize, quantize_with
+from fp8rl_jax.quant.qarray import QArray, block_health, quantize
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.rule import grouped_matmul, matmul
@@ -22,12 +22,11 @@ from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
     delayed,
     dynamic,
-    get_policy,
+    get_scaling_policy,
     power_of_two,
     static,
 )
 from fp8rl_jax.quant.site import (
-    OperandProbe,
     SiteProbe,
     SiteScaling,
     init_probe,
@@ -37,56 +36,10 @@ from fp8rl_jax.quant.site import (
 )
 from fp8rl_jax.quant.weights import (
     BoundWeight,
-    LayerOf,
+    StackedLayer,
     Weight,
     compute_value,
     is_weight,
     quantize_weight,
     take_layer,
 )
-
-__all__ = [
-    "Activation",
-    "BoundWeight",
-    "KVScales",
-    "LayerOf",
-    "Operand",
-    "OperandProbe",
-    "QArray",
-    "Recipe",
-    "ScalingPolicy",
-    "SiteProbe",
-    "SiteScaling",
-    "Weight",
-    "as_activation",
-    "block_health",
-    "calibrated_scales",
-    "compute_value",
-    "delayed",
-    "dequantize_kv",
-    "dynamic",
-    "gemm_table",
-    "get_policy",
-    "get_recipe",
-    "grouped_matmul",
-    "init_probe",
-    "init_site",
-    "is_weight",
-    "keep_dtypes",
-    "kv_health",
-    "make_dot_general",
-    "matmul",
-    "merge_probes",
-    "missing_scales",
-    "power_of_two",
-    "quantize",
-    "quantize_kv",
-    "quantize_weight",
-    "quantize_with",
-    "recipe_names",
-    "same_forward",
-    "scaled_matmul",
-    "static",
-    "take_layer",
-    "update_site",
-]

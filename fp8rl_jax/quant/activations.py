@@ -10,7 +10,6 @@ its result, an `Activation`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,10 +20,12 @@ from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import BF16, Operand, Recipe
 from fp8rl_jax.quant.site import OperandScaling, quantize_operand
 
+# A quantised operand, and the amax of each block in float32; None where nothing reads it.
+Quantized = tuple[QArray, jax.Array | None]
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "q"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """An activation, and its quantised form where the operation that made it quantised it, too.
@@ -74,7 +75,7 @@ def fuses_quantisation(recipe: Recipe) -> bool:
 
 def quantize_activation(
     x: jax.Array, operand: Operand, current: OperandScaling | None, implementation: str
-) -> tuple[QArray, jax.Array | None]:
+) -> Quantized:
     """Rounds a (..., rows, columns) array to bf16 and quantises it.
 
     Args:
@@ -83,7 +84,7 @@ def quantize_activation(
       implementation: of `Recipe.kernels`.
 
     Returns:
-      QArray, and the amax of each block where the policy keeps a state, which nobody else reads.
+      QArray, and the amax of each block where the policy keeps a state.
     """
     settings = kernel_settings(operand)
     whole = operand.block == _ROW or x.ndim == 2 or x.shape[-2] % K_BLOCK == 0

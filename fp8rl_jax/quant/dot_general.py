@@ -18,12 +18,7 @@ from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
 from fp8rl_jax.quant.rule import matmul
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling
-from fp8rl_jax.quant.weights import BoundWeight, LayerOf, Weight
-
-
-def _flatten_batch(w: Weight, batch: int) -> Weight:
-    """The first `batch` axes of every array of a weight as one."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[batch:]), w)
+from fp8rl_jax.quant.weights import BoundWeight, StackedLayer, Weight
 
 
 def make_dot_general(
@@ -62,15 +57,11 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         height = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | BoundWeight | LayerOf):
+        if not isinstance(rhs, QArray | BoundWeight | StackedLayer):
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
-        elif (
-            rhs.ndim == len(batch) + 2
-            and tuple(rhs_contract) == (len(batch),)
-            and tuple(rhs_batch) == tuple(range(len(batch)))
-        ):
+        elif rhs.ndim == len(batch) + 2 and [*rhs_batch, *rhs_contract] == [*range(len(batch) + 1)]:
             w = rhs
         else:
             raise ValueError(
@@ -80,7 +71,8 @@ def make_dot_general(
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
             product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
-            y = product(x.reshape(-1, height, depth), _flatten_batch(w, len(batch)))
+            weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), w)
+            y = product(x.reshape(-1, height, depth), weights)
         else:
             y = matmul(recipe, x.reshape(height, depth), w, dtype=dtype)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]

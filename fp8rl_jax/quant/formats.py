@@ -16,39 +16,18 @@ import numpy as np
 from jax import lax
 
 from fp8rl_jax.kernels import folded, to_e4m3
-from fp8rl_jax.kernels import round_bf16 as round_bf16  # a format's rounding, like those below
+from fp8rl_jax.kernels.arrays import fp8_max as fp8_max
+from fp8rl_jax.kernels.arrays import round_bf16 as round_bf16
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-
-_FP8_MAX = {jnp.dtype(E4M3): 448.0, jnp.dtype(E5M2): 57344.0}
 # Halfway to the value that would follow the largest one: beyond, rounding to nearest overflows.
-_ROUNDING_LIMIT = {jnp.dtype(E4M3): 464.0, jnp.dtype(E5M2): 61440.0}
+ROUNDING_LIMIT = {jnp.dtype(E4M3): 464.0, jnp.dtype(E5M2): 61440.0}
+# Bits of the largest finite value; inf and NaN are above them.
+LARGEST_CODE = {jnp.dtype(E4M3): np.uint8(0x7E), jnp.dtype(E5M2): np.uint8(0x7B)}
 _INF_BITS = np.uint32(0x7F800000)
 _SIGN_MASK = np.uint32(0x7FFFFFFF)
-
-
-def fp8_max(dtype) -> float:
-    """Largest finite value of an FP8 format: 448 (E4M3) or 57344 (E5M2).
-
-    Raises:
-      ValueError: `dtype` is not one of the two formats.
-    """
-    try:
-        return _FP8_MAX[jnp.dtype(dtype)]
-    except KeyError:
-        raise ValueError(f"{dtype} is no FP8 format; use float8_e4m3fn or float8_e5m2") from None
-
-
-def rounding_limit(dtype) -> float:
-    """Largest magnitude that rounds to the largest value of an FP8 format: 464 or 61440."""
-    return _ROUNDING_LIMIT[jnp.dtype(dtype)]
-
-
-def largest_code(dtype) -> np.uint8:
-    """Bits of the largest finite value of an FP8 format; above them lie inf and NaN."""
-    return np.uint8(np.asarray(fp8_max(dtype), jnp.dtype(dtype)).view(np.uint8).item())
 
 
 def amax(x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False) -> jax.Array:

@@ -4,27 +4,23 @@ The sampler's cache and the learner's attention both go through `quantize_kv`, s
 exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
 calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
 'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
-sequences (rollout/calibrate.py) and frozen until the next.
+sequences (rollout/refit.py) and frozen until the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import dequantized
 from fp8rl_jax.quant import formats, qarray, scaling
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.weights import compute_value
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["q", "k", "v", "step"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVScales:
     """Calibrated dequantisation scales, stacked over layers.
@@ -95,11 +91,6 @@ def quantize_kv(
         )
     s = lax.optimization_barrier(1.0 / scale)
     return formats.cast_at_scale(x.astype(jnp.float32), s, formats.E4M3), scale
-
-
-def dequantize_kv(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The values that attention reads, float32 (..., Dh), of what `quantize_kv` returned."""
-    return dequantized(stored, scale)
 
 
 def kv_health(

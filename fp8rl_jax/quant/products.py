@@ -93,11 +93,9 @@ def _multiply_for_gradient(recipe: Recipe, x: Operand, w: Operand) -> jax.Array:
 def has_grouped_kernels(recipe: Recipe) -> bool:
     """Whether the grouped GPU kernels know the operands of a recipe: values in the compute dtype,
     or DeepSeek-V3's blocks."""
-    if recipe.activation is None or recipe.weight is None:
-        return True
-    rows = [recipe.activation] + ([recipe.gradient] if recipe.gradient else [])
-    by_row = all(operand.block == (1, K_BLOCK) for operand in rows)
-    return by_row and recipe.weight.block == (K_BLOCK, K_BLOCK)
+    blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
+    operands = recipe.operands.items()
+    return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)
 
 
 def _by_kernel(name: str, recipe: Recipe, x: Operand, w: Operand, *others, **keywords):
@@ -108,21 +106,29 @@ def _by_kernel(name: str, recipe: Recipe, x: Operand, w: Operand, *others, **key
     return kernel(*_values(recipe, x, w), *others, **keywords)
 
 
-def _by_tile(
-    product: Callable, x: Operand, w: Operand, experts: jax.Array, columns: int, dtype
-) -> jax.Array:
-    """``product(tile, matrix of its expert)`` of one tile after another: (tiles, R, columns)."""
-    nothing, _ = share(jnp.zeros((x.shape[1], columns), dtype), x)
+def _of_experts(
+    recipe: Recipe, at_once: Callable, product: Callable, x: Operand, w: Operand,
+    experts: jax.Array, columns: int, dtype,
+) -> jax.Array:  # fmt: skip
+    """``at_once(x, w, experts)`` by a grouped kernel, elsewhere ``product(tile, matrix of its
+    expert)`` of one tile after another: (tiles, R, columns) in `dtype`."""
 
-    def one(tile):
-        rows, expert = from_bits(tile)
+    def by_tile(x, w, experts):
+        nothing, _ = share(jnp.zeros((x.shape[1], columns), dtype), x)
 
-        def multiply():
-            return product(rows, take_layer(w, expert)).astype(dtype)
+        def one(tile):
+            rows, expert = from_bits(tile)
 
-        return as_bits(lax.cond(expert < w.shape[0], multiply, lambda: nothing))
+            def multiply():
+                return product(rows, take_layer(w, expert))
 
-    return from_bits(lax.map(one, as_bits((x, experts))))
+            return as_bits(lax.cond(expert < w.shape[0], multiply, lambda: nothing))
+
+        return from_bits(lax.map(one, as_bits((x, experts))))
+
+    if not has_grouped_kernels(recipe):
+        return by_tile(x, w, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, w, experts)
 
 
 def fprop(
@@ -141,38 +147,27 @@ def fprop(
       (M, N); (tiles, R, N) with experts.
     """
     multiply = functools.partial(_multiply, recipe, dtype=dtype)
-    if experts is None:
-        return multiply(x, w)
 
     def at_once(x, w, experts):
         return _by_kernel("grouped_matmul", recipe, x, w, experts, dtype=dtype)
 
-    def by_tile(x, w, experts):
-        return _by_tile(multiply, x, w, experts, w.shape[-1], dtype)
-
-    if not has_grouped_kernels(recipe):
-        return by_tile(x, w, experts)
-    return by_platform(recipe.kernels, at_once, by_tile, x, w, experts)
+    if experts is None:
+        return multiply(x, w)
+    return _of_experts(recipe, at_once, multiply, x, w, experts, w.shape[-1], dtype)
 
 
 def dgrad(recipe: Recipe, dy: Operand, w: Operand, experts: jax.Array | None, dtype) -> jax.Array:
     """``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
 
     def multiply(dy, w):
-        return _multiply_for_gradient(recipe, dy, w.mT)
-
-    if experts is None:
-        return multiply(dy, w).astype(dtype)
+        return _multiply_for_gradient(recipe, dy, w.mT).astype(dtype)
 
     def at_once(dy, w, experts):
         return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts).astype(dtype)
 
-    def by_tile(dy, w, experts):
-        return _by_tile(multiply, dy, w, experts, w.shape[-2], dtype)
-
-    if not has_grouped_kernels(recipe):
-        return by_tile(dy, w, experts)
-    return by_platform(recipe.kernels, at_once, by_tile, dy, w, experts)
+    if experts is None:
+        return multiply(dy, w)
+    return _of_experts(recipe, at_once, multiply, dy, w, experts, w.shape[-2], dtype)
 
 
 def wgrad(

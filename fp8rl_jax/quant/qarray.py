@@ -26,7 +26,6 @@ may differ from an IEEE implementation in their smallest elements, and below 1.7
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -40,9 +39,7 @@ from fp8rl_jax.kernels.reference.products import wide_type
 from fp8rl_jax.quant import formats, scaling
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["block_shape"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QArray:
     """A quantised array: ``value ~ qvalue * scale``, the scale repeated over its block.
@@ -58,7 +55,7 @@ class QArray:
 
     qvalue: jax.Array
     scale: jax.Array
-    block_shape: tuple[int, ...]
+    block_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -199,9 +196,9 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         saturated, underflowed = jnp.float32(0), jnp.sum(lost, dtype=jnp.float32)
         bad = ~jnp.isfinite(q.scale)
     else:
-        limit = formats.rounding_limit(q.qvalue.dtype) * q.spread_scale()
+        limit = formats.ROUNDING_LIMIT[q.qvalue.dtype] * q.spread_scale()
         above = (jnp.abs(x.astype(jnp.float32)) > limit) & jnp.isfinite(x)
-        not_finite = stored > formats.largest_code(q.qvalue.dtype)
+        not_finite = stored > formats.LARGEST_CODE[q.qvalue.dtype]
         # One pass for the three: XLA would compute the bytes again for each reduction of its own.
         blocks = _resolve(x.shape, q.block_shape)
         counted = [

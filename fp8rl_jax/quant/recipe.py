@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
@@ -106,51 +107,44 @@ class Recipe:
     kernels: str = "auto"
 
     def __post_init__(self):
+        for fault in self._faults():
+            raise UserError(f"recipe {self.name!r}: {fault}")
+
+    def _faults(self) -> Iterator[str]:
         if (self.weight is None) != (self.activation is None):
-            raise UserError(f"recipe {self.name!r}: quantise weights and activations, or neither")
+            yield "quantise weights and activations, or neither"
         if self.kv not in KV_KINDS:
-            raise UserError(
-                f"recipe {self.name!r}: kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
-            )
+            yield f"kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
         if self.kernels not in IMPLEMENTATIONS:
-            raise UserError(
-                f"recipe {self.name!r}: kernels is {self.kernels!r}; write one of "
-                + ", ".join(IMPLEMENTATIONS)
-            )
+            yield f"kernels is {self.kernels!r}; write one of {', '.join(IMPLEMENTATIONS)}"
         if self.fp8_attention and self.kv == "none":
-            raise UserError(
-                f"recipe {self.name!r}: FP8 attention needs K and V in FP8; set kv='dynamic' or "
-                "'calibrated'"
-            )
+            yield "FP8 attention needs K and V in FP8; set kv='dynamic' or 'calibrated'"
         if min(self.first_layers, self.last_layers) < 0:
-            raise UserError(
-                f"recipe {self.name!r}: first_layers is {self.first_layers} and last_layers "
-                f"{self.last_layers}; write numbers of at least 0"
+            yield (
+                f"first_layers is {self.first_layers} and last_layers {self.last_layers}; write "
+                "numbers of at least 0"
             )
         if not isinstance(self.bf16_modules, tuple):
-            raise UserError(
-                f"recipe {self.name!r}: bf16_modules is {self.bf16_modules!r}; write a tuple of "
-                "patterns"
-            )
+            yield f"bf16_modules is {self.bf16_modules!r}; write a tuple of patterns"
         if self.kv_policy.stateful:
-            raise UserError(
-                f"recipe {self.name!r}: kv_policy {self.kv_policy.name} keeps a state, which a KV "
-                "cache has no place for; use kv='calibrated'"
+            yield (
+                f"kv_policy {self.kv_policy.name} keeps a state, which a KV cache has no place "
+                "for; use kv='calibrated'"
             )
-        for side in ("activation", "gradient"):
-            operand = getattr(self, side)
-            if operand and operand.policy.stateful and operand.block[0] != -1:
-                raise UserError(
-                    f"recipe {self.name!r}: {side} blocks are {operand.block}, so the number of "
-                    f"scales changes with the number of rows, and {operand.policy.name} keeps a "
-                    "state of fixed size: use blocks that span all rows, as fp8_delayed does"
+        for name, operand in self.operands.items():
+            block, policy = operand.block, operand.policy
+            if name == "weight" and policy.stateful and not operand.has_square_blocks:
+                yield (
+                    f"weight blocks {block} are not square, so dgrad quantises the weight a second "
+                    f"time, and {policy.name} keeps one state: use square blocks, or a policy "
+                    "without state"
                 )
-        if self.weight and self.weight.policy.stateful and not self.weight.has_square_blocks:
-            raise UserError(
-                f"recipe {self.name!r}: weight blocks {self.weight.block} are not square, so dgrad "
-                f"quantises the weight a second time, and {self.weight.policy.name} keeps one "
-                "state: use square blocks, or a policy without state"
-            )
+            if name != "weight" and policy.stateful and block[0] != -1:
+                yield (
+                    f"{name} blocks are {block}, so the number of scales changes with the number "
+                    f"of rows, and {policy.name} keeps a state of fixed size: use blocks that span "
+                    "all rows, as fp8_delayed does"
+                )
 
     @property
     def quantized(self) -> bool:
@@ -165,8 +159,8 @@ class Recipe:
     @property
     def operands(self) -> dict[str, Operand]:
         """The quantised operand classes: {'weight' | 'activation' | 'gradient': Operand}."""
-        found = {name: getattr(self, name) for name in ("weight", "activation", "gradient")}
-        return {name: operand for name, operand in found.items() if operand is not None}
+        names = ("weight", "activation", "gradient")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def kv_quantized(self) -> bool:
@@ -215,8 +209,4 @@ class Recipe:
 
 def same_forward(one: Recipe, other: Recipe) -> bool:
     """Whether two recipes compute the same forward pass; their backward passes may differ."""
-
-    def forward(recipe: Recipe) -> Recipe:
-        return dataclasses.replace(recipe, name="", gradient=None)
-
-    return forward(one) == forward(other)
+    return one == dataclasses.replace(other, name=one.name, gradient=one.gradient)

@@ -78,7 +78,7 @@ def recipe_names() -> list[str]:
 
 
 def get_recipe(recipe: Recipe | str) -> Recipe:
-    """Returns the recipe of that name; a Recipe is returned as it is.
+    """Returns the recipe of that name; a Recipe is returned unchanged.
 
     Args:
       recipe: a name of `recipe_names`, or ``package.module:function``, a function without
@@ -105,59 +105,52 @@ def _load(text: str) -> Recipe:
     return user_code.call(text, "recipe", Recipe)
 
 
-def _cells(operand: Operand) -> list[str]:
+def _cells(operand: Operand) -> tuple[str, str, str]:
+    """Format, block and policy of an operand."""
     sizes = "x".join("all" if n == -1 else str(n) for n in operand.block)
     block = _BLOCK_NAMES.get(operand.block, sizes)
-    dtype = "E4M3" if operand.dtype == E4M3 else "E5M2"
-    return [dtype, block, operand.policy.name]
+    return ("E4M3" if operand.dtype == E4M3 else "E5M2"), block, operand.policy.name
 
 
 def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     """What every GEMM's operands are: rows with gemm, operand, format, block, policy, note.
 
-    Blocks are rows x columns of the operand as it lies in memory: x (tokens, in), w (in, out), dy
-    (tokens, out); 'tensor', 'row' and 'column' for those that span an axis whole.
+    Blocks are rows x columns of the operand as it is stored: x (tokens, in), w (in, out), dy
+    (tokens, out); 'tensor', 'row' and 'column' for those that span a whole axis.
     """
     recipe = get_recipe(recipe)
-    compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
+    x, w, dy = recipe.activation, recipe.weight, recipe.gradient
+    plain = ("float32" if recipe.compute_dtype == FLOAT32 else "bf16", "", "")
+    product = "dequantised, multiplied in bf16" if recipe.fake else ""
     rows: list[dict[str, str]] = []
 
-    unquantized = [compute, "", ""]
-
-    def add_cells(gemm: str, name: str, cells: list[str], note: str = "") -> None:
+    def add(gemm: str, name: str, operand: Operand | tuple | None, note: str = "") -> None:
+        cells = _cells(operand) if isinstance(operand, Operand) else operand or plain
         keys = ("gemm", "operand", "format", "block", "policy", "note")
-        rows.append(dict(zip(keys, [gemm, name, *cells, note], strict=True)))
+        rows.append(dict(zip(keys, (gemm, name, *cells, note), strict=True)))
 
-    def add(gemm: str, name: str, operand: Operand | None, note: str = "") -> None:
-        add_cells(gemm, name, _cells(operand) if operand else unquantized, note)
-
-    product = "dequantised, multiplied in bf16" if recipe.fake else ""
-    x, w, dy = recipe.activation, recipe.weight, recipe.gradient
     add("fprop", "x", x, product)
     add("fprop", "w", w, "once per update" if w else "")
-    backward = dy is not None
-    add("dgrad", "dy", dy, product if backward else "")
-    if w is None or not backward:
-        add("dgrad", "w", None)
-    elif w.has_square_blocks:
-        add("dgrad", "w", w, "the bytes of fprop, transposed")
+    if x is None or w is None or dy is None:
+        for gemm, name in (("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "x"), ("wgrad", "dy")):
+            add(gemm, name, None)
     else:
-        add("dgrad", "w", w.transposed, "requantised from the bf16 value")
-    for name, operand in (("x", x), ("dy", dy)):
-        if operand is None or not backward:
-            add("wgrad", name, None)
-        elif operand.transposed == operand:
-            add("wgrad", name, operand, "the same bytes")
+        add("dgrad", "dy", dy, product)
+        if w.has_square_blocks:
+            add("dgrad", "w", w, "the bytes of fprop, transposed")
         else:
-            note = "along tokens, from the bf16 value"
-            add("wgrad", name, operand.transposed, f"{note}; {product}" if product else note)
+            add("dgrad", "w", w.transposed, "requantised from the bf16 value")
+        note = "; ".join(filter(None, ("along tokens, from the bf16 value", product)))
+        for name, operand in (("x", x), ("dy", dy)):
+            same = operand.transposed == operand
+            add("wgrad", name, operand.transposed, "the same bytes" if same else note)
     kv = {
-        "none": unquantized,
-        "dynamic": ["E4M3", "token, kv head", recipe.kv_policy.name],
-        "calibrated": ["E4M3", "layer", "calibrated each update"],
+        "none": plain,
+        "dynamic": ("E4M3", "token, kv head", recipe.kv_policy.name),
+        "calibrated": ("E4M3", "layer", "calibrated each update"),
     }[recipe.kv]
-    add_cells("attention", "k, v", kv)
-    q = [cell.replace("kv head", "head") for cell in kv] if recipe.fp8_attention else unquantized
-    add_cells("attention", "q", q)
+    add("attention", "k, v", kv)
+    q = tuple(cell.replace("kv head", "head") for cell in kv) if recipe.fp8_attention else plain
+    add("attention", "q", q)
     add("head", "x, w", None, "embeddings, norms and head are never quantised")
     return rows

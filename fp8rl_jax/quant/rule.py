@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.activations import Activation, as_activation, quantize_activation
+from fp8rl_jax.quant.activations import Activation, Quantized, as_activation, quantize_activation
 from fp8rl_jax.quant.products import dgrad, fprop, has_grouped_kernels, wgrad
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Operand, Recipe
@@ -56,13 +55,16 @@ from fp8rl_jax.quant.site import (
 from fp8rl_jax.quant.varying import share
 from fp8rl_jax.quant.weights import (
     BoundWeight,
-    LayerOf,
+    StackedLayer,
     Weight,
     bind,
     compute_value,
     plain_value,
     quantize_weight,
+    take_layer,
 )
+
+Experts = jax.Array | None  # of the tiles of rows, (tiles,) int32; None for one matrix of rows
 
 
 def matmul(
@@ -81,14 +83,14 @@ def matmul(
     probe observed is combined (amaxes by maximum).
 
     With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
-    It is quantised where it lies and gathered as bytes. What is kept for the backward pass is the
-    part; dx is summed over the axis, in float32, and comes back as the part.
+    It is quantised where it is stored and gathered as bytes. What is kept for the backward pass is
+    the part; dx is summed over the axis, in float32, and comes back as the part.
     """
     x = as_activation(x)
-    if not isinstance(w, LayerOf):
+    if not isinstance(w, StackedLayer):
         return _product(recipe, gather, dtype, *share(x, bind(w), None))
     if gather is not None or not has_grouped_kernels(recipe):
-        return matmul(recipe, x, w.taken(), gather, dtype)
+        return matmul(recipe, x, take_layer(w.stack, w.layer), gather, dtype)
     tile = jax.tree.map(lambda leaf: leaf[None], x)  # the layers of a stack are experts
     return _product(recipe, None, dtype, *share(tile, bind(w.stack), w.layer[None]))[0]
 
@@ -99,8 +101,8 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
     Args:
       recipe: numerics.
       x: (tiles, R, K).
-      w: (E, K, N): an array, a QArray, a LayerOf, or a BoundWeight whose arrays all have the E axis
-        in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
+      w: (E, K, N): an array, a QArray, a StackedLayer, or a BoundWeight whose arrays all have the E
+        axis in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
         it gives zeros, and moves and observes nothing.
 
@@ -109,7 +111,7 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
       amaxes by maximum and counts by sum.
     """
     experts = jnp.asarray(experts)
-    if isinstance(w, LayerOf):
+    if isinstance(w, StackedLayer):
         layers, count = w.stack.shape[:2]
         experts = jnp.where(experts < count, w.layer * count + experts, layers * count)
         w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)
@@ -118,18 +120,34 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _product(
-    recipe: Recipe,
-    gather: str | None,
-    dtype,
-    x: Activation,
-    w: BoundWeight,
-    experts: jax.Array | None,
+    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> jax.Array:
     """`matmul`, or with experts `grouped_matmul`, of operands in one form."""
-    return _forward(recipe, gather, dtype, x, w, experts)[0]
+    return _primal(recipe, gather, dtype, x, w, experts)[0]
 
 
-def _gathered(x: QArray | jax.Array, axis: str | None):
+def _primal(
+    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
+) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
+    """The product, x in the compute dtype, and the quantised operands if they are quantised."""
+    value = compute_value(x.value, recipe)
+    if recipe.activation is None:
+        weight = compute_value(plain_value(w.value), recipe)
+        return fprop(recipe, _gathered(value, gather), weight, experts, dtype), value, None, None
+    if x.q is not None:
+        rows: Quantized = x.q, None
+    else:
+        state = _of_tiles(getattr(w.scaling, "activation", None), experts)
+        rows = quantize_activation(value, recipe.activation, state, recipe.kernels)
+    if isinstance(w.value, QArray):
+        weights: Quantized = w.value, None
+    else:
+        weights = quantize_weight(w.value, recipe, w.scaling)
+    y = fprop(recipe, _gathered(rows[0], gather), weights[0], experts, dtype)
+    return y, value, rows, weights
+
+
+def _gathered(x, axis: str | None):
     """All columns of a matrix from each device's part of them; `x` without an axis."""
     if axis is None:
         return x
@@ -140,7 +158,7 @@ def _gathered(x: QArray | jax.Array, axis: str | None):
     return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
-def _of_tiles(state: OperandScaling | None, experts: jax.Array | None) -> OperandScaling | None:
+def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling | None:
     """Every tile's state of those of its experts; `state` without experts."""
     if experts is None:
         return state
@@ -148,11 +166,7 @@ def _of_tiles(state: OperandScaling | None, experts: jax.Array | None) -> Operan
 
 
 def _observed(
-    x: jax.Array,
-    quantized: tuple[QArray, jax.Array | None],
-    operand: Operand,
-    probe: OperandProbe,
-    experts: jax.Array | None,
+    x: jax.Array, quantized: Quantized, operand: Operand, probe: OperandProbe, experts: Experts
 ) -> OperandProbe:
     """`observe`; of tiles, combined by expert."""
     q, amax = quantized
@@ -170,47 +184,10 @@ def _observed(
     return OperandProbe(amax, counts)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands of fprop: x in the compute dtype, and both as (QArray, amax) if quantised."""
-
-    x_value: jax.Array
-    x: tuple[QArray, jax.Array | None] | None = None
-    w: tuple[QArray, jax.Array | None] | None = None
+_STATIC = {"static": True}  # no array
 
 
-def _forward(
-    recipe: Recipe,
-    gather: str | None,
-    dtype,
-    x: Activation,
-    w: BoundWeight,
-    experts: jax.Array | None,
-) -> tuple[jax.Array, _Operands]:
-    x_value = compute_value(x.value, recipe)
-    if recipe.activation is None:
-        weight = compute_value(plain_value(w.value), recipe)
-        return fprop(recipe, _gathered(x_value, gather), weight, experts, dtype), _Operands(x_value)
-    rows: tuple[QArray, jax.Array | None]
-    if x.q is not None:
-        rows = x.q, None
-    else:
-        state = None if w.scaling is None else _of_tiles(w.scaling.activation, experts)
-        rows = quantize_activation(x_value, recipe.activation, state, recipe.kernels)
-    columns: tuple[QArray, jax.Array | None]
-    if isinstance(w.value, QArray):
-        columns = w.value, None
-    else:
-        columns = quantize_weight(w.value, recipe, w.scaling)
-    y = fprop(recipe, _gathered(rows[0], gather), columns[0], experts, dtype)
-    return y, _Operands(x_value, rows, columns)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "weight", "experts", "gradient", "probe", "seen"],
-    meta_fields=["x_dtype", "parameter_dtype", "has_master"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residual:
     """What the backward pass needs.
@@ -220,9 +197,8 @@ class _Residual:
       weight: the weight that dgrad reads, transposed there: quantised, or an array that is
         rounded or quantised again. Never a copy: an argument, or the bytes of fprop.
       experts: of the tiles, or None.
-      gradient: state of the gradient's policy.
-      probe: the gradient's probe.
-      seen: cotangents of the other probes, observed in the forward pass.
+      gradient: state of the gradient's policy, and the gradient's probe.
+      seen: the probe's cotangent, but for the gradient's; None without a probe.
       x_dtype: of the argument.
       parameter_dtype: of what receives the weight's gradient; None for bytes without a master.
       has_master: whether that is a master, not the value itself.
@@ -230,13 +206,12 @@ class _Residual:
 
     x: QArray | jax.Array
     weight: QArray | jax.Array
-    experts: jax.Array | None
-    gradient: OperandScaling | None
-    probe: OperandProbe | None
-    seen: dict[str, OperandProbe]
-    x_dtype: jnp.dtype
-    parameter_dtype: jnp.dtype | None
-    has_master: bool
+    experts: Experts
+    gradient: tuple[OperandScaling | None, OperandProbe | None]
+    seen: SiteProbe | None
+    x_dtype: jnp.dtype = dataclasses.field(metadata=_STATIC)
+    parameter_dtype: jnp.dtype | None = dataclasses.field(metadata=_STATIC)
+    has_master: bool = dataclasses.field(metadata=_STATIC)
 
 
 @jax.custom_jvp
@@ -253,65 +228,56 @@ def _first_order_jvp(primals, tangents):
     )
 
 
-def _product_forward(
-    recipe: Recipe,
-    gather: str | None,
-    dtype,
-    x: Activation,
-    w: BoundWeight,
-    experts: jax.Array | None,
+def _forward(
+    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, _Residual]:
     # The guard makes a copy, so what is kept of the arguments has not passed through it.
     guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
-    y, operands = _forward(recipe, gather, dtype, guarded_x, guarded_w, experts)
+    y, value, rows, weights = _primal(recipe, gather, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
-    residual = functools.partial(
-        _Residual,
+    seen = w.probe and SiteProbe()
+    if w.probe is not None and rows is not None and weights is not None:
+        seen = _observe_forward(recipe, w.value, w.probe, value, rows, weights, experts)
+    kept: QArray | jax.Array
+    if rows is None or weights is None or recipe.gradient is None:
+        kept = compute_value(x.value, recipe)
+        weight = parameter if recipe.quantized else w.value
+    else:
+        assert recipe.activation is not None and recipe.weight is not None
+        by_columns = recipe.activation.transposed
+        kept = rows[0]
+        if by_columns != recipe.activation:
+            kept, _ = quantize_activation(value, by_columns, None, recipe.kernels)
+        weight = parameter
+        if recipe.weight.has_square_blocks:
+            weight = w.value if isinstance(w.value, QArray) else weights[0]
+    return y, _Residual(
+        x=as_bits(kept),
+        weight=weight,
         experts=experts,
+        gradient=(getattr(w.scaling, "gradient", None), getattr(w.probe, "gradient", None)),
+        seen=seen,
         x_dtype=x.value.dtype,
         parameter_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
         has_master=w.master is not None,
-        seen=_observe_forward(recipe, operands, w, experts),
     )
-    if operands.x is None or operands.w is None or recipe.gradient is None:
-        weight = parameter if recipe.quantized else w.value
-        x_value = compute_value(x.value, recipe)
-        return y, residual(as_bits(x_value), weight, gradient=None, probe=None)
-    assert recipe.activation is not None and recipe.weight is not None
-    by_columns = recipe.activation.transposed
-    if by_columns == recipe.activation:
-        columns = operands.x[0]
-    else:
-        columns, _ = quantize_activation(operands.x_value, by_columns, None, recipe.kernels)
-    if not recipe.weight.has_square_blocks:
-        weight = parameter
-    else:
-        weight = w.value if isinstance(w.value, QArray) else operands.w[0]
-    state = None if w.scaling is None else w.scaling.gradient
-    probe = None if w.probe is None else w.probe.gradient
-    return y, residual(as_bits(columns), weight, gradient=state, probe=probe)
 
 
 def _observe_forward(
-    recipe: Recipe, operands: _Operands, w: BoundWeight, experts: jax.Array | None
-) -> dict[str, OperandProbe]:
-    """What the probes of activation and weight ask for: {operand: cotangent}."""
-    seen: dict[str, OperandProbe] = {}
-    if w.probe is None or operands.x is None or operands.w is None:
-        return seen
+    recipe: Recipe, w, probe: SiteProbe, x: jax.Array, rows: Quantized, weights: Quantized, experts
+) -> SiteProbe:
+    """What the probes of activation and weight ask for."""
     assert recipe.activation is not None and recipe.weight is not None
-    if w.probe.activation is not None:
-        seen["activation"] = _observed(
-            operands.x_value, operands.x, recipe.activation, w.probe.activation, experts
-        )
-    if w.probe.weight is not None and not isinstance(w.value, QArray):
-        count = functools.partial(observe, operand=recipe.weight, probe=w.probe.weight)
-        value = formats.round_bf16(w.value)
-        seen["weight"] = stacked(count, value.ndim - 2)(value, *operands.w)
-    return seen
+    activation = weight = None
+    if probe.activation is not None:
+        activation = _observed(x, rows, recipe.activation, probe.activation, experts)
+    if probe.weight is not None and not isinstance(w, QArray):
+        count = functools.partial(observe, operand=recipe.weight, probe=probe.weight)
+        weight = stacked(count, w.ndim - 2)(formats.round_bf16(w), *weights)
+    return SiteProbe(weight, activation)
 
 
-def _product_backward(
+def _backward(
     recipe: Recipe, gather: str | None, dtype, residual: _Residual, dy: jax.Array
 ) -> tuple[Activation, BoundWeight, None]:
     """Cotangents of x and w, the latter with the site's observations."""
@@ -324,11 +290,12 @@ def _product_backward(
         weight = compute_value(plain_value(weight), recipe)
         rows = columns = dy
     else:
-        state = _of_tiles(residual.gradient, experts)
+        state, probe = residual.gradient
+        state = _of_tiles(state, experts)
         quantized = quantize_activation(dy, recipe.gradient, state, recipe.kernels)
-        if residual.probe is not None:
-            found = _observed(dy, quantized, recipe.gradient, residual.probe, experts)
-            seen = {**seen, "gradient": found}
+        if seen is not None and probe is not None:
+            found = _observed(dy, quantized, recipe.gradient, probe, experts)
+            seen = dataclasses.replace(seen, gradient=found)
         if not isinstance(weight, QArray) or not recipe.weight.has_square_blocks:
             weight, _ = quantize_operand(plain_value(weight), recipe.weight.transposed, None)
         rows = columns = quantized[0]
@@ -339,14 +306,11 @@ def _product_backward(
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
         dx = dx.astype(residual.x_dtype)
-    value: Any = None  # in the place of a cotangent: zeros
-    master = None
+    dw = None  # in the place of a cotangent: zeros
     if residual.parameter_dtype is not None:
-        value = wgrad(recipe, x, columns, experts, weight.shape[0]).astype(residual.parameter_dtype)
-    if residual.has_master:
-        value, master = None, value
-    probe = SiteProbe(**seen) if seen else None
-    return Activation(dx), BoundWeight(value, master, None, probe), None
+        dw = wgrad(recipe, x, columns, experts, weight.shape[0]).astype(residual.parameter_dtype)
+    value, master = (None, dw) if residual.has_master else (dw, None)
+    return Activation(dx), BoundWeight(value, master, None, seen), None  # type: ignore[arg-type]
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_forward, _backward)

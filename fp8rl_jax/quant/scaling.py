@@ -93,17 +93,16 @@ def dynamic() -> ScalingPolicy:
     )
 
 
-def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> ScalingPolicy:
+def delayed(history: int = 1024, margin: float = 0) -> ScalingPolicy:
     """Delayed scaling with TransformerEngine's semantics.
 
-    ``s = fp8_max / a / 2**margin``, a being the largest (or the most recent) amax of the last
-    `history` optimiser steps. Where that is zero or not finite the scale stays what it was; an
-    infinite amax therefore freezes it until it leaves the history. The first scale is 1.
+    ``s = fp8_max / a / 2**margin``, a being the largest amax of the last `history` optimiser
+    steps. Where that is zero or not finite the scale stays what it was; an infinite amax therefore
+    freezes it until it leaves the history. The first scale is 1.
 
     Args:
       history: optimiser steps remembered, at least 1.
       margin: powers of two of headroom, between -64 and 64.
-      algorithm: 'max' or 'most_recent'.
 
     Raises:
       UserError: an argument outside its range.
@@ -112,13 +111,11 @@ def delayed(history: int = 1024, margin: float = 0, algorithm: str = "max") -> S
         raise UserError(f"delayed(history={history}): write a whole number of steps, at least 1")
     if not isinstance(margin, int | float) or not -64 <= margin <= 64:
         raise UserError(f"delayed(margin={margin!r}): write a number between -64 and 64")
-    if algorithm not in ("max", "most_recent"):
-        raise UserError(f"delayed(algorithm={algorithm!r}): write 'max' or 'most_recent'")
-    return _delayed(int(history), float(margin), algorithm)
+    return _delayed(int(history), float(margin))
 
 
 @functools.cache
-def _delayed(history: int, margin: float, algorithm: str) -> ScalingPolicy:
+def _delayed(history: int, margin: float) -> ScalingPolicy:
     def init(shape):
         return {"history": jnp.zeros((history, *shape)), "amax": jnp.zeros(shape)}
 
@@ -131,16 +128,15 @@ def _delayed(history: int, margin: float, algorithm: str) -> ScalingPolicy:
 
     def update(state, amax):
         seen = jnp.concatenate([amax[None], state["history"][:-1]])
-        found = formats.amax(seen, 0) if algorithm == "max" else amax
+        found = formats.amax(seen, 0)
         accepted = formats.is_finite_amax(found) & (found > 0)
         return {"history": seen, "amax": jnp.where(accepted, found, state["amax"])}
 
-    options = f"history={history}, margin={margin:g}, algorithm={algorithm!r}"
-    return ScalingPolicy(init, scale, update, f"delayed({options})")
+    return ScalingPolicy(init, scale, update, f"delayed(history={history}, margin={margin:g})")
 
 
 def static(amax: float) -> ScalingPolicy:
-    """A constant scale that maps `amax` to the largest FP8 value; what lies above saturates.
+    """A constant scale that maps `amax` to the largest FP8 value; larger values saturate.
 
     Raises:
       UserError: amax is not between 1e-30 and 1e30.
@@ -171,11 +167,7 @@ def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
     return ScalingPolicy(policy.init, scale, policy.update, f"power_of_two({policy.name})")
 
 
-_FACTORIES: dict[str, Callable[..., ScalingPolicy]] = {
-    "dynamic": dynamic,
-    "delayed": delayed,
-    "static": static,
-}
+_FACTORIES: dict[str, Callable] = {"dynamic": dynamic, "delayed": delayed, "static": static}
 _EXAMPLE = (
     "write dynamic, delayed(history=1024, margin=0), static(amax=8.0), power_of_two(dynamic), or "
     "a function of yours as 'package.module:function'"
@@ -183,7 +175,7 @@ _EXAMPLE = (
 
 
 @functools.cache
-def get_policy(text: str) -> ScalingPolicy:
+def get_scaling_policy(text: str) -> ScalingPolicy:
     """The policy that a config names.
 
     Args:
@@ -224,6 +216,7 @@ def _load(text: str) -> ScalingPolicy:
 def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
     """`policy`, after a trace of its three functions on shapes; UserError if they do not fit."""
     amax = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+    named = f"scaling policy {policy.name!r}"
     try:
         state = jax.eval_shape(lambda: policy.init((3, 2)))
         s = jax.eval_shape(lambda state, amax: policy.scale(state, amax, 448.0), state, amax)
@@ -231,35 +224,30 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
     except Exception as error:  # whatever a user's function raises
         text = " ".join(str(error).split())[:200]
         raise UserError(
-            f"scaling policy {policy.name!r} fails on an amax of shape (3, 2) with "
-            f"{type(error).__name__}: {text}; init(shape), scale(state, amax, fp8_max) and "
-            "update(state, amax) must work under jit for any shape"
+            f"{named} fails on an amax of shape (3, 2) with {type(error).__name__}: {text}; "
+            "init(shape), scale(state, amax, fp8_max) and update(state, amax) must work under jit "
+            "for any shape"
         ) from None
     if getattr(s, "shape", None) != (3, 2):
         raise UserError(
-            f"scaling policy {policy.name!r}: scale() returned shape {getattr(s, 'shape', s)} for "
-            "an amax of shape (3, 2); return one multiplier per amax"
+            f"{named}: scale() returned shape {getattr(s, 'shape', s)} for an amax of shape "
+            "(3, 2); return one multiplier per amax"
         )
     if s.dtype != jnp.float32:
-        raise UserError(
-            f"scaling policy {policy.name!r}: scale() returned {s.dtype}; return float32"
-        )
+        raise UserError(f"{named}: scale() returned {s.dtype}; return float32")
     for leaf in jax.tree.leaves(state):
         if leaf.dtype == bool or leaf.dtype.itemsize not in (1, 2, 4):
             raise UserError(
-                f"scaling policy {policy.name!r}: init() returned {leaf.dtype}; states are numbers "
-                "of one, two or four bytes, such as float32 or int32"
+                f"{named}: init() returned {leaf.dtype}; states are numbers of one, two or four "
+                "bytes, such as float32 or int32"
             )
-    if jax.tree.map(_signature, after) != jax.tree.map(_signature, state):
+    given, found = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", tree) for tree in (state, after))
+    if given != found:
         raise UserError(
-            f"scaling policy {policy.name!r}: update() returns another structure, shape or dtype "
-            "than init(); return a state like the one it was given"
+            f"{named}: update() returns another structure, shape or dtype than init(); return a "
+            "state like the one it was given"
         )
     return policy
-
-
-def _signature(x) -> tuple:
-    return x.shape, str(x.dtype)
 
 
 def never_saturates(policy: ScalingPolicy) -> bool:

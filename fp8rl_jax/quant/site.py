@@ -14,7 +14,6 @@ a sharded array over all devices by itself.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,7 @@ COUNTS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 OPERAND_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 
 
-def _pytree(cls):
-    fields = [f.name for f in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
-
-
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OperandScaling:
     """State of one operand's policy at one site (or stacked over layers).
@@ -46,7 +40,7 @@ class OperandScaling:
     age: jax.Array
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SiteScaling:
     """States of a site's policies; None for an operand whose policy keeps none."""
@@ -56,7 +50,7 @@ class SiteScaling:
     gradient: OperandScaling | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OperandProbe:
     """Zeros whose cotangent is an observation.
@@ -70,7 +64,7 @@ class OperandProbe:
     counts: jax.Array | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SiteProbe:
     """Probes of a site's operands; None for an operand that is not observed."""
@@ -80,14 +74,11 @@ class SiteProbe:
     gradient: OperandProbe | None = None
 
 
-def _operand_shape(name: str, weight_shape: tuple[int, ...]) -> tuple[int, int]:
-    """2-D shape of an operand of ``(M, K) @ (K, N)``; M is not known and 1 stands for it."""
-    depth, width = weight_shape[-2:]
-    return {"weight": (depth, width), "activation": (1, depth), "gradient": (1, width)}[name]
-
-
 def _scale_shape(name: str, operand: Operand, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    return qarray.scale_shape(_operand_shape(name, weight_shape), operand.block)
+    """Shape of the scales of an operand of ``(M, K) @ (K, N)``, with 1 for M."""
+    depth, width = weight_shape[-2:]
+    shapes = {"weight": (depth, width), "activation": (1, depth), "gradient": (1, width)}
+    return qarray.scale_shape(shapes[name], operand.block)
 
 
 def stacked(function, stacks: int):
@@ -142,13 +133,9 @@ def init_probe(
 def merge_probes(one, other):
     """Observations of two micro-batches: amaxes by maximum (NaN stays), counts by sum."""
 
-    def merge(a: OperandProbe, b: OperandProbe) -> OperandProbe:
-        amax = counts = None
-        if a.amax is not None and b.amax is not None:
-            amax = formats.amax(jnp.stack([a.amax, b.amax]), 0)
-        if a.counts is not None and b.counts is not None:
-            counts = a.counts + b.counts
-        return OperandProbe(amax, counts)
+    def merge(a, b) -> OperandProbe:
+        amax = None if a.amax is None else formats.amax(jnp.stack([a.amax, b.amax]), 0)
+        return OperandProbe(amax, None if a.counts is None else a.counts + b.counts)
 
     return jax.tree.map(merge, one, other, is_leaf=lambda x: isinstance(x, OperandProbe))
 
@@ -162,15 +149,16 @@ def update_site(recipe: Recipe, site: SiteScaling, amax: dict[str, jax.Array]) -
       amax: {operand name: what the step observed}, for every operand with a state.
     """
 
-    def advance(name: str, operand: OperandScaling) -> OperandScaling:
-        policy = recipe.operands[name].policy
-        state = stacked(policy.update, operand.age.ndim)(operand.state, amax[name])
-        top = formats.amax(amax[name], tuple(range(operand.age.ndim, amax[name].ndim)))
+    states = {}
+    for name, operand in recipe.operands.items():
+        if (before := getattr(site, name)) is None:
+            continue
+        stacks = before.age.ndim
+        state = stacked(operand.policy.update, stacks)(before.state, amax[name])
+        top = formats.amax(amax[name], tuple(range(stacks, amax[name].ndim)))
         seen = formats.is_finite_amax(top) & (top > 0)
-        return OperandScaling(state, jnp.where(seen, 0, operand.age + 1))
-
-    names = [f.name for f in dataclasses.fields(site) if getattr(site, f.name) is not None]
-    return SiteScaling(**{name: advance(name, getattr(site, name)) for name in names})
+        states[name] = OperandScaling(state, jnp.where(seen, 0, before.age + 1))
+    return SiteScaling(**states)
 
 
 def quantize_operand(
@@ -186,14 +174,14 @@ def quantize_operand(
             f"the policy {operand.policy.name} keeps a state; make one with init_site and pass it "
             "(make_dot_general(recipe, state=...), quantize_params(..., scaling=...))"
         )
-    state = () if current is None else current.state
-    quantise = functools.partial(
-        qarray.quantize_with, block_shape=operand.block, dtype=operand.dtype, policy=operand.policy
-    )
+
+    def quantise(x, state):
+        return qarray.quantize_with(x, operand.block, operand.dtype, operand.policy, state)
+
     value = formats.round_bf16(x)
-    if not operand.policy.stateful:
-        return quantise(value, state=())
-    return stacked(lambda x, state: quantise(x, state=state), x.ndim - 2)(value, state)
+    if current is None or not operand.policy.stateful:
+        return quantise(value, ())
+    return stacked(quantise, x.ndim - 2)(value, current.state)
 
 
 def observe(

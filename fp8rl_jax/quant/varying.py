@@ -21,6 +21,23 @@ def _axes(x: jax.Array) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 
+_pcast = functools.partial(lax.pcast, to="varying")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pcast_amax(amax: jax.Array, axes: tuple) -> jax.Array:
+    """A shared probe, marked as varying; its cotangent is the maximum over the devices."""
+    return _pcast(amax, axes)
+
+
+def _maximum(axes: tuple, residual, cotangent: jax.Array):
+    bits = lax.bitcast_convert_type(cotangent, jnp.uint32)  # on the bits, so that NaN stays
+    return (lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32),)
+
+
+_pcast_amax.defvjp(lambda amax, axes: (_pcast_amax(amax, axes), None), _maximum)
+
+
 def share(*trees):
     """The arguments, with every array marked as varying over the axes of any of them.
 
@@ -37,39 +54,18 @@ def spread(axes: frozenset, *trees):
     bf16 is marked as float32, which changes no value, so that its gradients are summed in float32.
     """
 
-    def missing(leaf: jax.Array) -> tuple:
-        return tuple(sorted(axes - _axes(leaf)))
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        if not missing(leaf):
+    def mark(leaf, pcast=_pcast) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        missing = tuple(sorted(axes - _axes(leaf)))
+        if not missing:
             return leaf
         wide = leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
-        return lax.pcast(wide, missing(leaf), to="varying").astype(leaf.dtype)
+        return pcast(wide, missing).astype(leaf.dtype)
 
     def visit(node):
         if not isinstance(node, OperandProbe):
-            return mark(jnp.asarray(node))
-        amax = node.amax
-        if amax is not None and missing(amax):
-            amax = _mark_amax(missing(amax), amax)
-        return OperandProbe(amax, jax.tree.map(mark, node.counts))
+            return mark(node)
+        amax = None if node.amax is None else mark(node.amax, _pcast_amax)
+        return OperandProbe(amax, None if node.counts is None else mark(node.counts))
 
     return jax.tree.map(visit, trees, is_leaf=lambda node: isinstance(node, OperandProbe))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mark_amax(axes: tuple, amax: jax.Array) -> jax.Array:
-    """A shared probe, marked as varying; its cotangent is the maximum over the devices."""
-    return lax.pcast(amax, axes, to="varying")
-
-
-def _mark_amax_forward(axes: tuple, amax: jax.Array):
-    return _mark_amax(axes, amax), None
-
-
-def _mark_amax_backward(axes: tuple, residual, cotangent: jax.Array):
-    bits = lax.bitcast_convert_type(cotangent, jnp.uint32)  # on the bits, so that NaN stays
-    return (lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32),)
-
-
-_mark_amax.defvjp(_mark_amax_forward, _mark_amax_backward)

@@ -2,7 +2,7 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `LayerOf` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
+trained, a `StackedLayer` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
 stack that a CPU cuts layers out of: where the numbers themselves came into nested loops, XLA would
 convert the whole stack in every turn of the outer one. All give the same bits on one platform.
 """
@@ -10,7 +10,6 @@ convert the whole stack in every turn of the outer one. All give the same bits o
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,7 @@ from fp8rl_jax.quant.recipe import FLOAT32, Recipe
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling, quantize_operand
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "master", "scaling", "probe"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundWeight:
     """A weight as the forward pass sees it, with all that belongs to it and its call site.
@@ -60,9 +55,9 @@ class BoundWeight:
         return BoundWeight(self.value.mT, None if self.master is None else self.master.mT)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerOf:
+class StackedLayer:
     """One layer of stacked weights, named and not cut out. For forward passes alone.
 
     Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
@@ -84,12 +79,8 @@ class LayerOf:
     def ndim(self) -> int:
         return self.stack.ndim - 1
 
-    def taken(self) -> QArray | jax.Array:
-        """The layer, cut out."""
-        return take_layer(self.stack, self.layer)
 
-
-Weight = jax.Array | QArray | BoundWeight | LayerOf
+Weight = jax.Array | QArray | BoundWeight | StackedLayer
 
 
 def is_weight(x) -> bool:
@@ -108,7 +99,7 @@ def take_layer(tree, layer: jax.Array):
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """`x` in the recipe's compute dtype (rounded to bf16, or float32 as it is)."""
+    """`x` in the recipe's compute dtype (rounded to bf16, or in float32)."""
     return x.astype(jnp.float32) if recipe.compute_dtype == FLOAT32 else formats.round_bf16(x)
 
 
@@ -121,8 +112,8 @@ def quantize_weight(
 
 
 def bind(w: Weight) -> BoundWeight:
-    """`w` as a BoundWeight, for any form that the learner may hold."""
-    assert not isinstance(w, LayerOf)
+    """`w` as a BoundWeight."""
+    assert not isinstance(w, StackedLayer)
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 

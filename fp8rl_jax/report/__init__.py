@@ -2,5 +2,3 @@
 
 from fp8rl_jax.report.drift import write_drift_page
 from fp8rl_jax.report.run import write_report
-
-__all__ = ["write_drift_page", "write_report"]

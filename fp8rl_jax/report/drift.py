@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 
 import numpy as np
@@ -12,13 +11,12 @@ from matplotlib.figure import Figure
 
 from fp8rl_jax.report.html import (
     COLOURS,
-    CSS,
-    HEAD,
     draw_line,
     figure_html,
     panels_of,
     table_html,
     text_html,
+    write_page,
 )
 from fp8rl_jax.report.summary import number, share
 
@@ -41,12 +39,8 @@ def drift_section(directory: pathlib.Path) -> str:
 
 def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
     """Writes directory/drift.html from its drift.json, atomically, and returns the path."""
-    body = f"<h1>Drift of {text_html(directory.resolve().name)}</h1>{drift_section(directory)}"
-    page = f"{HEAD}<title>Drift</title><style>{CSS}</style></head><body>{body}</body></html>"
-    temporary = directory / f".drift.html.{os.getpid()}.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, directory / "drift.html")
-    return directory / "drift.html"
+    title = f"Drift of {directory.resolve().name}"
+    return write_page(directory / "drift.html", title, drift_section(directory))
 
 
 def _section(result: dict) -> str:
@@ -55,7 +49,7 @@ def _section(result: dict) -> str:
     advice = f"What to do: {verdict['advice']}."
     parts = [
         f'<p class="lead">{text_html(verdict["sentence"] + where)}</p><p>{text_html(advice)}</p>',
-        table_html(("Figure", "Value"), _headline(head, result["logits"])),
+        table_html(("Figure", "Value"), headline(head, result["logits"])),
         figure_html(_plot_tokens(result), "Drift by place in the response, by length, and by row."),
     ]
     if result.get("by_operation"):
@@ -78,21 +72,24 @@ def _section(result: dict) -> str:
     return "".join(parts)
 
 
-def _headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
+def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
+    """(figure, value) of an analysis' headline and its comparison of logits, as text."""
     rows = [
         ("Tokens compared", number(head["drift_tokens"])),
-        ("Max |Δlogp|", _exact(head["train_rollout_logprob_abs_diff_max"])),
-        ("Mean |Δlogp|", _exact(head["train_rollout_logprob_abs_diff"])),
+        ("Max |Δlogp|", exact(head["train_rollout_logprob_abs_diff_max"])),
+        ("Mean |Δlogp|", exact(head["train_rollout_logprob_abs_diff"])),
         ("Bit-equal log-probs", share(head["logprob_equal_frac"])),
         ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
-        ("mismatch_kl", _exact(head["mismatch_kl"])),
+        ("mismatch_kl", exact(head["mismatch_kl"])),
+        ("tis_clipfrac", exact(head["tis_clipfrac"])),
     ]
     if logits is not None:
-        rows.append(("Max difference of a logit, full vocabulary", _exact(logits["max"])))
+        rows.append(("Max difference of a logit, full vocabulary", exact(logits["max"])))
     return rows
 
 
-def _exact(value: float) -> str:
+def exact(value: float) -> str:
+    """A number as text that tells 0 from what rounds to it."""
     return "0 exactly" if value == 0 else f"{value:.3g}"
 
 

@@ -6,11 +6,12 @@ import base64
 import html
 import io
 import json
+import os
+import pathlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -18,11 +19,11 @@ from fp8rl_jax.report.summary import MISSING
 
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
-HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">"""
-CSS = """
+_CSS = """
 :root{--bg:#fafaf8;--fg:#22262a;--soft:#626a72;--line:#dcdfe2;--card:#fff;--mark:#0072b2}
 @media(prefers-color-scheme:dark){:root{--bg:#17191c;--fg:#e4e6e8;--soft:#9aa3ab;--line:#363b40;
 --card:#1f2226;--mark:#6bb8e8}} html{color-scheme:light dark} *{box-sizing:border-box}
@@ -35,18 +36,29 @@ table{border-collapse:collapse;width:100%;background:var(--card);font-size:.92re
 th,td{text-align:left;vertical-align:top;padding:.4rem .75rem;border:1px solid var(--line)}
 thead th{border-bottom:2px solid var(--mark)} td:first-child{min-width:9rem}
 .num :is(td,th):not(:first-child){text-align:right;font-variant-numeric:tabular-nums}
-.num td:not(:first-child){white-space:nowrap} .lead{font-size:1.08rem} summary{cursor:pointer}
+.num td:not(:first-child){white-space:nowrap} .lead{font-size:1.08rem}
 img{display:block;width:100%;background:#fff;border:1px solid var(--line);border-radius:8px}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:18rem;overflow-y:auto;
-font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace} details pre{max-height:none}
+font:13px/1.45 ui-monospace,"DejaVu Sans Mono",Menlo,monospace}
 """
+
+
+def write_page(path: pathlib.Path, title: str, body: str) -> pathlib.Path:
+    """Writes a page, whole or not at all, and returns its path; `title` is its heading too."""
+    title = text_html(title)
+    page = f"{_HEAD}<title>{title}</title><style>{_CSS}</style></head>"
+    page += f"<body><h1>{title}</h1>{body}</body></html>"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+    return path
 
 
 def panels_of(count: int, height: float) -> tuple[Figure, list[Axes]]:
     """A figure with `count` plots in its style, each `height` inches high."""
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    figure = Figure(figsize=(11, height * rows), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(11, height * rows), layout="constrained")
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
@@ -69,7 +81,7 @@ def figure_html(figure: Figure | None, caption: str) -> str:
     if figure is None:
         return f'<p class="soft">{MISSING.capitalize()} in this run.</p>'
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).figure.savefig(buffer, format="png", dpi=160)
+    figure.savefig(buffer, format="png", dpi=160)
     data, text = base64.b64encode(buffer.getvalue()).decode("ascii"), html.escape(caption)
     image = f'<img alt="{text}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{text}</figcaption></figure>"

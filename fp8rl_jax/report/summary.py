@@ -103,9 +103,9 @@ def statistic(values: np.ndarray, reduce: Callable) -> float | None:
     return float(reduce(values)) if values.size else None
 
 
-def typical(rows: list[dict], key: str, reduce: Callable = np.median) -> float | None:
+def typical(rows: list[dict], key: str) -> float | None:
     """Median over all steps but the first, which usually compiles."""
-    return statistic(series(rows[1:], key)[1], reduce)
+    return statistic(series(rows[1:], key)[1], np.median)
 
 
 def _token_mean(rows: list[dict], key: str) -> float | None:

@@ -1,35 +1,94 @@
-"""Advantages of grouped rollouts."""
+"""Advantages: a reward minus a baseline, over a scale. On the host, in float64.
+
+B responses are P prompts with G samples each, prompt-major; R is the number of response slots.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from fp8rl_jax.rl.shaping import informative_groups
 
-def group_advantages(
-    rewards: np.ndarray, group_size: int, normalize_std: bool, eps: float = 1e-4
-) -> np.ndarray:
-    """GRPO's advantage: reward minus group mean, over group standard deviation.
+Baseline = Callable[[np.ndarray], np.ndarray]
+Scale = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
-    Args:
-      rewards: (P * G,) float, prompt-major.
-      group_size: G.
-      normalize_std: divide by the group's standard deviation (GRPO, DeepSeekMath,
-        arXiv:2402.03300, section 4.1.2); without it, Dr. GRPO (arXiv:2503.20783).
-      eps: added to the standard deviation.
 
-    Returns:
-      (P * G,) float32.
+def group_mean(rewards: np.ndarray) -> np.ndarray:
+    """``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2). (P, G) to (P, G)."""
+    _require_groups(rewards)
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    # The mean of equal numbers may differ from them in the last bit.
+    return np.where(informative_groups(rewards)[:, None], advantages, 0.0)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """``r - mean of the others in the group`` (RLOO, arXiv:2402.14740, equation 8)."""
+    group = rewards.shape[1]
+    return group_mean(rewards) * group / (group - 1)
+
+
+def batch_mean(rewards: np.ndarray) -> np.ndarray:
+    """``r - mean of all rewards of the step``."""
+    equal = rewards.max() == rewards.min()
+    return np.zeros_like(rewards) if equal else rewards - rewards.mean()
+
+
+def no_baseline(rewards: np.ndarray) -> np.ndarray:
+    """The reward itself."""
+    return rewards.copy()
+
+
+def _require_groups(rewards: np.ndarray) -> None:
+    if rewards.shape[1] < 2:
+        raise ValueError("a baseline of the group needs at least 2 samples per question")
+
+
+def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """``A / (population standard deviation of the group's rewards + 1e-4)`` (GRPO).
+
+    Peers that divide by the sample standard deviation (ddof 1) have this times sqrt((G - 1) / G).
     """
-    groups = np.asarray(rewards, np.float64).reshape(-1, group_size)
-    advantages = groups - groups.mean(axis=1, keepdims=True)
-    equal = groups.max(axis=1) == groups.min(axis=1)
-    advantages[equal] = 0.0  # the mean of equal numbers may differ from them in the last bit
-    if normalize_std:
-        advantages = advantages / (groups.std(axis=1, keepdims=True) + eps)
-    return advantages.reshape(-1).astype(np.float32)
+    deviation = np.repeat(rewards.std(axis=1) + 1e-4, rewards.shape[1])
+    return np.where(mask, advantages / deviation[:, None], 0.0)
 
 
-def zero_std_fraction(rewards: np.ndarray, group_size: int) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
-    groups = np.asarray(rewards).reshape(-1, group_size)
-    return float(np.mean(groups.max(axis=1) == groups.min(axis=1)))
+def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """``A / (standard deviation of the responses' advantages + 1e-8)`` (Lite PPO,
+    arXiv:2508.08221). A response's advantage is that of its first token;
+    0 where all are equal."""
+    first = np.argmax(mask, axis=1)
+    of_rows = advantages[np.arange(len(mask)), first][mask.any(axis=1)]
+    if not of_rows.size or of_rows.max() == of_rows.min():
+        return np.zeros_like(advantages)
+    return np.where(mask, advantages / (of_rows.std() + 1e-8), 0.0)
+
+
+def token_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """``(A - mean) / (standard deviation + 1e-8)`` over the step's tokens (REINFORCE++,
+    arXiv:2501.03262); 0 where all are equal."""
+    of_tokens = advantages[mask]
+    if not of_tokens.size or of_tokens.max() == of_tokens.min():
+        return np.zeros_like(advantages)
+    normal = (advantages - of_tokens.mean()) / (of_tokens.std() + 1e-8)
+    return np.where(mask, normal, 0.0)
+
+
+def no_scale(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The advantage itself."""
+    return np.where(mask, advantages, 0.0)
+
+
+BASELINES: dict[str, Baseline] = {
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "batch_mean": batch_mean,
+    "none": no_baseline,
+}
+SCALES: dict[str, Scale] = {
+    "group_std": group_std,
+    "batch_std": batch_std,
+    "token_std": token_std,
+    "none": no_scale,
+}

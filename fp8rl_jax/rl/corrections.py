@@ -1,28 +1,150 @@
-"""Corrections for a rollout whose policy is not the learner's. Off when the drift is zero."""
+"""Corrections for a rollout whose policy is not the learner's.
+
+A correction is a pure function ``(log_ratio, mask, advantages) -> (weights, keep)`` of arrays
+(B, R) on the host: log_ratio D is the learner's log-probability before the first update minus the
+rollout's, in float64. Weights multiply the loss and are constants for the gradient; where `keep` is
+False, a token leaves the loss and its denominators. At zero drift D is 0 and every built-in
+correction returns weights of exactly 1 and keeps all: it does nothing.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 MAX_LOG_RATIO = 20.0
+Correction = Callable[
+    [np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
+]  # fmt: skip
 
 
-def tis_weights(
-    learner_logp: np.ndarray, rollout_logp: np.ndarray, cap: float, floor: float = 0.0
-) -> np.ndarray:
-    """Token-level truncated importance sampling: ``clip(exp(D), floor, cap)``.
+def _ratio(log_ratio: np.ndarray) -> np.ndarray:
+    return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
-    D = learner_logp - rollout_logp, clamped to +-20 first. FP8-RL, Miles and verl use
-    cap = 2. The weights are constants for the gradient.
 
-    Args:
-      learner_logp, rollout_logp: (B, T) float32.
-      cap, floor: bounds of the weight.
+def _row_sum(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.where(mask, x, 0.0).sum(axis=1, keepdims=True)
 
-    Returns:
-      (B, T) float32.
-    """
-    log_ratio = np.clip(
-        learner_logp.astype(np.float64) - rollout_logp, -MAX_LOG_RATIO, MAX_LOG_RATIO
+
+def _row_mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return _row_sum(x, mask) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
+
+
+def _weighted(weights: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.where(mask, weights, 1.0), mask
+
+
+def _kept(keep: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(mask.shape), mask & keep
+
+
+def tis(cap: float = 2.0, low: float = 0.0) -> Correction:
+    """Truncated importance sampling: a token's weight is ``clip(e^D, low, cap)`` (FP8-RL, Miles
+    and verl: cap 2)."""
+    _require(0 <= low <= cap and cap > 0, "0 <= low <= cap and cap above 0")
+    return lambda d, mask, advantages: _weighted(np.clip(_ratio(d), low, cap), mask)
+
+
+def seq_tis(cap: float = 5.0) -> Correction:
+    """A response's weight is ``min(exp(sum D), cap)``."""
+    _require(cap > 0, "cap above 0")
+    return lambda d, mask, advantages: _weighted(
+        np.minimum(_ratio(_row_sum(d, mask)), cap) * np.ones(mask.shape), mask
     )
-    return np.clip(np.exp(log_ratio), floor, cap).astype(np.float32)
+
+
+def icepop(low: float = 0.5, high: float = 5.0) -> Correction:
+    """A token's weight is e^D between the bounds and 0 outside; it stays in the denominators."""
+    _require(0 <= low <= high, "0 <= low <= high")
+
+    def correction(d, mask, advantages):
+        ratio = _ratio(d)
+        return _weighted(np.where((low <= ratio) & (ratio <= high), ratio, 0.0), mask)
+
+    return correction
+
+
+def mask_sequence(low: float = 0.5, high: float = 2.0) -> Correction:
+    """Keeps responses with ``low <= exp(sum D) <= high``."""
+    _require(0 <= low <= high, "0 <= low <= high")
+
+    def correction(d, mask, advantages):
+        ratio = _ratio(_row_sum(d, mask))
+        return _kept((low <= ratio) & (ratio <= high), mask)
+
+    return correction
+
+
+def mask_geometric(low: float = 0.999, high: float = 1.001) -> Correction:
+    """Keeps responses with ``low <= exp(mean D) <= high``."""
+    _require(0 <= low <= high, "0 <= low <= high")
+
+    def correction(d, mask, advantages):
+        ratio = _ratio(_row_mean(d, mask))
+        return _kept((low <= ratio) & (ratio <= high), mask)
+
+    return correction
+
+
+def mask_k3(most: float = 0.01) -> Correction:
+    """Keeps responses with ``mean(e^D - 1 - D) <= most``."""
+    _require(most >= 0, "most at least 0")
+
+    def correction(d, mask, advantages):
+        d = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return _kept(_row_mean(np.expm1(d) - d, mask) <= most, mask)
+
+    return correction
+
+
+def veto(least: float = 1e-4) -> Correction:
+    """Drops a response with a token whose ``e^D`` is below `least` (Miles, slime)."""
+    _require(least >= 0, "least at least 0")
+
+    def correction(d, mask, advantages):
+        lowest = np.where(mask, _ratio(d), np.inf).min(axis=1, keepdims=True)
+        return _kept(lowest >= least, mask)
+
+    return correction
+
+
+def opsm(delta: float = 1e-4) -> Correction:
+    """Off-policy sequence masking: in responses with ``mean(-D)`` above `delta`, drops tokens with
+    a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
+
+    def correction(d, mask, advantages):
+        return _kept(~((advantages < 0) & (_row_mean(-d, mask) > delta)), mask)
+
+    return correction
+
+
+def chain(*corrections: Correction) -> Correction:
+    """All of them on the same log-ratios: weights are multiplied, and a token is kept that all
+    keep."""
+
+    def correction(log_ratio, mask, advantages):
+        weights, keep = np.ones(mask.shape), mask
+        for each in corrections:
+            more, kept = each(log_ratio, mask, advantages)
+            weights, keep = weights * more, keep & kept
+        return weights, keep
+
+    return correction
+
+
+def _require(good: bool, sentence: str) -> None:
+    if not good:
+        raise ValueError(f"needs {sentence}")
+
+
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
+    "tis": tis,
+    "seq_tis": seq_tis,
+    "icepop": icepop,
+    "mask_sequence": mask_sequence,
+    "mask_geometric": mask_geometric,
+    "mask_k3": mask_k3,
+    "veto": veto,
+    "opsm": opsm,
+}

@@ -1,48 +1,164 @@
-"""The clipped policy loss over response tokens."""
+"""Losses of policy gradients, per response token.
+
+A loss is a function ``(logp, old, advantages, mask) -> (loss, stats)`` of arrays (B, R): the
+log-probabilities now (differentiable) and before the first update, float32; advantages, float32,
+constant; mask, bool. `loss` is float32 and exactly 0 outside the mask; what stands there changes
+no bit and gets no gradient. `stats` holds {name: (B, R) float32}: ratio, and 1 in clipped_low,
+clipped_high and clipped_dual where that bound takes the gradient away. The sum over tokens is
+weighted by an aggregation.
+
+At equal log-probabilities every ratio is exactly 1, and the gradients of ppo, gspo, cispo and
+reinforce are the same bits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 
 from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
 
+Stats = dict[str, jax.Array]
+TokenLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Stats]]
 
-def clipped_policy_loss(
-    logp: jax.Array,
-    old_logp: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    clip_low: float,
-    clip_high: float,
-    weights: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sum over tokens of ``-w * min(r A, clip(r, 1 - low, 1 + high) A)``, r = exp(logp - old).
 
-    PPO's clipped objective (arXiv:1707.06347, equation 7) with GRPO's group advantage; `clip_high`
-    above `clip_low` is DAPO's clip-higher (arXiv:2503.14476). The caller divides by its token
-    count (token-level mean). logp - old is clamped to +-20 first, beyond which no gradient flows.
+def _inside(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """x where the mask is set, else 0: never by a product, which keeps NaN and inf."""
+    return jnp.where(mask, x, 0.0)
 
-    Args:
-      logp, old_logp: (B, T) float32; old_logp is constant.
-      advantages: (B,) float32.
-      mask: (B, T) float32, 1 for response tokens.
-      clip_low, clip_high: distances of the bounds from 1.
-      weights: (B, T) importance weights of a rollout correction, constant; None for 1.
 
-    Returns:
-      The sum, and sums over tokens: clipped_low, clipped_high, ratio, as float32 scalars.
-    """
-    log_ratio = jnp.clip((logp - old_logp) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = jnp.exp(log_ratio)  # clamped first: 0 * inf would be NaN
-    advantage = advantages[:, None]
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = -jnp.minimum(ratio * advantage, clipped * advantage) * mask
-    if weights is not None:
-        loss = loss * weights
-    sums = {
-        "clipped_low": ((ratio < 1.0 - clip_low) & (advantage < 0)) * mask,
-        "clipped_high": ((ratio > 1.0 + clip_high) & (advantage > 0)) * mask,
+def _log_ratio(logp: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
+    """logp - old, clamped to +-20, beyond which no gradient flows; 0 outside the mask."""
+    return jnp.clip(_inside(logp, mask) - _inside(old, mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    return _inside(x, mask).sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+
+
+def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:
+    """`low`, `high`: the bounds themselves."""
+    stats = {
         "ratio": ratio * mask,
+        "clipped_low": ((ratio < low) & (advantages < 0) & mask).astype(jnp.float32),
+        "clipped_high": ((ratio > high) & (advantages > 0) & mask).astype(jnp.float32),
     }
-    return loss.sum(), {name: jax.lax.stop_gradient(x.sum()) for name, x in sums.items()}
+    return jax.tree.map(stop_gradient, stats)
+
+
+def _clipped(ratio, advantages, mask, clip_low: float, clip_high: float):
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    value = -jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+    return value, _clip_stats(ratio, advantages, mask, low, high)
+
+
+def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> TokenLoss:
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, r = exp(logp - old).
+
+    PPO (arXiv:1707.06347, equation 7); `clip_high` above `clip_low` is DAPO's clip-higher
+    (arXiv:2503.14476). With `dual_clip` c above 1 the loss of a negative advantage is at most
+    ``-c A`` (arXiv:1912.09729); 0 leaves it out.
+    """
+    if dual_clip and dual_clip <= 1:
+        raise ValueError("dual_clip is 0 or above 1")
+
+    def loss(logp, old, advantages, mask):
+        ratio = jnp.exp(_log_ratio(logp, old, mask))
+        value, stats = _clipped(ratio, advantages, mask, clip_low, clip_high)
+        if dual_clip:
+            bound = -dual_clip * advantages
+            dual = (advantages < 0) & (value > bound)
+            value = jnp.where(dual, bound, value)
+            stats["clipped_dual"] = stop_gradient((dual & mask).astype(jnp.float32))
+        return _inside(value, mask), stats
+
+    return loss
+
+
+def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """PPO's form with the response's ratio ``s = exp(mean(logp - old))`` at every token.
+
+    The value is the sequence's ratio and the gradient flows token by token (arXiv:2507.18071,
+    sections 4.1 and 4.3).
+    """
+
+    def loss(logp, old, advantages, mask):
+        of_row = stop_gradient(_row_mean(_log_ratio(logp, old, mask), mask))
+        own = _inside(logp, mask)
+        ratio = jnp.exp(jnp.minimum(of_row + (own - stop_gradient(own)), 10.0))
+        value, stats = _clipped(ratio, advantages, mask, clip_low, clip_high)
+        return _inside(value, mask), stats
+
+    return loss
+
+
+def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
+    """``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax-M1, arXiv:2506.13585,
+    equations 4 and 5). The largest weight is 1 + clip_high; TRL's epsilon_high is that sum."""
+
+    def loss(logp, old, advantages, mask):
+        ratio = stop_gradient(jnp.exp(_log_ratio(logp, old, mask)))
+        low, high = 1.0 - clip_low, 1.0 + clip_high
+        value = -(jnp.clip(ratio, low, high) * advantages) * _inside(logp, mask)
+        stats = _clip_stats(ratio, advantages, mask, low, high)
+        return _inside(value, mask), stats
+
+    return loss
+
+
+def reinforce() -> TokenLoss:
+    """``-A logp``; `old` is not used, so the ratio is 1 by definition."""
+
+    def loss(logp, old, advantages, mask):
+        value = -advantages * _inside(logp, mask)
+        return _inside(value, mask), _clip_stats(jnp.ones_like(logp), advantages, mask, 0.0, 2.0)
+
+    return loss
+
+
+def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
+    """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A (arXiv:2511.20347)."""
+    if tau_positive <= 0 or tau_negative <= 0:
+        raise ValueError("temperatures are above 0")
+
+    def loss(logp, old, advantages, mask):
+        ratio = jnp.exp(_log_ratio(logp, old, mask))
+        tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+        value = -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
+        return _inside(value, mask), _clip_stats(ratio, advantages, mask, 0.0, jnp.inf)
+
+    return loss
+
+
+def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+    """``-A exp(mean of clipped log-ratios)``, the response's value at each of its tokens.
+
+    With s = 1 for A > 0, else -1, a log-ratio l becomes ``s min(s l, s clip(l, -low, high))``
+    (arXiv:2507.20673). To be aggregated with seq_mean_token_mean.
+    """
+
+    def loss(logp, old, advantages, mask):
+        each, advantages = _log_ratio(logp, old, mask), _inside(advantages, mask)
+        sign = jnp.where(advantages > 0, 1.0, -1.0)
+        clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
+        ratio = jnp.exp(_row_mean(clipped, mask))
+        stats = _clip_stats(ratio * mask, advantages, mask, 0.0, jnp.inf)
+        low, high = (each < -clip_low) & (advantages < 0), (each > clip_high) & (advantages > 0)
+        for name, where in (("clipped_low", low), ("clipped_high", high)):
+            stats[name] = stop_gradient((where & mask).astype(jnp.float32))
+        return _inside(-advantages * ratio, mask), stats
+
+    return loss
+
+
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}

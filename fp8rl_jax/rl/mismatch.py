@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
+from fp8rl_jax.rl.losses import MAX_LOG_RATIO
 
 
 def mismatch_metrics(
-    learner_logp: np.ndarray, rollout_logp: np.ndarray, mask: np.ndarray, tis_cap: float
+    learner_logp: np.ndarray, rollout_logp: np.ndarray, mask: np.ndarray, tis_cap: float = 2.0
 ) -> dict[str, float]:
     """Metrics of D = learner_logp - rollout_logp over response tokens.
 

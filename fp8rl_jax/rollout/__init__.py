@@ -1,27 +1,14 @@
 """The jitted sampler and the refit that feeds it. Never imports the learner."""
 
-from fp8rl_jax.rollout.calibrate import is_fresh, make_calibrate, require_fresh
 from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.halves import HalvedSampler
-from fp8rl_jax.rollout.refit import make_refit
-from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig, make_sampler
-from fp8rl_jax.rollout.stream import Stream, make_stream
-
-__all__ = [
-    "Batching",
-    "ContinuousSampler",
-    "HalvedSampler",
-    "Loop",
-    "Progress",
-    "Requests",
-    "Rollout",
-    "SamplerConfig",
-    "Stream",
-    "Watch",
-    "is_fresh",
-    "make_calibrate",
-    "make_refit",
-    "make_sampler",
-    "make_stream",
-    "require_fresh",
-]
+from fp8rl_jax.rollout.refit import is_fresh, make_calibrate, make_refit
+from fp8rl_jax.rollout.sampler import (
+    Loop,
+    Requests,
+    Rollout,
+    SamplerConfig,
+    Stream,
+    make_sampler,
+    make_stream,
+)

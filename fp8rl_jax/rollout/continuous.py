@@ -2,8 +2,8 @@
 
 One jitted program: a loop whose every turn gives idle slots to waiting requests, prefills a chunk
 of some prompts and decodes one token of every slot that has its keys and values. A slot is refilled
-as soon as its response ends, without leaving the program. Keys and values lie in a pool of pages
-(models/kv_cache.py); who sits where is schedule.py's.
+as soon as its response ends, without leaving the program. Keys and values are stored in a pool of
+pages (models/kv_cache.py); schedule.py assigns slots and pages.
 
 A prompt is cached up to its last token, once for all samples of its group; the last token is the
 first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit,
@@ -14,7 +14,7 @@ The loop also ends after a given number of turns, so that the host can look at w
 the next part runs. On a mesh every device has slots, a pool and a queue of its own, for its share
 of the prompts; nothing is exchanged between devices while they run.
 
-Not done: taps; columns in parts (mesh.tensor); moving requests from one device to another.
+Not done: taps; layers sharded by columns (mesh.tensor); moving requests between devices.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ class Batching:
     Attributes:
       slots: B, sequences that decode at a time.
       pages: P, pages of 64 tokens that they share; `models.least_pages` at least.
-      prefill_rows: prompts of which a turn prefills a chunk.
-      prefill_chunk: tokens of a chunk at most.
+      prefill_chunk: tokens at most that a turn prefills, of one prompt.
     """
 
     slots: int
     pages: int
-    prefill_rows: int = 1
     prefill_chunk: int = 64
 
 
@@ -65,7 +63,7 @@ class BatchState:
 
     Attributes:
       pool: `PagedCache.runs`; the tables are the schedule's.
-      schedule: who is where.
+      schedule: which request has which slot and pages.
       tokens: (M, S) int32, each request's prompt and, right behind it, its response.
       logprobs: (M, R) float32.
       finished: (M,) bool, whether a response ended by itself.
@@ -85,7 +83,7 @@ class BatchState:
 def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
     """`run(state)` if `wanted` () bool, else `state`, as a loop of at most one turn.
 
-    XLA:GPU carries the pool through a loop where it lies; the branches of `lax.cond` return copies.
+    XLA:GPU updates the pool in place in a loop; the branches of `lax.cond` return copies.
     """
 
     def body(carried):
@@ -136,31 +134,15 @@ class ContinuousLoop:
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admission, a chunk of prefill, and a token of every slot that can draw one, unless more
         slots are still waiting for prefill."""
-        plan, source, target = lax.cond(
-            self._may_admit(state.schedule), self._admit, self._keep, state.schedule
-        )
+        plan, source, target = schedule.admit(state.schedule)
         pool = self._copy(state.pool, source, target)
         state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
         prefill = functools.partial(self._prefill, prepared, requests)
         state = _once_if(state.schedule.prefilling.any(), prefill, state)
         plan = state.schedule
-        worth = (
-            plan.decoding.sum() >= plan.prefilling.sum()
-        )  # skip decoding while most slots prefill
+        # Skip decoding while most slots prefill.
+        worth = plan.decoding.sum() >= plan.prefilling.sum()
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
-
-    # Admission.
-
-    def _may_admit(self, plan: Schedule) -> jax.Array:
-        idle = (~plan.occupied).any() & (plan.status == schedule.WAITING).any()
-        return idle | plan.ready.any()
-
-    def _admit(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-        return schedule.admit(schedule.share_prompts(plan))
-
-    def _keep(self, plan: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-        none = jnp.zeros_like(plan.request)
-        return plan, none, none
 
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
@@ -196,15 +178,15 @@ class ContinuousLoop:
         return out.hidden, out.cache.runs
 
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
-        """The next chunk of the first slots that must prefill."""
-        plan, batching = state.schedule, self.batching
+        """The next chunk of the first slot that must prefill."""
+        plan = state.schedule
         prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
-        chunk = min(batching.prefill_chunk, prompt_slots)
-        slots, counts = schedule.to_prefill(plan, batching.prefill_rows, chunk)
+        chunk = min(self.batching.prefill_chunk, prompt_slots)
+        slots, counts = schedule.to_prefill(plan, chunk)
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        # Behind a chunk's tokens lie slots that are written before anyone sees them, or page 0.
+        # Positions behind a chunk's tokens are written again before they are read, or are page 0's.
         positions = jnp.minimum(positions, plan.table.shape[1] * PAGE - 1)
         request = jnp.maximum(jnp.append(plan.request, 0)[slots], 0)
         column = jnp.minimum(positions, state.tokens.shape[1] - 1)
@@ -216,10 +198,9 @@ class ContinuousLoop:
         )  # fmt: skip
 
     def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
-        """One token of every slot that is ready; the others compute one that nobody reads."""
+        """One token of every slot that is ready; the others compute one that is not used."""
         loop = self.loop
-        # Before a prompt's first sample ends or loses its pages, its siblings get to share them.
-        plan = schedule.make_room(schedule.share_prompts(state.schedule))
+        plan = schedule.make_room(state.schedule)
         draws = plan.decoding
         request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
         position = jnp.where(draws, plan.cached, 0)
@@ -300,14 +281,11 @@ class ContinuousSampler:
           part: turns after which a call with `watch` looks at what has ended.
 
         Raises:
-          ValueError: taps, a size below 1, or one that the devices cannot share equally.
+          ValueError: taps, or sizes that the devices cannot share equally.
         """
         if sampler.taps:
             raise ValueError("continuous batching records no taps")
         devices = mesh.size if mesh is not None else 1
-        for name, size in dataclasses.asdict(batching).items():
-            if size < 1:
-                raise ValueError(f"{name} = {size}; give at least 1")
         for name in ("slots", "pages"):
             if getattr(batching, name) % devices:
                 raise ValueError(
@@ -337,8 +315,8 @@ class ContinuousSampler:
 
         begin = loop.prefill
         if mesh is not None and devices > 1:
-            rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
-            specs: Any = (rows, whole, rows, rows, rows, whole)
+            rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+            specs: Any = (rows, replicated, rows, rows, rows, replicated)
             of_requests = Requests(*specs)
 
             def by_device(run, *specs):
@@ -347,7 +325,7 @@ class ContinuousSampler:
                 )
 
             begin = by_device(begin, rows, of_requests)
-            advance = by_device(advance, whole, of_requests, whole, rows)
+            advance = by_device(advance, replicated, of_requests, replicated, rows)
         self._prepare = loop.loop.prepare_once()
         self._begin = exact_jit(begin)
         self._advance = exact_jit(advance, donate_argnums=3)
@@ -391,7 +369,3 @@ class ContinuousSampler:
             "rollout_preemptions": int(progress.preemptions.sum()),
             "rollout_prefilled": int(progress.prefilled.sum()),
         }
-
-    def _cache_size(self) -> int:
-        """How often the loop was compiled, as a jitted function says it."""
-        return self._advance._cache_size()  # type: ignore[attr-defined]

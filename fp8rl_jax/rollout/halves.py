@@ -77,7 +77,7 @@ class HalvedSampler:
         def part(index: int) -> tuple:
             def cut(x):
                 each = len(x) // parts
-                return x[index * each : (index + 1) * each]
+                return np.asarray(x)[index * each : (index + 1) * each]
 
             rows = cut(sample_ids), cut(temperature), cut(limits)
             return prepared, cut(prompts), cut(lengths), key, *rows, rope
@@ -95,7 +95,3 @@ class HalvedSampler:
         if shapes not in self._compiled:
             self._compiled[shapes] = self._program.lower(*arguments).compile()  # type: ignore[attr-defined]
         return self._compiled[shapes]
-
-    def _cache_size(self) -> int:
-        """How often the program was compiled, as a jitted function says it."""
-        return len(self._compiled) + self._program._cache_size()  # type: ignore[attr-defined]

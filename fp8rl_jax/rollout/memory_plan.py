@@ -3,7 +3,7 @@
 The sampler of continuous batching allocates by this plan (`rollout.pages` 0), and `fp8rl plan
 --rollout` prints it for a device that need not be there. Everything but the workspace is counted
 from shapes; the workspace is an upper estimate of what a turn of the loop holds at once
-(tests/test_plan.py compares it with the compiler's own figure).
+(tests/cli/test_plan.py compares it with the compiler's own figure).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RolloutPlan:
       train_state: masters, optimiser moments, and states of scaling policies.
       workspace: what a turn of the loop holds at once, about.
       page: one page of 64 tokens, keys and values of all layers.
-      memory: of the device; None where nobody knows.
+      memory: of the device; None where it is unknown.
       tokens: of a sequence, prompt and response.
       slots: sequences that decode at a time.
     """
@@ -141,7 +141,7 @@ def train_bytes(
     model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, reference: bool = False
 ) -> int:
     """Bytes of a device's part of masters, their two moments, the reference policy (algo.kl_coef)
-    if there is one, and scaling states (whole)."""
+    if there is one, and scaling states (replicated)."""
     params = _param_shapes(model)
     shardings = sharding.param_shardings(mesh, params)
     parts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), params, shardings)
@@ -155,7 +155,7 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int) -> int:
     Decode: float32 logits, scaled, without what top-k and top-p leave out, in order of size and as
     weights of the log-softmax.
     Prefill: some rows of the widest layer in float32, and the experts' copies of each token. On a
-    CPU also what XLA's products read: a layer's matrices, the embedding turned around, and a page
+    CPU also what XLA's products read: a layer's matrices, the embedding transposed, and a page
     of every slot's keys and values in float32.
     """
     model = loop.model
@@ -204,7 +204,7 @@ def plan_rollout(
       reference: whether a reference policy is there too (algo.kl_coef).
     """
     slots = batching.slots // mesh.size
-    prefill_tokens = batching.prefill_rows * min(batching.prefill_chunk, prompt_tokens)
+    prefill_tokens = min(batching.prefill_chunk, prompt_tokens)
     return RolloutPlan(
         weights=weight_bytes(loop, learner_recipe),
         train_state=train_bytes(loop.model, learner_recipe, mesh, reference),

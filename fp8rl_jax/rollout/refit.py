@@ -1,18 +1,34 @@
-"""Refit: learner parameters -> rollout parameters, in one jitted call per policy update.
+"""Refit: learner parameters -> rollout parameters, in one jitted call per policy update; and the
+calibration of static KV scales before it.
 
 There is no name mapping and no second copy of the quantiser: it is `quantize_params`, the function
 that the learner's own forward pass uses, and a checksum of the result. The train step reports the
 checksum of the bytes that its forward pass used; equality proves that what is served is what was
 learnt (`refit_checksum_ok`).
+
+Calibrated KV scales are one per layer and tensor. After each update the new weights run once over
+that step's prompts and responses; the largest q, k and v (after QK-norm and RoPE) of every layer
+give ``scale = amax * margin / 448``. NeMo RL's scheme for an FP8 KV cache. The scales are part of
+the train state: the sampler and the learner's next step use the same ones. The calibrating forward
+pass stores K and V with dynamic scales: it must not depend on the scales that it replaces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import checksum, quantize_params, weight_health, with_kv_scales
-from fp8rl_jax.quant import Recipe
+from fp8rl_jax.models import (
+    ModelConfig,
+    checksum,
+    forward,
+    quantize_params,
+    weight_health,
+    with_kv_scales,
+)
+from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
+from fp8rl_jax.quant.formats import amax as largest
 
 
 def make_refit(
@@ -32,3 +48,34 @@ def make_refit(
         return weights, checksum(weights), lost
 
     return exact_jit(refit, **(shardings or {}))
+
+
+def make_calibrate(model: ModelConfig, recipe: Recipe | str, *, margin: float = 1.05) -> Callable:
+    """Returns ``calibrate(params, scaling_state, tokens, lengths, step, rope)``, jitted.
+
+    Args:
+      model, recipe: shapes and the rollout's numerics.
+      margin: headroom, at least 1.
+
+    The function takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
+    lengths (B,) int32, padding does not count; step () int32, kept in the result. It returns
+    `KVScales`.
+    """
+    recipe = dataclasses.replace(get_recipe(recipe), kv="dynamic", fp8_attention=False)
+
+    def calibrate(params, scaling_state, tokens, lengths, step, rope):
+        weights = quantize_params(params, recipe, scaling_state)
+        out = forward(
+            weights, tokens, model, recipe,
+            lengths=lengths, rope=rope, output="hidden", collect=("kv_amax",),
+        )  # fmt: skip
+        amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
+        return calibrated_scales(amax, margin, step)
+
+    return exact_jit(calibrate)
+
+
+def is_fresh(scales: KVScales | None, step: int) -> bool:
+    """Whether `scales` (if any) were calibrated on the weights of RL step `step`: with older ones
+    sampling would clip keys and values, unseen."""
+    return scales is None or int(scales.step) == step

@@ -25,23 +25,19 @@ from fp8rl_jax.models import (
     PAGE,
     KVCache,
     ModelConfig,
+    drawn_logprobs,
     for_decoding,
     forward,
-    fused_head,
     head_logits,
     init_cache,
-    inverse_temperature,
-    logprobs_of_logits,
     output_head,
     pages_of,
     scaled_logits,
     tensor_parallel,
 )
-from fp8rl_jax.models.taps import LOGITS
+from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe
 from fp8rl_jax.quant.recipe import FLOAT32
-from fp8rl_jax.rollout.recording import begin as begin_taps
-from fp8rl_jax.rollout.recording import write as write_taps
 from fp8rl_jax.rollout.sampling import sample_keys, sample_token
 
 
@@ -141,8 +137,8 @@ def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 class Loop:
     """Prefill and decode steps of one model, recipe and setting, to be traced.
 
-    The whole rollout in one program (`make_sampler`) and a rollout in parts (rollout/stream.py)
-    are made of these functions.
+    A rollout in one program (`make_sampler`) and in several (`make_stream`) are both made of these
+    functions.
     """
 
     model: ModelConfig
@@ -163,7 +159,7 @@ class Loop:
     def prepare(self, weights) -> Prepared:
         """Takes the scales and the output head out of the weights; converts what is read often.
 
-        What `prepare_once` has prepared is returned as it is.
+        What `prepare_once` has prepared is returned unchanged.
         """
         if isinstance(weights, Prepared):
             return weights
@@ -177,7 +173,7 @@ class Loop:
     def prepare_once(self) -> Callable[[Any], Any]:
         """`prepare` for a rollout in several programs, if it converts anything.
 
-        Else weights stay as they are, for `prepare` inside of each program: a program would return
+        Else weights stay unchanged, for `prepare` inside of each program: a program would return
         copies of all of them, and not in the layouts of `kernel_formats`.
         """
         return exact_jit(self.prepare) if self.converts else lambda weights: weights
@@ -193,14 +189,7 @@ class Loop:
         logits = head_logits(hidden, prepared.head, self.recipe)
         scaled = scaled_logits(logits, temperature)
         token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
-
-        def plain(scaled, token):
-            return logprobs_of_logits(scaled, token)[0]
-
-        if not fused_head.applies(self.recipe):
-            return token, plain(scaled, token), logits
-        inverse = inverse_temperature(temperature)
-        logp = fused_head.drawn_logprobs(logits, scaled, token, inverse, self.recipe, plain)
+        logp = drawn_logprobs(logits, scaled, token, temperature, self.recipe)
         return token, logp, logits
 
     def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
@@ -237,7 +226,7 @@ class Loop:
             prepared.weights, prompts, self.model, recipe, cache=cache,
             kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden", taps=sampler.taps,
         )  # fmt: skip
-        taps = begin_taps(prefill.aux.get("taps", {}), sampler.group_size, prompt_slots + slots_new)
+        taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
         if LOGITS in sampler.taps:
             taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
         ends = (requests.lengths - 1)[:, None, None]
@@ -260,6 +249,29 @@ class Loop:
         done = done | rollout.finished | (requests.limits <= 1)
         return LoopState(zero, drawn[0], done, cache, rollout)
 
+    def _begin_taps(self, prefill: dict[str, jax.Array], slots: int) -> dict[str, jax.Array]:
+        """Buffers (..., P * G, slots, ...) with the prompts' values (..., P, Tp, ...), kept as the
+        KV cache keeps its keys: slot == position, as in the learner's sequences."""
+        taps = {}
+        for name, x in prefill.items():
+            batch = batch_axis(name)
+            x = jnp.repeat(x, self.sampler.group_size, axis=batch)
+            widths = [(0, 0)] * x.ndim
+            widths[batch + 1] = (0, slots - x.shape[batch + 1])
+            taps[name] = jnp.pad(x, widths)
+        return taps
+
+    def _write_taps(self, taps: dict, new: dict, positions: jax.Array) -> dict[str, jax.Array]:
+        """`taps` with a decode step's values (T = 1) at `positions` (B,)."""
+        rows = jnp.arange(positions.shape[0])
+        written = {
+            name: taps[name].at[rows, positions].set(x[:, 0])
+            if batch_axis(name) == 0
+            else taps[name].at[:, rows, positions].set(x[:, :, 0])
+            for name, x in new.items()
+        }
+        return taps | written
+
     def cond_fn(self, state: LoopState) -> jax.Array:
         """Whether a slot is left and some response is not complete."""
         return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
@@ -277,7 +289,7 @@ class Loop:
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
         rollout = self._record(state.rollout, index, state.done, *drawn)
         if "taps" in out.aux:
-            taps = rollout.taps | write_taps(rollout.taps, out.aux["taps"], start + state.index)
+            taps = self._write_taps(rollout.taps, out.aux["taps"], start + state.index)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
         assert isinstance(out.cache, KVCache)
@@ -285,19 +297,14 @@ class Loop:
 
 
 def make_sampler(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    sampler: SamplerConfig,
-    *,
-    shardings: dict | None = None,
+    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig
 ) -> Callable[..., Rollout]:
-    """Returns the jitted sampler.
+    """Returns the jitted sampler. Its sharding follows its arguments.
 
     Args:
       model: shapes.
       recipe: numerics of the rollout.
       sampler: what is fixed at compile time.
-      shardings: keywords for jit (`in_shardings`, `out_shardings`) on a mesh; None on one device.
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
@@ -313,4 +320,45 @@ def make_sampler(
         step = functools.partial(loop.decode_step, prepared, requests)
         return lax.while_loop(loop.cond_fn, step, state).rollout
 
-    return exact_jit(sample, **(shardings or {}))
+    return exact_jit(sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A rollout in several programs: the loop is left after every few tokens, to show text.
+
+    Weights are prepared once, outside of them. Their results are those of `make_sampler`, bit for
+    bit (tests/rollout/test_stream.py).
+
+    Attributes:
+      prepare: ``prepare(weights) -> prepared``, with weights from refit; see `Loop.prepare_once`.
+      begin: ``begin(prepared, prompts, requests) -> state``: prefill, and the first token.
+      advance: ``advance(prepared, requests, state) -> state`` after at most `chunk` more tokens of
+        every row; the old state is donated.
+    """
+
+    prepare: Callable[[Any], Any]
+    begin: Callable[[Any, jax.Array, Requests], LoopState]
+    advance: Callable[[Any, Requests, LoopState], LoopState]
+
+
+def make_stream(
+    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig, chunk: int = 16
+) -> Stream:
+    """The sampler of `make_sampler`, left after every `chunk` tokens."""
+    loop = Loop(model, get_recipe(recipe), sampler)
+
+    def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:
+        return loop.prefill(loop.prepare(weights), prompts, requests)
+
+    def advance(weights, requests: Requests, state: LoopState) -> LoopState:
+        prepared = loop.prepare(weights)
+        until = state.index + jnp.int32(chunk)
+
+        def cond_fn(state: LoopState) -> jax.Array:
+            return loop.cond_fn(state) & (state.index < until)
+
+        step = functools.partial(loop.decode_step, prepared, requests)
+        return lax.while_loop(cond_fn, step, state)
+
+    return Stream(loop.prepare_once(), exact_jit(begin), exact_jit(advance, donate_argnums=2))

@@ -174,13 +174,22 @@ def share_prompts(s: Schedule) -> Schedule:
 def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """Gives idle slots to waiting requests.
 
-    Each idle slot looks at one of the first waiting requests. It stays idle for a sibling whose
-    prompt another slot is filling, and where there are too few free pages: those that a request
-    needs for the tokens it has, one for each running request, and one for each that came in before.
-
     Returns:
       (schedule, source, target): pages to copy, (B,) int32 each, 0 to 0 for none.
     """
+    none = jnp.zeros_like(s.request)
+    may_admit = (~s.occupied).any() & (s.status == WAITING).any()
+    return lax.cond(may_admit | s.ready.any(), _admit, lambda s: (s, none, none), s)
+
+
+def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
+    """`admit` where there is something to do.
+
+    Each idle slot looks at one of the first waiting requests. It stays idle for a sibling whose
+    prompt another slot is filling, and where there are too few free pages: those that a request
+    needs for the tokens it has, one for each running request, and one for each that came in before.
+    """
+    s = share_prompts(s)
     (slots, width), prompts = s.table.shape, s.ready.shape[0]
     idle = ~s.occupied
     count = s.status.shape[0]
@@ -230,7 +239,7 @@ def _needs(s: Schedule) -> jax.Array:
 
 
 def _free_some(s: Schedule) -> Schedule:
-    """One prompt that nobody reads, or else the highest running request, gives up its pages."""
+    """A prompt whose pages no sequence reads gives them up, or else the highest running request."""
     unread = s.ready & ~_mark(s.prompt, s.occupied, s.ready.shape[0])
     number = jnp.arange(s.ready.shape[0])
     victim = s.occupied & (s.request == s.request.max())
@@ -247,6 +256,7 @@ def _free_some(s: Schedule) -> Schedule:
 
 def make_room(s: Schedule) -> Schedule:
     """Every decoding slot has the page that its next token is stored in, or has been preempted."""
+    s = share_prompts(s)  # before a prompt's first sample ends or loses its pages
     s = lax.while_loop(lambda s: _needs(s).sum() > page_pool.count_free(s.refs), _free_some, s)
     need = _needs(s)
     refs, pages = page_pool.allocate(s.refs, need)
@@ -255,16 +265,16 @@ def make_room(s: Schedule) -> Schedule:
     return dataclasses.replace(s, refs=refs, table=jnp.where(here, pages[:, None], s.table))
 
 
-def to_prefill(s: Schedule, rows: int, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """(slots (rows,), tokens (rows,) of each that are next): the first slots that must prefill; B
-    and 0 where there are fewer."""
-    slots = page_pool.first_true(s.prefilling, rows, otherwise=s.request.shape[0])
+def to_prefill(s: Schedule, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """(slot (1,), number of tokens (1,)) of the chunk to prefill: the first slot that must; B and 0
+    where there is none."""
+    slots = page_pool.first_true(s.prefilling, 1, otherwise=s.request.shape[0])
     left = jnp.append(s.known - 1 - s.cached, 0)[slots]
     return slots, jnp.minimum(left, chunk)
 
 
 def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
-    """So many more tokens are cached, as `to_prefill` said."""
+    """`counts` more tokens of `slots` are cached, as `to_prefill` said."""
     return dataclasses.replace(s, cached=s.cached.at[slots].add(counts, mode="drop"))
 
 

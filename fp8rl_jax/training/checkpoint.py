@@ -1,6 +1,6 @@
-"""Checkpoints of a run through orbax: written whole or not at all, verified when read.
+"""Checkpoints of a run through orbax: complete or absent, verified when read.
 
-A checkpoint is the whole `TrainState` and a small JSON with the phase, the step, the position of
+A checkpoint is the `TrainState` and a small JSON with the phase, the step, the position of
 the data, the sizes of the run's log files and a checksum of every byte of the state. Orbax writes
 into a temporary directory and renames it, so a killed run leaves complete checkpoints only.
 """
@@ -66,17 +66,17 @@ class Checkpoints:
           UserError: it is truncated, damaged, or of another model.
         """
         meta = self.read_meta(number)
-        if meta.get("structure") != _structure(like):
-            raise self._unreadable(number, ValueError("it is of another model or optimiser"))
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
+            if meta.get("structure") != _structure(like):
+                raise ValueError("it is of another model or optimiser")
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             state = self._manager.restore(number, args=args)["state"]
+            if state_checksum(state) != meta.get("checksum"):
+                raise ValueError("its bytes do not match their checksum")
+            return state
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
-        if state_checksum(state) != meta.get("checksum"):
-            raise self._unreadable(number, ValueError("its bytes do not match their checksum"))
-        return state
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
         path = self._directory / str(number)

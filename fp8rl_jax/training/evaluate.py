@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import jax
 import numpy as np
 
 from fp8rl_jax.envs import score
+from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime
 
 
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, list[dict]]:
     """Accuracy on every held-out question.
 
-    Each question is answered twice in one program: greedily, and at temperature 1. Of several
-    rewards the first decides.
+    Each question is answered in one program: greedily, and `eval.samples` times at
+    `eval.temperature`. Of several rewards the first decides.
 
     Args:
       runtime: of `make_runtime`.
@@ -23,44 +25,56 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
       phase, step: written into the record; they also choose the random bits.
 
     Returns:
-      The record for eval.jsonl, and the first `run.samples` transcripts (sampled answers).
+      The record for eval.jsonl, and the first `run.samples` transcripts (first sampled answers).
+      accuracy_greedy and accuracy_sampled are mean rewards; `sample_metrics` says what the others
+      are. NAME_se is the standard error of NAME, with a question's samples as one cluster.
     """
     config = runtime.config
     start = time.perf_counter()
     questions = runtime.questions["eval"]
     size = config.eval.batch_size
     key = jax.random.fold_in(runtime.keys["eval"], step + (phase == "rl") * (1 << 30))
-    temperature = np.tile(np.float32([0.0, 1.0]), size)
-    rewards, texts, errors, length = [], [], 0, 0
-    rates = []
     reward = runtime.rewards[0].function
+    group = 1 + config.eval.samples
+    temperature = np.full((size, group), config.eval.temperature, np.float32)
+    temperature[:, 0] = 0.0
+    temperature = temperature.reshape(-1)
+    rewards, texts, rates, errors, length = [], [], [], 0, 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
+        rows = group * len(part)  # the others fill the batch
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
         rollout, _, _ = runtime.generate(
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
-        tokens = int(rollout.mask[: 2 * len(part)].sum())  # without the rows that fill the batch
-        rates.append((tokens, time.perf_counter() - begin))
-        responses = runtime.decode(rollout)[: 2 * len(part)]
-        values, failed = score(reward, [q for q in part for _ in range(2)], responses)
+        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
+        responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
+        values, failed = score(reward, [q for q in part for _ in range(group)], responses)
         rewards += values
         texts += responses
         errors += failed
-        length += int(rollout.mask[1 : 2 * len(part) : 2].sum())
-    greedy, sampled = np.asarray(rewards[0::2]), np.asarray(rewards[1::2])
+        length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
+    found = np.asarray(rewards).reshape(-1, group)
+    greedy, sampled = found[:, 0], found[:, 1:]
+    sampled_texts = [text for index, text in enumerate(texts) if index % group]
+    # The first batch compiles, so it is left out where there are others.
+    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
         "phase": phase,
         "step": step,
         "accuracy_greedy": float(greedy.mean()),
+        "accuracy_greedy_se": standard_error(greedy),
         "accuracy_sampled": float(sampled.mean()),
+        "accuracy_sampled_se": standard_error(sampled.mean(1)),
+        **sample_metrics(sampled, sampled_texts, getattr(reward, "extract", None)),
         "questions": len(questions),
-        "response_len_mean": length / len(questions),
+        "response_len_mean": length / sampled.size,
         "reward_errors": errors,
         "time_eval": time.perf_counter() - start,
-        "tokens_per_s_eval": _rate(rates),
+        "tokens_per_s_eval": tokens / seconds,
     }
+    answered = zip(questions, texts[1::group], sampled[:, 0], strict=True)
     samples = [
         {
             "phase": phase,
@@ -68,15 +82,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
             "prompt": question.text,
             "response": response,
             "answer": question.answer,
-            "reward": reward,
+            "reward": float(reward),
         }
-        for question, response, reward in zip(questions, texts[1::2], sampled, strict=True)
-    ][: config.run.samples]
-    return record, [{**s, "reward": float(s["reward"])} for s in samples]
-
-
-def _rate(rates: list[tuple[int, float]]) -> float:
-    """Tokens per second from (tokens, seconds) of batches; the first compiles, and is left out
-    where there are others."""
-    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
-    return tokens / seconds
+        for question, response, reward in itertools.islice(answered, config.run.samples)
+    ]
+    return record, samples

@@ -1,17 +1,14 @@
-"""Files of numbers: JSON lines that survive a crash, and TensorBoard events beside them."""
+"""Files of numbers: JSON lines that survive a crash, and other places that numbers go to."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 
 from fp8rl_jax.errors import UserError
-
-# Not reproducible: left out of bitwise comparisons.
-TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")
+from fp8rl_jax.training.sinks import open_sinks
 
 
 class JsonlWriter:
@@ -54,20 +51,16 @@ def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """The reproducible part of a record."""
-    return {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
-
-
 class RunLogs:
-    """The files of a run directory: RL steps, SFT, evaluations, transcripts, TensorBoard."""
+    """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`."""
 
     NAMES = ("metrics", "sft", "eval", "samples")
 
-    def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None):
-        """Opens the files; cuts them to `offsets` (sizes in bytes by name), None for empty."""
-        from tensorboardX import SummaryWriter  # slow to import: only when a run writes
+    def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None, config):
+        """Opens the files; cuts them to `offsets` (sizes in bytes by name), None for empty.
 
+        `config` names the loggers and is handed to them.
+        """
         if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
             former.rename(directory / "sft.jsonl")
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
@@ -79,25 +72,35 @@ class RunLogs:
                     f"({size} bytes): put the file back, or start again with another run.dir"
                 )
             writer.truncate(size)
-        # TensorBoard cannot cut its events, so they are written anew from the JSON lines.
-        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        self._board = SummaryWriter(str(directory / "tensorboard"))
+        self._sinks = open_sinks(directory, config)
         for name, writer in self._writers.items():
             for record in read_jsonl(writer.path):
-                self._show(name, record)
+                self._show(name, record, again=True)
 
     def write(self, name: str, record: dict[str, Any]) -> None:
-        """Appends a record to one of NAMES; its numbers go to TensorBoard too."""
+        """Appends a record to one of NAMES; its numbers go to the loggers too."""
         self._writers[name].write(record)
         self._show(name, record)
 
-    def _show(self, name: str, record: dict[str, Any]) -> None:
+    def write_evaluation(self, record: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        """Appends the two results of `evaluate`."""
+        self.write("eval", record)
+        for sample in samples:
+            self.write("samples", sample)
+
+    def _show(self, name: str, record: dict[str, Any], again: bool = False) -> None:
+        """Hands a record's numbers to the loggers; `again`: it was written before a resumption."""
         if name == "samples":
             return
         prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record['phase']}"
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float):
-                self._board.add_scalar(f"{prefix}/{key}", value, record["step"])
+        numbers = {
+            f"{prefix}/{key}": value
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        for sink in self._sinks:
+            if not again or sink.writes_anew:
+                sink.write(prefix, numbers, record["step"])
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files, all of it on disk."""
@@ -106,4 +109,5 @@ class RunLogs:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
-        self._board.close()
+        for sink in self._sinks:
+            sink.close()

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-
 from fp8rl_jax.data import ChatFormat, Tokenizer, encode_prompt, pad_prompts, pad_responses
-from fp8rl_jax.envs import Data, Question, load_questions
+from fp8rl_jax.envs import Data, Question, check_source, load_questions
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.disk import no_room
-
-_DIGEST = "data.sha256"
 
 
 def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
@@ -19,6 +14,7 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
       UserError: a source cannot be read, one question does not fit its slots (those of a data set
         are left out instead, unless `env.overlong` is 'error'), or there are too few.
     """
+    check_source(config.env)
     counts = {
         "sft": config.sft.questions if config.sft.steps else 0,
         "train": config.env.train_questions,
@@ -50,15 +46,15 @@ class _Lengths:
 
     def fit(self, split: str, question: Question) -> bool:
         """Whether the prompt, and a demonstration with its end token, have room."""
-        prompt = len(encode_prompt(question.prompt, self._tokenizer, self._chat))
-        lengths = {"max_prompt_tokens": prompt}
+        prompt = encode_prompt(question.prompt, self._tokenizer, self._chat)
+        lengths = {"max_prompt_tokens": len(prompt)}
         if split == "sft":
             lengths["max_new_tokens"] = len(self._tokenizer.encode(question.demonstration)) + 1
         for field, length in lengths.items():
             if length > self._rollout[field]:
                 self.too_long.setdefault(field, []).append(length)
                 return False
-        return prompt > 0
+        return True
 
 
 def _check_counts(config, data: Data, lengths: _Lengths) -> None:
@@ -86,27 +82,3 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
             f"env.task: {found} questions are left for the split {split!r}, and {field} takes "
             f"{count}: {advice}"
         )
-
-
-def check_unchanged(directory: pathlib.Path, digest: str) -> None:
-    """Raises UserError if the run in `directory` began with other rows of its data set."""
-    saved = directory / _DIGEST
-    if digest and saved.exists() and saved.read_text().strip() != digest:
-        raise UserError(
-            f"env.task: the data set has changed since the run in {directory} began: put it back, "
-            "or choose another --config.run.dir"
-        )
-
-
-def keep_digest(directory: pathlib.Path, digest: str) -> None:
-    """Notes the rows of a run's data set for `check_unchanged`; nothing without one.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    if not digest:
-        return
-    try:
-        (directory / _DIGEST).write_text(digest + "\n")
-    except OSError as error:
-        raise no_room(directory, error) from None

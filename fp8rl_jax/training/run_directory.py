@@ -7,24 +7,33 @@ checkpoints, and the directory they came from may have changed since.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import shutil
+import tempfile
 
 import ml_collections
 
-from fp8rl_jax.config import default_config, flatten
+from fp8rl_jax.config import default_config, flatten, saved_config
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.disk import no_room
+from fp8rl_jax.rollout.memory_plan import train_bytes
+from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.runtime import Runtime
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a write may meet that the user can fix; any other OSError is ours.
+WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
     "precision.self_check", "env.data_dir", "env.download",
 )  # fmt: skip
+_DIGEST = "data.sha256"
 
 
 def check_directory(resolved: Resolved, resume: bool) -> None:
@@ -59,13 +68,12 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
             )
 
 
-def open_run(resolved: Resolved, resume: bool) -> pathlib.Path:
-    """Prepares the run directory: writes its config.json.
+def open_run(resolved: Resolved) -> pathlib.Path:
+    """Writes the config.json of a directory that `check_directory` has passed.
 
     Raises:
-      UserError: of `check_directory`, or the directory cannot be written.
+      UserError: the directory cannot be written.
     """
-    check_directory(resolved, resume)
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     saved = directory / "config.json"
@@ -82,6 +90,30 @@ def open_run(resolved: Resolved, resume: bool) -> pathlib.Path:
     except OSError as error:
         raise no_room(directory, error) from None
     return directory
+
+
+def check_unchanged(directory: pathlib.Path, digest: str) -> None:
+    """Raises UserError if the run in `directory` began with other rows of its data set."""
+    saved = directory / _DIGEST
+    if digest and saved.exists() and saved.read_text().strip() != digest:
+        raise UserError(
+            f"env.task: the data set has changed since the run in {directory} began: put it back, "
+            "or choose another --config.run.dir"
+        )
+
+
+def keep_digest(directory: pathlib.Path, digest: str) -> None:
+    """Notes the rows of a run's data set for `check_unchanged`; nothing without one.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    if not digest:
+        return
+    try:
+        (directory / _DIGEST).write_text(digest + "\n")
+    except OSError as error:
+        raise no_room(directory, error) from None
 
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
@@ -118,6 +150,16 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         ) from None
 
 
+def run_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
+    """The configuration of the run in a directory.
+
+    Raises:
+      UserError: its config.json is damaged, or has a field that is not known.
+    """
+    saved = directory / "config.json"
+    return saved_config(read_saved_config(saved), str(saved))
+
+
 def first_difference(theirs: dict, ours: dict):
     """(field, their value, our value) of the first field that differs, or None.
 
@@ -130,3 +172,48 @@ def first_difference(theirs: dict, ours: dict):
         if was != value:
             return name, was, value
     return None
+
+
+def state_bytes(runtime: Runtime) -> int:
+    """Size of a checkpoint: float32 parameters, two moments, states of scaling policies."""
+    one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
+    return train_bytes(runtime.model, runtime.learner_recipe, one_device)
+
+
+def bytes_to_write(runtime: Runtime) -> int:
+    """Bytes that a run adds to `run.dir`: checkpoints take the room of those they replace, once
+    the new one is complete; a reference policy stays."""
+    run, size = runtime.config.run, state_bytes(runtime)
+    checkpoints = os.path.join(run.dir, "checkpoints")
+    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
+    there = sum(name.isdecimal() for name in names)
+    has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
+    stays = runtime.algorithm.needs_reference and not has_reference
+    return max(1, run.keep_checkpoints + 1 - there) * size + (size // 3 if stays else 0)
+
+
+def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
+    """Raises UserError if `directory` cannot be made, written, or has too little room."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise no_room(directory, error, field) from None
+    free = shutil.disk_usage(directory).free
+    if free < bytes_needed:
+        raise UserError(
+            f"{field}: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
+            f"{bytes_needed / 1e6:.0f} MB; free some, or set {field} elsewhere"
+        )
+
+
+def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
+    """The sentence for a write that failed."""
+    full = error.errno in _FULL
+    reason = "no room is left" if full else error.strerror or str(error)
+    return UserError(
+        f"{field}: cannot write in {directory}: {reason}; free some room, or set {field} elsewhere"
+    )

@@ -18,14 +18,8 @@ from jax.sharding import Mesh
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import load_params
-from fp8rl_jax.config.resolve import Resolved, resolve_config
-from fp8rl_jax.data import (
-    ChatFormat,
-    Tokenizer,
-    join,
-    load_tokenizer,
-    pad_prompts,
-)
+from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
+from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts
 from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
@@ -39,8 +33,8 @@ from fp8rl_jax.models import (
     weight_specs,
     with_kv_scales,
 )
-from fp8rl_jax.models.stacks import layer_runs, layer_stacks
-from fp8rl_jax.models.taps import ROUTING, batch_axis
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
+from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import KVScales, Recipe, missing_scales
 from fp8rl_jax.rollout import (
     Batching,
@@ -115,9 +109,7 @@ class Runtime(Resolved):
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.max_prompt_tokens = slots
-        resolved = resolve_config(config, with_task=False).with_vocabulary(
-            self.tokenizer.vocab_size
-        )
+        resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))
 
@@ -134,13 +126,13 @@ class Runtime(Resolved):
 
     @functools.cached_property
     def weight_shardings(self):
-        """Of what the sampler holds: in parts over `tensor`, whole over the other axes; on a GPU
-        with the layouts that its kernels read."""
+        """Of what the sampler holds: sharded over `tensor`, replicated over the other axes; on a
+        GPU with the layouts that its kernels read."""
 
         def weights(params):
             scaling = init_scaling(params, self.learner_recipe)
             weights = quantize_params(params, self.rollout_recipe, scaling)
-            return with_kv_scales(weights, self.missing_kv_scales())
+            return with_kv_scales(weights, self._missing_kv_scales())
 
         shapes = jax.eval_shape(weights, self.param_shapes)
         specs = weight_specs(shapes, self.model, self.rollout_recipe, self.mesh.shape["tensor"])
@@ -149,17 +141,8 @@ class Runtime(Resolved):
             return shardings
         return kernel_formats(shapes, shardings)
 
-    def state_shardings(self, state_shapes):
-        """Shardings of a TrainState: optimiser moments lie as their parameters do."""
-        return sharding.param_shardings(self.mesh, state_shapes)
-
-    def _rows(self):
-        return sharding.batch_sharding(self.mesh)
-
-    def _whole(self):
-        return sharding.replicated(self.mesh)
-
-    # Compiled functions. Each is made once and compiles once in a run.
+    # Compiled functions. Each is made once and compiles once in a run. Their arguments are laid out
+    # over the mesh by `jax.device_put`, and shardings follow the arguments.
 
     def init_params(self):
         """Random parameters, laid out over the mesh."""
@@ -172,20 +155,17 @@ class Runtime(Resolved):
         """Parameters that training begins with: of `model.checkpoint`, or random."""
         if not self.config.model.checkpoint:
             return self.init_params()
-        params = load_params(self.config, self.param_shardings)
-        return jax.device_put(params, self.param_shardings)
+        return load_params(self.config, self.param_shardings)
 
     @functools.cached_property
     def refit(self):
         """The compiled refit; call `refit_state`."""
-        whole = self._whole()
+        replicated = sharding.replicated(self.mesh)
         return make_refit(
-            self.rollout_recipe, health=self.config.precision.health,
-            shardings={
-                "in_shardings": (self.param_shardings, whole, whole),
-                "out_shardings": (self.weight_shardings, whole, whole),
-            },
-        )  # fmt: skip
+            self.rollout_recipe,
+            health=self.config.precision.health,
+            shardings={"out_shardings": (self.weight_shardings, replicated, replicated)},
+        )
 
     def refit_state(self, state: learner.TrainState) -> Served:
         """What the sampler takes of a state."""
@@ -199,38 +179,30 @@ class Runtime(Resolved):
     @functools.cached_property
     def calibrate(self):
         """The compiled calibration; call `calibrate_state`."""
-        whole, precision = self._whole(), self.config.precision
-        return make_calibrate(
-            self.model, self.rollout_recipe,
-            margin=precision.kv_margin,
-            shardings={
-                "in_shardings": (
-                    self.param_shardings, whole, self._rows(), self._rows(), whole, whole
-                ),
-                "out_shardings": whole,
-            },
-        )  # fmt: skip
+        margin = self.config.precision.kv_margin
+        return make_calibrate(self.model, self.rollout_recipe, margin=margin)
 
     def calibrate_state(self, state: learner.TrainState, tokens, lengths) -> learner.TrainState:
         """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
         recipe asks for them."""
         if not self.calibrated:
             return state
+        tokens, lengths = jax.device_put((tokens, lengths), sharding.batch_sharding(self.mesh))
         scales = self.calibrate(
             state.params, state.scaling_state, tokens, lengths, state.step, self.rope
         )
+        scales = jax.device_put(scales, sharding.replicated(self.mesh))
         return dataclasses.replace(state, kv_scales=scales)
 
     def first_layers(self, recipe: Recipe) -> dict[str, int]:
         """{run of layers under `recipe`: number of its first layer}."""
-        runs = layer_runs(layer_stacks(self.model), recipe)
+        runs = layer_groups(layer_stacks(self.model), recipe)
         return {run.name: run.layers.start for run in runs}
 
     @property
     def sft_recipe(self) -> Recipe:
         """The learner's recipe in supervised fine-tuning, where no rollout calibrates scales."""
-        recipe = self.learner_recipe
-        return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
+        return without_calibration(self.learner_recipe)
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """A compiled sampler with the run's prompt and response slots."""
@@ -247,15 +219,7 @@ class Runtime(Resolved):
         on_cpu = Loop(self.model, self.rollout_recipe, settings).on_cpu
         if on_cpu and self.mesh.size == 1 and not taps:
             return HalvedSampler(self.model, self.rollout_recipe, settings)
-        rows, whole = self._rows(), self._whole()
-        arguments = (self.weight_shardings, rows, rows, whole, rows, rows, rows, whole)
-        results = Rollout(
-            *(rows,) * 4, taps={n: sharding.batch_sharding(self.mesh, batch_axis(n)) for n in taps}
-        )
-        return make_sampler(
-            self.model, self.rollout_recipe, settings,
-            shardings={"in_shardings": arguments, "out_shardings": results},
-        )  # fmt: skip
+        return make_sampler(self.model, self.rollout_recipe, settings)
 
     def batching(self, settings: SamplerConfig) -> Batching:
         """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
@@ -266,7 +230,7 @@ class Runtime(Resolved):
         plan = plan_rollout(
             Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
-            reference=self.config.algo.kl_coef > 0,
+            reference=self.algorithm.needs_reference,
         )  # fmt: skip
         return dataclasses.replace(sizes, pages=plan.pages * devices)
 
@@ -286,18 +250,28 @@ class Runtime(Resolved):
 
     @functools.cached_property
     def eval_sampler(self):
-        """The evaluation program: two samples a question, one greedy, one at temperature 1."""
-        return self.make_sampler(2, 0, 1.0)
+        """The evaluation program: a question's greedy answer and `eval.samples` sampled ones."""
+        return self.make_sampler(1 + self.config.eval.samples, 0, self.config.eval.top_p)
 
     @functools.cached_property
     def score(self):
         """The compiled score; call `score_state`."""
-        rows, whole = self._rows(), self._whole()
-        shardings = {
-            "in_shardings": (self.param_shardings, whole, whole, rows, whole),
-            "out_shardings": rows,
-        }
-        return learner.make_score(self.model, self.learner_recipe, shardings=shardings)
+        return learner.make_score(self.model, self.learner_recipe)
+
+    @functools.cached_property
+    def reference_score(self):
+        """The compiled score of the reference policy; call `score_reference`."""
+        if self.config.precision.reference == "learner":
+            return self.score
+        return learner.make_score(self.model, self.reference_recipe)
+
+    def score_reference(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under the reference policy."""
+        batch = to_device(dataclasses.replace(batch, routing={}), self)
+        scaling, kv_scales = state.scaling_state, state.kv_scales
+        if self.config.precision.reference != "learner":
+            scaling, kv_scales = init_scaling(state.params, self.reference_recipe), None
+        return np.asarray(self.reference_score(state.params, scaling, kv_scales, batch, self.rope))
 
     def score_state(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
         """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
@@ -305,6 +279,12 @@ class Runtime(Resolved):
         return np.asarray(
             self.score(state.params, state.scaling_state, state.kv_scales, batch, self.rope)
         )
+
+    @property
+    def loss(self) -> learner.LossConfig:
+        """The loss of the RL phase."""
+        algorithm, router = self.algorithm, self.config.algo.router_aux_loss_coef
+        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router)
 
     def train_step(
         self,
@@ -318,41 +298,41 @@ class Runtime(Resolved):
 
         `options` are more keywords of `learner.make_train_step`.
         """
-        shapes = jax.eval_shape(lambda: self._abstract_state(optimizer))
-        state = self.state_shardings(shapes)
-        rows, whole = self._rows(), self._whole()
+        make_state = functools.partial(self._state, optimizer, None, self._rng())
+        state = jax.eval_shape(make_state, self.param_shapes)
+        shardings = (
+            sharding.param_shardings(self.mesh, state),
+            sharding.batch_sharding(self.mesh),
+            sharding.replicated(self.mesh),
+        )
         return learner.make_train_step(
             self.model, recipe or self.learner_recipe, optimizer, loss,
             micro_batches=micro_batches, remat=self.config.learner.remat,
-            health=self.config.precision.health, **options,
-            shardings={
-                "in_shardings": (state, rows, whole),
-                "out_shardings": (state, rows, whole),
-            },
+            health=self.config.precision.health, shardings={"out_shardings": shardings}, **options,
         )  # fmt: skip
 
-    def _abstract_state(self, optimizer) -> learner.TrainState:
-        params = init_params(self.model, jax.random.key(0))
-        rng = jax.random.key_data(jax.random.key(0))
-        scales = self.missing_kv_scales()
-        return learner.new_state(params, optimizer, rng, self.learner_recipe, None, scales)
-
-    def missing_kv_scales(self) -> KVScales | None:
+    def _missing_kv_scales(self) -> KVScales | None:
         """KV scales before the first calibration, if a recipe needs any."""
         return missing_scales(self.model.num_hidden_layers) if self.calibrated else None
 
-    def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
-        """The state at the start of a phase, laid out over the mesh."""
-        rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
-        state = learner.new_state(
-            params, optimizer, rng, self.learner_recipe, scaling_state, self.missing_kv_scales()
+    def _rng(self) -> np.ndarray:
+        return np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
+
+    def _state(self, optimizer, scaling_state, rng, params) -> learner.TrainState:
+        return learner.new_state(
+            params, optimizer, rng, self.learner_recipe, scaling_state, self._missing_kv_scales()
         )
-        return jax.device_put(state, self.state_shardings(state))
+
+    def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
+        """The state at the start of a phase, laid out over the mesh: optimiser moments as their
+        parameters."""
+        state = self._state(optimizer, scaling_state, self._rng(), params)
+        return jax.device_put(state, sharding.param_shardings(self.mesh, state))
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:
         """`state` after `step` steps of its phase and `position` batches of its stream."""
-        whole = self._whole()
-        step, position = (jax.device_put(np.int32(n), whole) for n in (step, position))
+        counts = np.int32(step), np.int32(position)
+        step, position = jax.device_put(counts, sharding.replicated(self.mesh))
         return dataclasses.replace(state, step=step, data_state=position)
 
     # Work on text.
@@ -372,49 +352,49 @@ class Runtime(Resolved):
         key,
         temperature: np.ndarray,
         watch: Watch | None = None,
+        first_id: int = 0,
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...).
 
         `watch` is told what has ended while a `ContinuousSampler` goes on; others end at once.
+        Samples are numbered from `first_id` on; key and number decide a sample's random bits.
         """
-        rollout = self.config.rollout
         prompts, lengths = self.pad_prompts(questions)
-        count = temperature.shape[0]
-        out = sampler(
-            weights, prompts, lengths, key, np.arange(count, dtype=np.int32), temperature,
-            np.full(count, rollout.max_new_tokens, np.int32), self.rope,
-            **({"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}),
-        )  # fmt: skip
+        sample_ids = first_id + np.arange(len(temperature), dtype=np.int32)
+        limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
+        tokens, *rows = jax.device_put(
+            (prompts, lengths, sample_ids, temperature, limits), sharding.batch_sharding(self.mesh)
+        )
+        watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
+        out = sampler(weights, tokens, rows[0], key, *rows[1:], self.rope, **watching)
         return jax.device_get(out), prompts, lengths
 
-    def rollout_batch(
-        self, rollout: Rollout, prompts, lengths, temperature, advantages
+    def batch(
+        self, prompts, lengths, targets, mask, temperature: np.ndarray, **fields
     ) -> learner.Batch:
+        """Prompts (B, Tp) of lengths (B,) and responses as a training batch on the host; `fields`
+        are those of `learner.make_batch`."""
+        tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
+        return learner.make_batch(tokens, lengths, targets, mask, temperature, **fields)
+
+    def rollout_batch(self, rollout: Rollout, prompts, lengths, advantages=None) -> learner.Batch:
         """A rollout as a training batch on the host; old log-probabilities are the sampler's.
 
-        prompts (P, Tp) and lengths (P,) are those of `generate`; the rest has one row a response.
+        prompts (P, Tp) and lengths (P,) are those of `generate`; advantages are (B,), or 1.
         """
-        rows, slots = rollout.tokens.shape
-        group = rows // len(lengths)
-        lengths = np.repeat(lengths, group)
-        tokens = np.repeat(prompts, group, axis=0)
-        fields = empty_response_fields(rows, slots)
-        return learner.Batch(
-            tokens=join(tokens, lengths, rollout.tokens, self.tokenizer.pad_id),
-            prompt_lengths=lengths,
-            targets=rollout.tokens,
-            mask=rollout.mask.astype(np.float32),
-            temperature=temperature,
+        group = len(rollout.tokens) // len(lengths)
+        temperature = np.full(len(rollout.tokens), self.config.rollout.temperature, np.float32)
+        return self.batch(
+            np.repeat(prompts, group, axis=0), np.repeat(lengths, group),
+            rollout.tokens, rollout.mask, temperature,
+            advantages=advantages, old_logprobs=rollout.logprobs,
             routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
-            **{**fields, "advantages": advantages, "old_logprobs": rollout.logprobs},
-        )
+        )  # fmt: skip
 
-    def decode(self, rollout: Rollout) -> list[str]:
-        """Text of every response."""
-        return [
-            self.tokenizer.decode(row[keep].tolist())
-            for row, keep in zip(rollout.tokens, rollout.mask, strict=True)
-        ]
+    def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
+        """Text of responses (B, R) with a mask (B, R)."""
+        rows = zip(tokens, mask, strict=True)
+        return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
 
 
 def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True) -> Runtime:
@@ -427,7 +407,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     Raises:
       UserError: something in the configuration cannot work.
     """
-    resolved = resolve_config(config, with_questions)
+    resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
@@ -453,26 +433,6 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
     return ChatFormat(tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict())
 
 
-def state_bytes(runtime: Runtime) -> int:
-    """Size of a checkpoint: float32 parameters, two moments, states of scaling policies."""
-    scaling = jax.eval_shape(
-        lambda p: init_scaling(p, runtime.learner_recipe), runtime.param_shapes
-    )
-    params = sum(x.size for x in jax.tree.leaves(runtime.param_shapes))
-    return 4 * (3 * params + sum(x.size for x in jax.tree.leaves(scaling)))
-
-
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:
     """Host arrays of a batch, laid out over the mesh by rows."""
     return jax.device_put(batch, sharding.batch_sharding(runtime.mesh))
-
-
-def empty_response_fields(rows: int, slots: int) -> dict[str, np.ndarray]:
-    """The fields of a Batch that only RL fills, neutral."""
-    zeros = np.zeros((rows, slots), np.float32)
-    return {
-        "advantages": np.zeros(rows, np.float32),
-        "old_logprobs": zeros,
-        "rollout_weights": np.ones((rows, slots), np.float32),
-        "ref_logprobs": zeros,
-    }

@@ -17,16 +17,17 @@ import numpy as np
 
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.data import Stream, join, pad_responses, tokenizer_files
+from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
 from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
+from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
-from fp8rl_jax.training.runtime import Runtime, empty_response_fields, to_device
+from fp8rl_jax.training.runtime import Runtime, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
@@ -41,12 +42,6 @@ _FIELDS = (
 )
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
-
-
-def evaluation_steps(config) -> set[int]:
-    """Updates after which the stage is evaluated; the last is always among them."""
-    w = config.sft
-    return {round(w.steps * (i + 1) / w.evaluations) for i in range(w.evaluations)} - {0}
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path:
@@ -131,10 +126,11 @@ def run_sft(
     """
     config = runtime.config
     optimizer, schedule = optimizer_of_phase(config, "sft")
-    train_step = runtime.train_step(optimizer, LossConfig("sft"), 1, runtime.sft_recipe)
+    train_step = runtime.train_step(optimizer, LossConfig(reinforce()), 1, runtime.sft_recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
-    evaluate_at = evaluation_steps(config)
+    steps, count = config.sft.steps, config.sft.evaluations
+    evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
     display.phase("SFT", config.sft.steps, int(state.step))
     for step in range(int(state.step), config.sft.steps):
         start = time.perf_counter()
@@ -158,9 +154,7 @@ def run_sft(
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
             result, samples = evaluate(runtime, weights, "sft", step + 1)
-            logs.write("eval", result)
-            for sample in samples:
-                logs.write("samples", sample)
+            logs.write_evaluation(result, samples)
             display.evaluation(result)
         stopping = stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
@@ -188,17 +182,9 @@ def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> st
 
 
 def _demonstrations(runtime: Runtime, questions) -> Batch:
-    rollout = runtime.config.rollout
     prompts, lengths = runtime.pad_prompts(questions)
-    targets, mask = pad_responses(
-        [q.demonstration for q in questions], runtime.tokenizer, rollout.max_new_tokens
-    )
-    batch = Batch(
-        tokens=join(prompts, lengths, targets, runtime.tokenizer.pad_id),
-        prompt_lengths=lengths,
-        targets=targets,
-        mask=mask.astype(np.float32),
-        temperature=np.ones(len(questions), np.float32),
-        **empty_response_fields(len(questions), targets.shape[1]),
-    )
-    return to_device(batch, runtime)
+    demonstrations = [q.demonstration for q in questions]
+    slots = runtime.config.rollout.max_new_tokens
+    targets, mask = pad_responses(demonstrations, runtime.tokenizer, slots)
+    ones = np.ones(len(questions), np.float32)
+    return to_device(runtime.batch(prompts, lengths, targets, mask, ones), runtime)

@@ -11,13 +11,17 @@ import jax
 import numpy as np
 
 from fp8rl_jax.envs import Question, score_terms
-from fp8rl_jax.rl import zero_std_fraction
+from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.training.expert_load import load_metrics
-from fp8rl_jax.training.health import add_counts, loss_metrics
+from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
 from fp8rl_jax.training.runtime import Runtime, Served
 
-_NOT_METRICS = {"good", "bad_layer", "checksum", "health", "expert_tokens"}
+_MEANS = ("loss", "grad_norm", "router_aux_loss")
+# Statistic of a token -> its metric, the mean over tokens.
+_OF_TOKENS = {
+    "ratio": "ratio_mean", "clipped_low": "clipfrac_low", "clipped_high": "clipfrac_high",
+    "clipped_dual": "clipfrac_dual", "kl": "kl_ref", "entropy": "entropy",
+}  # fmt: skip
 
 
 class Rewards:
@@ -34,8 +38,7 @@ class Rewards:
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Rewards the responses that are `done` (B,) and have no reward yet."""
         rows = np.flatnonzero(done & ~self._scored)
-        fields = (rollout.tokens, rollout.mask, rollout.logprobs, rollout.finished)
-        texts = self._runtime.decode(Rollout(*(x[rows] for x in fields), taps={}))
+        texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
         questions = [self._questions[r] for r in rows]
         found, by_name, errors = score_terms(self._runtime.rewards, questions, texts)
         self.values[rows] = found
@@ -53,37 +56,49 @@ class StepRecord(dict[str, Any]):
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Notes the seconds inside as `time_PART`."""
-        begin = time.perf_counter()
+        """Adds the seconds inside to `time_PART`."""
+        begin, name = time.perf_counter(), f"time_{part}"
         yield
-        self[f"time_{part}"] = time.perf_counter() - begin
+        self[name] = self.get(name, 0.0) + time.perf_counter() - begin
 
-    def add_rollout(self, rollout: Rollout, rewards: Rewards, group: int) -> None:
-        """Rewards, and lengths of responses; after `time_rollout`."""
+    def add_rollout(
+        self, rollout: Rollout, rewards: np.ndarray, by_name: dict[str, np.ndarray]
+    ) -> None:
+        """Rewards (P, G), those of several terms by name, and lengths of responses; after
+        `time_rollout`."""
         lengths = rollout.mask.sum(1)
         self.update(
-            reward_mean=float(rewards.values.mean()),
-            reward_std=float(rewards.values.std()),
-            reward_errors=rewards.errors,
-            group_zero_std_frac=zero_std_fraction(rewards.values, group),
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            group_zero_std_frac=float(1 - informative_groups(rewards).mean()),
             response_len_mean=float(lengths.mean()),
             response_len_max=int(lengths.max()),
             truncated_frac=float(1 - rollout.finished.mean()),
             tokens_per_s_rollout=float(lengths.sum() / self["time_rollout"]),
         )
-        if len(rewards.by_name) > 1:
-            self.update({f"reward/{n}": float(v.mean()) for n, v in rewards.by_name.items()})
+        if len(by_name) > 1:
+            self.update({f"reward/{n}": float(v.mean()) for n, v in by_name.items()})
 
     def add_updates(self, updates: Sequence[dict], tokens: float, runtime: Runtime) -> None:
-        """Means over the step's updates, and what they counted; after `time_learner`.
+        """What the step's updates computed; after `time_learner`.
+
+        Loss and gradient norm are means over the updates. What follows from the ratio is of the
+        first update, which is on policy at zero drift; of update k it is NAME/k.
 
         Args:
-          updates: metrics of each train step, on the host.
+          updates: metrics of each train step, on the host, and its `counts`, (B, R) bool.
           tokens: of the step's responses.
           runtime: names layers.
         """
-        for name in sorted(set(updates[0]) - _NOT_METRICS):
+        for name in set(_MEANS) & set(updates[0]):
             self[name] = float(np.mean([metrics[name] for metrics in updates]))
+        self["checksum"] = int(updates[0]["checksum"])
+        for index, metrics in enumerate(updates):
+            suffix = f"/{index + 1}" if index else ""
+            found = _token_metrics(metrics["tokens"], metrics["counts"])
+            self.update({f"{name}{suffix}": value for name, value in found.items()})
+        if skipped := sum(not metrics["counts"].any() for metrics in updates):
+            self["update_skipped"] = skipped
         if "expert_tokens" in updates[0]:
             counts = np.sum([metrics["expert_tokens"] for metrics in updates], axis=0)
             self.update(load_metrics(counts, runtime.model.dense_layers))
@@ -99,3 +114,14 @@ class StepRecord(dict[str, Any]):
         if served.health:
             lost = {"weights": jax.device_get(served.health)}
             self.update(loss_metrics(lost, runtime.first_layers(runtime.rollout_recipe)))
+
+
+def _token_metrics(tokens: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, float]:
+    """Means over the tokens that count, and the bounds of the ratio; 0 if none counts."""
+    metrics = {}
+    for name, values in tokens.items():
+        kept = values[counts].astype(np.float64) if counts.any() else np.zeros(1)
+        metrics[_OF_TOKENS.get(name, name)] = float(kept.mean())
+        if name == "ratio":
+            metrics |= {"ratio_min": float(kept.min()), "ratio_max": float(kept.max())}
+    return metrics

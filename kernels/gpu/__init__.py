@@ -4,13 +4,4 @@ Importing this needs Triton. `kernels.gpu_kernels()` imports it for the library,
 first takes a kernel; `mosaic_matmul`, which needs Pallas instead, is imported by `dispatch`.
 """
 
-from fp8rl_jax.kernels.gpu import (
-    attention,
-    attention_gradient,
-    fast_attention,
-    head,
-    matmul,
-    norm,
-)
-
-__all__ = ["attention", "attention_gradient", "fast_attention", "head", "matmul", "norm"]
+from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, head, matmul, norm

@@ -1,37 +1,30 @@
 """Strict attention by Triton: the same bits in decode, prefill and learner.
 
-The arguments and the meaning are those of `reference.attention`; the bits are not, but follow a
-contract of their own. A tile is 16 rows: queries of one sequence and the heads of one group, which
-share keys and values. Keys come in blocks of 64 cache slots, blocks in splits of 512. Tile, block
-and split are part of the numeric contract.
-
-* `_one_split`: online softmax over the blocks of a split in ascending order, in float32.
-* `_join`: a split's (maximum, sum, weighted values) added to those of the splits before it.
-
-`attention_kernel` walks all splits of a tile in one program (prefill and learner: many tiles), or
-writes each split's three results for `join_kernel` to join (decode: few tiles, long caches). Same
-functions, same order, hence the same bits.
+The arguments and the meaning are those of `reference.attention`; the bits are not. A tile is 16
+rows: queries of one sequence and the heads of one group, which share keys and values. Keys come in
+blocks of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `_one_split`
+is the online softmax over the blocks of a split, `_join` adds a split to those before it, both in
+ascending order and float32. `attention_kernel` takes all splits of a tile in one program (prefill
+and learner: many tiles), or writes each split's results for `join_kernel` (decode: few tiles, long
+caches): the same functions in the same order, hence the same bits.
 
 Invariants, for the bits of a row:
   * its position, query, visible keys and values decide them. Rows of a tile do not meet: a row of a
     tensor core's result depends on that row of the left operand, and only the loop's end is shared;
-  * what lies behind its position adds nothing: a score there is -inf, its weight exactly 0, the
+  * what is behind its position adds nothing: a score there is -inf, its weight exactly 0, the
     maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
     the tile or a longer cache, change nothing;
-  * where a block of keys lies, in a cache of the sequence's own or in a page of a pool, decides
-    nothing. A page is a block, so one number of the table is read for it, and none of the pages
-    behind the last position of the tile;
+  * where a block of keys is stored, in a cache of the sequence's own or in a page of a pool,
+    decides nothing. A page is a block; none behind the last position of the tile is read;
   * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
     NaN, and 0 * NaN is;
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
     layout of the score's tile. It has the same in all three uses (tests/kernels/gpu/test_sass.py).
 
 Operands of the tensor core are bf16: E4M3 is exact in it, and so is a product of two bf16 in
-float32. Queries, keys and values are read where they lie, E4M3 included: a decode step moves one
-byte per number of the cache. Prefill and learner must do the same. To widen E4M3 to bf16
-beforehand, once for all tiles, would be exact and faster, but Triton gives the tensor core operands
-that it loads as bytes in another order of features and keys (`kWidth` 4 instead of 2), so the sums
-would have other bits.
+float32. E4M3 is widened after it is loaded, in prefill and learner as in decoding: Triton gives the
+tensor core operands that it loads as bytes in another order of features and keys (`kWidth` 4
+instead of 2), so widening it beforehand would change bits.
 
 Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual; the sum
 takes weights unrounded. A product of a block leaves the tensor core before it is added, by one
@@ -53,6 +46,7 @@ import triton
 import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import KV_CHUNK
+from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 ROWS = tl.constexpr(16)
@@ -124,9 +118,9 @@ def _nothing(V_WIDTH: tl.constexpr):
 @triton.jit
 def _one_split(
     split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope, table,
-    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr, Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
     top, total, values = _nothing(V_WIDTH)
@@ -201,23 +195,14 @@ def attention_kernel(
     out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
     total,  # likewise
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DR: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, DR: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
-    V_WIDTH: tl.constexpr,
-    R_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALES: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    PAGED: tl.constexpr,
+    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
     ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
-):
+):  # fmt: skip
     SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
     # The tiles with the most keys first: they end last.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
@@ -275,13 +260,9 @@ def join_kernel(
     top,  # (SPLITS, B, T, H)
     total,  # likewise
     out,  # (B, T, H, DV) float32
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    DV: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr,
     V_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
     feature = tl.arange(0, V_WIDTH)
     mask = exists[:, None] & (feature < DV)[None, :]
@@ -297,8 +278,8 @@ def join_kernel(
 
 
 _TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
-# Programs up to which each split gets its own: four on each of Hopper's 132 multiprocessors.
-_FEW_PROGRAMS = 4 * 132
+# Programs up to which each split gets its own: four on each multiprocessor.
+_FEW_PROGRAMS = 4 * MULTIPROCESSORS
 
 
 def head_width(features: int) -> int:
@@ -317,7 +298,7 @@ def warps_and_stages(widest: int, float32: bool) -> tuple[int, int]:
     return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
 
 
-def _in_float32(*operands: jax.Array | None) -> bool:
+def in_float32(*operands: jax.Array | None) -> bool:
     return any(x is not None and x.dtype == jnp.float32 for x in operands)
 
 
@@ -326,39 +307,34 @@ def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -
 
     `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
     """
+
+    def check(fits: bool, sentence: str) -> None:
+        if not fits:
+            raise ValueError(f"attention: {sentence}")
+
     (batch, queries, heads, features), (sequences, slots, kv_heads, _) = q.shape, k.shape
     if table is not None:
-        if table.ndim != 2 or table.shape[0] != batch or table.dtype != jnp.int32:
-            raise ValueError(
-                f"attention: table {table.dtype}{table.shape} must be int32 of ({batch}, pages of "
-                "a sequence)"
-            )
-        if slots != KV_CHUNK:
-            raise ValueError(f"attention: pages of keys {k.shape} must have {KV_CHUNK} slots")
-        sequences = batch
-    if heads % kv_heads or sequences != batch or k.shape[3] != features:
-        raise ValueError(f"attention: queries {q.shape} do not fit keys {k.shape}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: values {v.shape} do not fit keys {k.shape}")
-    if ropes[1] is not None and ropes[1].shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: k_rope {ropes[1].shape} does not fit keys {k.shape}")
-    if positions.shape != (batch, queries):
-        raise ValueError(f"attention: positions {positions.shape} do not fit queries {q.shape}")
+        found, sequences = f"table {table.dtype}{table.shape}", batch
+        fits = table.ndim == 2 and table.shape[0] == batch and table.dtype == jnp.int32
+        check(fits, f"{found} must be int32 of ({batch}, pages of a sequence)")
+        check(slots == KV_CHUNK, f"pages of keys {k.shape} must have {KV_CHUNK} slots")
+    fits = heads % kv_heads == 0 and sequences == batch and k.shape[3] == features
+    check(fits, f"queries {q.shape} do not fit keys {k.shape}")
+    check(v.shape[:3] == k.shape[:3], f"values {v.shape} do not fit keys {k.shape}")
+    if ropes[1] is not None:
+        fits = ropes[1].shape[:3] == k.shape[:3]
+        check(fits, f"k_rope {ropes[1].shape} does not fit keys {k.shape}")
+    fits = positions.shape == (batch, queries)
+    check(fits, f"positions {positions.shape} do not fit queries {q.shape}")
     for x in (q, k, v, *(x for x in ropes if x is not None)):
-        if x.dtype not in _TYPES:
-            raise ValueError(f"attention takes E4M3, bf16 or float32, got {x.dtype}")
-    if max(features, v.shape[3]) > (256 if _in_float32(q, k, v, *ropes) else 512):
-        raise ValueError(
-            f"attention: heads of {features} and {v.shape[3]} features; the kernel takes 512, and "
-            "256 in float32"
-        )
-    if slots * kv_heads * max(features, v.shape[3]) >= 2**31:  # the kernel counts in 32 bits
-        raise ValueError(
-            f"attention: a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers"
-        )
+        check(x.dtype in _TYPES, f"operands are E4M3, bf16 or float32, got {x.dtype}")
+    widest, most = max(features, v.shape[3]), 256 if in_float32(q, k, v, *ropes) else 512
+    check(widest <= most, f"heads of {widest} features; the kernel takes 512, and 256 in float32")
+    fits = slots * kv_heads * widest < 2**31  # the kernel counts in 32 bits
+    check(fits, f"a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers")
     for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
-        if scale is not None and scale.ndim and scale.shape != like.shape[:3]:
-            raise ValueError(f"attention: {name} {scale.shape} must be () or {like.shape[:3]}")
+        fits = scale is None or not scale.ndim or scale.shape == like.shape[:3]
+        check(fits, f"{name} {jnp.shape(scale)} must be () or {like.shape[:3]}")
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
@@ -390,11 +366,8 @@ def attention(
     """`reference.attention` by the Triton kernels.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope: as for the reference.
-      table: (B, N) int32; then k, v, k_scale, v_scale and k_rope are pages of a pool, (P, 64, ...)
-        instead of (B, S, ...), and slot j of sequence b is slot j % 64 of page table[b, j // 64].
-        Entries behind a sequence's last position may be any number. Page ids are not checked: one
-        outside of the pool reads other memory.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table: as for the
+        reference. Page ids are not checked: one outside of the pool reads other memory.
       one_split: whether a program takes one split of the keys; None for the choice by shape. Never
         changes a bit.
 
@@ -404,7 +377,6 @@ def attention(
     Raises:
       ValueError: shapes that do not fit, or another dtype.
     """
-
     ropes = (q_rope, k_rope)
     check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
@@ -414,31 +386,25 @@ def attention(
     splits = -(-slots // SPLIT.value)
     if one_split is None:
         one_split = takes_one_split(batch, queries, heads, kv_heads, slots)
-    float32 = _in_float32(q, k, v, *ropes)
+    float32 = in_float32(q, k, v, *ropes)
     if float32:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
 
     rope_features = 0 if q_rope is None else q_rope.shape[3]
     unused = jnp.zeros((1,), jnp.float32)
-    q_scale_, k_scale_, v_scale_, q_rope_, k_rope_, table_ = (
-        unused if x is None else x for x in (q_scale, k_scale, v_scale, *ropes, table)
-    )
-    per_row = (splits,) if one_split else ()
-    rows = (batch, queries, heads)
-
-    def result(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    statistics = result(*per_row, *rows) if one_split else result(1)
-    shape = {"T": queries, "S": slots, "H": heads, "HKV": kv_heads, "DV": v_features}
-    shape["V_WIDTH"] = head_width(v_features)
+    others = (unused if x is None else x for x in (q_scale, k_scale, v_scale, *ropes, table))
+    rows = (splits, batch, queries, heads) if one_split else (batch, queries, heads)
+    results = [(*rows, v_features), *[rows if one_split else (1,)] * 2]
+    shape = {
+        "T": queries, "S": slots, "H": heads, "HKV": kv_heads, "DV": v_features,
+        "V_WIDTH": head_width(v_features),
+    }  # fmt: skip
     warps, stages = warps_and_stages(max(features, v_features), float32)
-    parts, top, total = triton_call(
-        attention_kernel, q, k, v, positions, q_scale_, k_scale_, v_scale_, q_rope_, k_rope_,
-        table_, out=(result(*per_row, *rows, v_features), statistics, statistics),
-        grid=(tiles * (splits if one_split else 1), kv_heads, batch), warps=warps,
-        stages=stages,
+    parts, *statistics = triton_call(
+        attention_kernel, q, k, v, positions, *others,
+        out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results),
+        grid=(tiles * (splits if one_split else 1), kv_heads, batch), warps=warps, stages=stages,
         D=features, DR=rope_features, WIDTH=head_width(features),
         R_WIDTH=head_width(rope_features or 1),
         SCALE=scale / math.log(2), Q_SCALES=_kind(q_scale), K_SCALES=_kind(k_scale),
@@ -447,7 +413,7 @@ def attention(
     if not one_split:
         return parts
     return triton_call(
-        join_kernel, positions, parts, top, total,
-        out=result(*rows, v_features),
+        join_kernel, positions, parts, *statistics,
+        out=jax.ShapeDtypeStruct(parts.shape[1:], jnp.float32),
         grid=(tiles, kv_heads, batch), warps=warps, stages=1, **shape,
     )  # fmt: skip

@@ -1,17 +1,15 @@
 """Gradients of attention by Triton, for heads of up to 256 features (Dao, 2307.08691, algorithm 2).
 
 The backward pass makes no bitwise promise between rollout and learner, so its kernels have wide
-tiles. It is deterministic: no sum depends on the order in which programs run. Wider heads (latent
-attention), whose gradients of a block of keys do not fit into registers, go block by block in jnp
-(reference/attention_gradient.py).
+tiles. Wider heads (latent attention), whose gradients of a block of keys do not fit into registers,
+go block by block in jnp (reference/attention_gradient.py).
 
 Weights are recomputed from a row's logsumexp: ``p = exp(score - logsumexp)``, and the softmax's
-gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both, as the logsumexp of
-strict attention is nowhere. Then ``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``,
-``dq = ds k``, ``dk = ds^T q``: three products in `query_gradient_kernel`, a program for each tile
-of rows, and four in `key_gradient_kernel`, a program for each block of keys, which adds up all rows
-of its group itself. Two kernels that both recompute p in place of one with atomic additions of dq:
-each sum has one order, so the results are the same every time.
+gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both. Then
+``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``, ``dq = ds k``, ``dk = ds^T q``: three
+products in `query_gradient_kernel`, a program for each tile of rows, and four in
+`key_gradient_kernel`, a program for each block of keys, which adds up all rows of its group itself.
+Both recompute p: no sum depends on the order in which programs run, so results are deterministic.
 
 Gradients are with respect to the dequantised values. The stored bytes enter the products, with the
 scales folded into scores, dp and ds; p and ds are rounded to bf16 for their products.
@@ -28,6 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
 from fp8rl_jax.kernels.gpu.attention import multiply, store_vectors, vectors
 from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
@@ -41,8 +40,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _add_to_query(
     dquery, start, end, query, query_scale, dout, logsumexp, delta, position, k, v, k_scale,
-    v_scale,
-    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    v_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -77,20 +75,13 @@ def query_gradient_kernel(
     logsumexp,  # (B, T, H) float32, over log 2
     delta,  # (B, T, H) float32
     dq,  # (B, T, H, D) float32
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
     k += first_key * D
@@ -109,18 +100,15 @@ def query_gradient_kernel(
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    for start in range(0, unmasked, KEYS):
-        dquery = _add_to_query(
-            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
-            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
-            False,
-        )  # fmt: skip
-    for start in range(unmasked, end, KEYS):
-        dquery = _add_to_query(
-            dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta, position, k,
-            v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED,
-            True,
-        )  # fmt: skip
+    first, last = 0, unmasked
+    for masked in tl.static_range(2):
+        for start in range(first, last, KEYS):
+            dquery = _add_to_query(
+                dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta,
+                position, k, v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED,
+                KV_SCALED, masked == 1,
+            )  # fmt: skip
+        first, last = unmasked, end
     store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
 
 
@@ -142,10 +130,10 @@ def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _add_to_keys(
     dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout, logsumexp,
-    delta, positions,
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
+    delta, positions, T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows adds; scores and weights are (keys, rows) here, to be left operands."""
     place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
@@ -176,31 +164,13 @@ def _add_to_keys(
 @triton.jit
 def key_gradient_kernel(
     q,  # as of `query_gradient_kernel`
-    k,
-    v,
-    positions,
-    q_scale,
-    k_scale,
-    v_scale,
-    dout,
-    logsumexp,
-    delta,
+    k, v, positions, q_scale, k_scale, v_scale, dout, logsumexp, delta,
     dk,  # (B, S, HKV, D) float32
     dv,  # (B, S, HKV, DV) float32
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = H // HKV
     first_row, first_key = batch * T * H + kv_head * GROUP, batch * S * HKV + kv_head
@@ -225,18 +195,15 @@ def key_gradient_kernel(
     first, unmasked = _first_and_unmasked(positions, start, T, KEYS)
     tiles = (T * GROUP + ROWS - 1) // ROWS
     border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
-    for tile in range(first * GROUP // ROWS, border):
-        dkey, dvalue = _add_to_keys(
-            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
-            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
-            Q_SCALED, KV_SCALED, True,
-        )  # fmt: skip
-    for tile in range(border, tiles):
-        dkey, dvalue = _add_to_keys(
-            dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
-            logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
-            Q_SCALED, KV_SCALED, False,
-        )  # fmt: skip
+    first, last = first * GROUP // ROWS, border
+    for unmasked_part in tl.static_range(2):
+        for tile in range(first, last):
+            dkey, dvalue = _add_to_keys(
+                dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
+                logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
+                Q_SCALED, KV_SCALED, unmasked_part == 0,
+            )  # fmt: skip
+        first, last = border, tiles
     store_vectors(dk + first_key * D, dkey * (SCALE * _LOG_2), place, there, D, WIDTH)
     store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)
 
@@ -281,7 +248,7 @@ def attention_vjp(
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
-    of_rows = operands.in_their_type(cotangent), logsumexp, delta
+    of_rows = rounded(cotangent, operands.arrays[0].dtype), logsumexp, delta
     (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
     dk, dv = operands.call(
         key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"

@@ -1,8 +1,7 @@
 """Attention by tiles of 64 or 128 rows, and each row's logsumexp: what the gradients start from.
 
-The arguments and the meaning are those of strict attention (attention.py). Its gradients make no
-bitwise promise, so they recompute the result by this faster kernel, which also writes the
-logsumexp of each row's scores.
+The arguments and the meaning are those of strict attention (attention.py), whose gradients
+recompute the result by this faster kernel.
 
 The online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles that the wide
 tensor core instruction (wgmma) takes, where strict attention has 16 rows. A row is a query and one
@@ -11,13 +10,9 @@ by positions, which may have any order: blocks of keys that all rows of a tile s
 blocks that none sees are left out.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
-beforehand, once for all tiles and exactly, because this instruction reads bf16 from shared memory.
-Scales of quantised queries, keys and values are folded, as in strict attention: those of keys and
-queries multiply scores, those of values multiply weights. Weights are rounded to bf16 for their
-product with values.
-
-A row's bits are not those of strict attention: there are no splits, a block may be of 128 keys, and
-the tensor core itself adds a block's product to the sum so far. Nothing is promised of them.
+beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
+weights rounded as in strict attention. A row's bits are not those of strict attention: there are no
+splits, a block may be of 128 keys, and the tensor core adds a block's product to the sum so far.
 
 Not done: heads wider than 256 features, so latent attention; `vmap`.
 """
@@ -30,11 +25,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu.attention import (
     LOWEST,
     check_operands,
     head_width,
+    in_float32,
     multiply,
     store_vectors,
     vectors,
@@ -58,8 +53,8 @@ def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: t
 
 @triton.jit
 def scores_of(
-    query, key, query_scale, k_scale, place, there,
-    SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+    query, key, query_scale, k_scale, place, there, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
 ):  # fmt: skip
     """(rows, keys) scores over log 2, without a mask."""
     score = multiply(query, key.T)
@@ -76,7 +71,7 @@ def scores_of(
 def seen_by(position, exists, S, KEYS: tl.constexpr):
     """Slots where a tile's loop over keys takes up its mask, at a block's start, and ends.
 
-    What lies behind the end is not read: garbage may be NaN, and 0 * NaN is.
+    What is behind the end is not read: garbage may be NaN, and 0 * NaN is.
     """
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1
@@ -123,20 +118,13 @@ def fast_attention_kernel(
     v_scale,  # likewise
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     # Within a sequence 32 bits count; the tiles with the most keys come first, as they end last.
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
@@ -154,16 +142,14 @@ def fast_attention_kernel(
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    for start in range(0, unmasked, KEYS):
-        top, total, values = _add_block(
-            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
-            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, False,
-        )  # fmt: skip
-    for start in range(unmasked, end, KEYS):
-        top, total, values = _add_block(
-            top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
-            HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, True,
-        )  # fmt: skip
+    first, last = 0, unmasked
+    for masked in tl.static_range(2):
+        for start in range(first, last, KEYS):
+            top, total, values = _add_block(
+                top, total, values, start, end, query, query_scale, position, k, v, k_scale,
+                v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, masked == 1,
+            )  # fmt: skip
+        first, last = unmasked, end
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
     tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
@@ -189,11 +175,6 @@ TILES = {
 }
 
 
-def tile_for(table: dict[int, Tile], widest: int) -> Tile:
-    """The tile for a head whose widest vector has `widest` features."""
-    return table[min(width for width in table if width >= widest)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """What the kernels of attention and its gradients read, all in one type.
@@ -207,30 +188,21 @@ class Operands:
     arrays: tuple[jax.Array, ...]
     constants: dict[str, int | float | bool]
 
-    def in_their_type(self, x: jax.Array) -> jax.Array:
-        """`x`, rounded to bf16 where the operands are."""
-        return rounded(x, self.arrays[0].dtype)
-
     def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
-        """A kernel's results.
+        """The float32 results, of the shapes `out`, of a kernel over `arrays` and `more`.
 
-        Args:
-          kernel: takes `arrays`, then `more`.
-          tables: {dtype: {width: Tile}}.
-          more: further operands.
-          out: shapes of the results, float32.
-          over: 'rows' or 'keys', of which each program has a tile.
+        `tables` is {dtype: {width: Tile}}; each program has a tile of 'rows' or of 'keys' (`over`).
         """
         q, _, v = self.arrays[:3]
         (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
-        tile = tile_for(tables[q.dtype.name], max(features, v_features))
-        programs = {
-            "rows": -(-queries * heads // kv_heads // tile.rows), "keys": -(-slots // tile.keys)
-        }  # fmt: skip
+        table, widest = tables[q.dtype.name], max(features, v_features)
+        tile = table[min(width for width in table if width >= widest)]
+        rows = -(-queries * heads // kv_heads // tile.rows)
+        programs = rows if over == "rows" else -(-slots // tile.keys)
         return triton_call(
             kernel, *self.arrays, *more,
             out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out),
-            grid=(programs[over], kv_heads, batch), warps=tile.warps, stages=tile.stages,
+            grid=(programs, kv_heads, batch), warps=tile.warps, stages=tile.stages,
             ROWS=tile.rows, KEYS=tile.keys, **self.constants,
         )  # fmt: skip
 
@@ -251,7 +223,7 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
         raise ValueError(
             f"attention: a sequence's queries {q.shape[1:]} must be fewer than 2**31 numbers"
         )
-    dtype = jnp.float32 if any(x.dtype == jnp.float32 for x in (q, k, v)) else jnp.bfloat16
+    dtype = jnp.float32 if in_float32(q, k, v) else jnp.bfloat16
     q_scaled, kv_scaled = q_scale is not None, k_scale is not None or v_scale is not None
     scales = [
         jnp.broadcast_to(jnp.float32(1) if given is None else given, like.shape[:3])
@@ -276,7 +248,6 @@ def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
     Returns:
       (B, T, H, Dv) float32, NaN for a query of negative position, and (B, T, H) float32 over log 2.
     """
-
     q, _, v = operands.arrays[:3]
     return operands.call(
         fast_attention_kernel, TILES, out=((*q.shape[:3], v.shape[3]), q.shape[:3])

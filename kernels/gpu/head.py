@@ -1,10 +1,9 @@
 """Log-probabilities from hidden states without logits in memory, by Triton.
 
-``logp(t) = x_t - log sum_v exp(x_v)`` with ``x = (hidden @ head) / temperature``: the definition of
-models/logprobs.py, computed as ``(x_t - max) - log sum_v exp(x_v - max)``. A learner scores whole
-responses with `head_logprobs`; a sampler, which has the logits of its few rows in memory because it
-draws from them, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of
-rows and the place of the row among them, provided that the logits are `matmul.matmul`'s.
+``logp(t) = (x_t - max) - log sum_v exp(x_v - max)`` with ``x = (hidden @ head) / temperature``. A
+learner scores whole responses with `head_logprobs`; a sampler, which has the logits of its few rows
+in memory, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of rows and
+the place of the row among them, provided that the logits are `matmul.matmul`'s.
 
 For each row and each 128 columns of the vocabulary (a tile, part of the numeric contract) a kernel
 keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
@@ -13,9 +12,8 @@ logits come out of the tensor core (`head_statistics_kernel`) or out of memory
 (`logits_statistics_kernel`), and the three numbers have the same bits both ways:
 
 * The product is `matmul_kernel`'s without scales: the same instruction, K ascending.
-* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order in which the
-  tile lies in registers, which differs between an accumulator and a load. So terms become integers
-  first (`_steps`); those have no order.
+* A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order of registers,
+  which an accumulator and a load hold differently. So terms become integers first (`_steps`).
 * A row of `combine_kernel` is one program, the same one whatever the number of rows.
 
 A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
@@ -24,15 +22,10 @@ a sum of integers would not.
 Memory: the forward pass keeps 12 bytes per row and 128 columns. The backward pass writes the
 gradient of the logits for `CHUNK` tokens at a time, twice (each of the two products that follow
 reads it along its own contraction), in the operands' type: with bf16 and a vocabulary of 151,936
-that is 2.5 GB, as much as the float32 gradient of a head of width 4,096.
+that is 2.5 GB. Gradients make no bitwise promise; there is none of the entropy, which is a metric.
 
-Gradients make no bitwise promise; those of bf16 operands take the logits' gradient in bf16. There
-is none of the entropy, which is a metric. Kernels have no rule for `vmap` or differentiation:
-the caller joins the two passes in a `custom_vjp`.
-
-Not done: a vocabulary split over devices (its parts' three numbers could be gathered and combined,
-were the parts multiples of 128 columns). A tile's arithmetic runs beside the product of another
-program on the multiprocessor, if there is one, not beside its own program's next.
+Not done: rules for `vmap` and differentiation (the caller joins the two passes in a `custom_vjp`);
+a vocabulary split over devices.
 """
 
 from collections.abc import Sequence
@@ -53,9 +46,8 @@ _LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _logits_tile(
-    x, w, row, column,
-    K: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, row, column, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """(BM, BN) float32 of x (., K) by w (., K) transposed, at rows and columns that exist."""
     depth = tl.arange(0, BK)
@@ -116,7 +108,7 @@ def _store_statistics(
     scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's three numbers per row, and the target's logit if it lies in the tile."""
+    """Writes a tile's three numbers per row, and the target's logit if it is in the tile."""
     target = tl.load(targets + row)
     here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
     tl.store(tl.broadcast_to((chosen + row)[:, None], scaled.shape), scaled, mask=here)
@@ -128,7 +120,7 @@ def _store_statistics(
     at = tl.cast(row, tl.int64) * TILES + tile
     tl.store(top + at, maximum, mask=row_ok)
     tl.store(total + at, _sum_fine(weight), mask=row_ok)
-    # Terms lie between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
+    # Terms are between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
     # coarse steps will do.
     terms = tl.where(weight > 0, -weight * below, 0.0)
     tl.store(moment + at, _sum_coarse(terms).to(tl.float32) * -(2.0**-23), mask=row_ok)
@@ -144,15 +136,9 @@ def head_statistics_kernel(
     total,  # (M, TILES) float32: sum of exp(scaled - top)
     moment,  # (M, TILES) float32: sum of exp(scaled - top) * (scaled - top)
     chosen,  # (M,) float32: the target's scaled logit
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (N + BN - 1) // BN
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, TILES, BAND)
     row = row_tile * BM + tl.arange(0, BM)
@@ -171,16 +157,9 @@ def head_statistics_kernel(
 def logits_statistics_kernel(
     logits,  # (M, N) float32
     targets,  # the rest as for head_statistics_kernel
-    inverse_temperature,
-    top,
-    total,
-    moment,
-    chosen,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+    inverse_temperature, top, total, moment, chosen, M: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -199,17 +178,15 @@ def logits_statistics_kernel(
 @triton.jit
 def combine_kernel(
     top,  # (M, TILES), as is
-    total,
-    moment,
+    total, moment,
     chosen,  # (M,)
     targets,  # (M,) int32
     logp,  # (M,) float32
     entropy,  # (M,) float32, in nats
     logsumexp,  # (M,) float32, of the scaled logits
-    N: tl.constexpr,
-    TILES: tl.constexpr,
+    N: tl.constexpr, TILES: tl.constexpr,
     WIDTH: tl.constexpr,  # TILES or more, a power of two
-):
+):  # fmt: skip
     row = tl.program_id(0)
     tile = tl.arange(0, WIDTH)
     at = tl.cast(row, tl.int64) * TILES + tile
@@ -242,16 +219,11 @@ def head_gradient_kernel(
     dlogp,  # (M,) float32
     dlogits,  # (M, WIDTH): gradient with respect to the unscaled logits; zeros from column N on
     dlogits_t,  # (WIDTH, M): the same, transposed
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr,  # N or more
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BAND: tl.constexpr,
-):
+):  # fmt: skip
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, (WIDTH + BN - 1) // BN, BAND)
     row = row_tile * BM + tl.arange(0, BM)
     row_ok = row < M
@@ -286,25 +258,21 @@ def _kind(hidden: jax.Array, head: jax.Array) -> str:
     )
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def _tiles(columns: int) -> int:
     return -(-columns // HEAD_COLUMNS)
 
 
 def _statistics_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Maximum, sum and moment of each row and tile; the target's logit of each row."""
-    return (*[_float32(rows, _tiles(columns))] * 3, _float32(rows))
+    shapes = *[(rows, _tiles(columns))] * 3, (rows,)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
 def _combine(statistics, targets: jax.Array, columns: int):
-
     rows, tiles = statistics[0].shape
     return triton_call(
         combine_kernel, *statistics, targets,
-        out=(_float32(rows),) * 3,
+        out=(jax.ShapeDtypeStruct((rows,), jnp.float32),) * 3,
         grid=(rows,), warps=4, stages=1,
         N=columns, TILES=tiles, WIDTH=1 << (tiles - 1).bit_length(),
     )  # fmt: skip
@@ -328,7 +296,6 @@ def head_logprobs(
     Raises:
       ValueError: operands of another type.
     """
-
     kind = _kind(hidden, head)
     rows, columns = hidden.shape[0], head.shape[1]
     hidden, head = align(hidden), align(head.T)
@@ -345,12 +312,8 @@ def head_logprobs(
 def logprobs_of_logits(
     logits: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same three from (M, V) float32 logits, before temperature; bit for bit the same.
-
-    Raises:
-      ValueError: logits of another type.
-    """
-
+    """The same three from (M, V) float32 logits before temperature, bit for bit; ValueError for
+    logits of another type."""
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}; the head's product gives it")
     rows, columns = logits.shape
@@ -380,11 +343,7 @@ def head_logprobs_vjp(
 
     Returns:
       dhidden (M, D) and dhead (D, V), float32.
-
-    Raises:
-      ValueError: operands of another type.
     """
-
     kind = _kind(hidden, head)
     (rows, depth), columns, dtype = hidden.shape, head.shape[1], hidden.dtype
     pack = per_load(dtype)

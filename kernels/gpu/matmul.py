@@ -2,7 +2,7 @@
 
 Operands come as in `reference.matmul.block_matmul`, (M, K) and (K, N). The kernels read both along
 K ("K-major"): rows of x and rows of the transposed weight, which is the only order that Hopper's
-FP8 tensor cores take. Where the second operand's buffer lies column by column the transpose costs
+FP8 tensor cores take. Where the second operand is stored column by column the transpose costs
 nothing, and a rollout's weights are laid out so once per refit; elsewhere XLA copies it.
 
 With scales, each 128 of K gives a float32 partial sum that leaves the tensor core, is multiplied by
@@ -48,18 +48,10 @@ def matmul_kernel(
     out,  # (TOTAL, N)
     TOTAL: tl.constexpr,
     GROUP: tl.constexpr,  # rows that share a weight; TOTAL for a dense product
-    N: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    COLUMN_SCALES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr,
+    COLUMN_SCALES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
     ROW_TILES: tl.constexpr = (TOTAL // GROUP) * TILES_IN_GROUP
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -128,16 +120,10 @@ def grouped_wgrad_kernel(
     dy_scale,  # (TOTAL / 128, N) float32
     starts,  # (E + 1,) int32: blocks of 128 tokens of expert e are starts[e] .. starts[e + 1] - 1
     out,  # (E, K, N)
-    TOTAL: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SCALED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    TOTAL: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BAND: tl.constexpr,
-):
+):  # fmt: skip
     ROW_TILES: tl.constexpr = (K + BM - 1) // BM
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
     LOADS: tl.constexpr = 128 // BK
@@ -195,26 +181,16 @@ def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
     return "bf16" if lhs.dtype == rhs.dtype == jnp.bfloat16 else "float32"
 
 
-def _operands(lhs: jax.Array, rhs: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Both in a type that the kernel multiplies, every row of K at a multiple of 16 bytes."""
-    if kind == "float32":
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    return align(lhs), align(rhs)
-
-
-def _tiles(tile: Tile, rows: int, columns: int) -> int:
-    return -(-rows // tile.rows) * -(-columns // tile.columns)
-
-
 def _unused(dtype) -> jax.Array:
     return jnp.zeros((1,), dtype)
 
 
 def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
     """(TOTAL, K) by (E, N, K) with scales (KB, TOTAL) and (E, KB, ...) -> (TOTAL, N)."""
-
     kind = kind_of(x, w, x_scale is not None)
-    x, w = _operands(x, w, kind)
+    if kind == "float32":
+        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    x, w = align(x), align(w)
     (total, depth), (count, columns) = x.shape, w.shape[:2]
     by_column = x_scale is not None and w_scale.shape[2] != -(-columns // K_BLOCK)
     tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns)
@@ -226,7 +202,7 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
         matmul_kernel, x, w, x_scale, w_scale,
         _unused(jnp.int32) if experts is None else experts,
         out=jax.ShapeDtypeStruct((total, columns), dtype),
-        grid=(total // group * _tiles(tile, group, columns),),
+        grid=(total // group * tile.programs(group, columns),),
         warps=tile.warps, stages=tile.stages,
         TOTAL=total, GROUP=group, N=columns, K=depth, E=count,
         GROUPED=experts is not None, COLUMN_SCALES=by_column, SCALED=kind == "fp8",
@@ -315,7 +291,6 @@ def grouped_wgrad(
     Returns:
       (count, K, N) float32; zeros for experts without rows.
     """
-
     kind = kind_of(x, dy, x_scale is not None)
     if kind == "float32":
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
@@ -333,7 +308,7 @@ def grouped_wgrad(
         grouped_wgrad_kernel, x.reshape(total, depth).T, dy.reshape(total, columns).T,
         x_scale, dy_scale, starts.astype(jnp.int32),
         out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
-        grid=(_tiles(tile, depth, columns), count),
+        grid=(tile.programs(depth, columns), count),
         warps=tile.warps, stages=tile.stages,
         TOTAL=total, N=columns, K=depth, SCALED=kind == "fp8", **tile.constants(kind),
     )  # fmt: skip

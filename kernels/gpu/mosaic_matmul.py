@@ -9,14 +9,12 @@ kernel, with instructions of the same depth (m64nNk32), and nothing splits K.
 
 A program has three or four warpgroups. The last one, the producer, only starts copies from global
 to shared memory (TMA), some steps ahead. Each of the others, the consumers, owns 64 rows of the
-tile: while one scales and adds its partial sum, another keeps the tensor core busy. Programs stay
-on their multiprocessor and take one tile after another, so operands of the next tile arrive while
-the last one is stored. Rows past M arrive as zeros and are not stored: the copy engine clips both.
+tile: while one scales and adds, another keeps the tensor core busy. Programs take one tile after
+another, so operands of the next arrive while the last is stored. The copy engine clips rows past M.
 
 Not here: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
-`supports` says so, and the Triton kernels take those. A tile of 256 rows, two instructions of 64
-for each of two consumers, was compiled and left out: two totals and a partial sum are 192 of 232
-registers, and ptxas spills.
+`supports` says so, and the Triton kernels take those. A tile of 256 rows was compiled and left out:
+two totals and a partial sum are 192 of 232 registers, and ptxas spills.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to
-from fp8rl_jax.kernels.gpu.tiles import BAND
+from fp8rl_jax.kernels.gpu.tiles import BAND, MULTIPROCESSORS
 
 FEWEST_ROWS = 256  # a whole tile of any height; from how many rows on it pays is to be measured
 
-_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM); with fewer, programs queue, with equal results
 _ROWS = 64  # of a consumer: one tensor core instruction
 _COLUMNS = K_BLOCK  # of a tile: one scale of w a step
 _GROUP = 8  # rows: the unit of a swizzle, and so of x and the result in global memory
@@ -93,7 +90,7 @@ def tile_for(rows: int, columns: int) -> Tile:
 
     def time(tile: Tile) -> int:
         tiles = -(-rows // tile.rows) * (columns // _COLUMNS)
-        return -(-tiles // _MULTIPROCESSORS) * tile.rows
+        return -(-tiles // MULTIPROCESSORS) * tile.rows
 
     return min(reversed(TILES), key=time)
 
@@ -108,7 +105,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
     """(M, K) by (N, K) with scales (KB, M rounded up to whole tiles) and (N / 128, KB)."""
     (rows, depth), columns = x.shape, w.shape[0]
     row_tiles, column_tiles = -(-rows // tile.rows), columns // _COLUMNS
-    programs = min(_MULTIPROCESSORS, row_tiles * column_tiles)
+    programs = min(MULTIPROCESSORS, row_tiles * column_tiles)
     steps, stages = depth // K_BLOCK, tile.stages
     piece = _LINE // jnp.dtype(dtype).itemsize  # columns that a store takes
 
@@ -151,7 +148,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
             done = of_every_tile(load)
 
-            # A barrier is not left with an arrival that nobody has waited for.
+            # A barrier is not left with an arrival that has not been waited for.
             @pl.loop(lax.max(done - stages, 0), done)
             def _drain(step):
                 plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -229,7 +226,7 @@ def fp8_matmul(
 ) -> jax.Array:
     """`reference.matmul.block_matmul` of E4M3 operands with scales, for the shapes of `supports`.
 
-    The kernel reads rhs as (N, K): where its buffer lies column by column the transpose costs
+    The kernel reads rhs as (N, K): where it is stored column by column the transpose costs
     nothing, elsewhere XLA copies it. An M that is no multiple of 8 costs a copy of lhs and one of
     the result. A batch under `vmap` runs as a loop.
 
@@ -243,25 +240,12 @@ def fp8_matmul(
 
     Returns:
       (M, N) in `dtype`.
-
-    Raises:
-      ValueError: shape or dtypes that `supports` refuses, or scales of another shape or dtype.
     """
     (rows, depth), columns = lhs.shape, rhs.shape[1]
-    if not supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype)):
-        raise ValueError(
-            f"the Mosaic kernel takes E4M3 operands, at least {FEWEST_ROWS} rows, K and N that are "
-            f"multiples of 128 and gives float32 or bf16, got {lhs.dtype}{lhs.shape} by "
-            f"{rhs.dtype}{rhs.shape} to {jnp.dtype(dtype)}; use kernels.matmul.matmul for others"
-        )
-    wanted = (rows, depth // K_BLOCK), (depth // K_BLOCK, columns // _COLUMNS)
-    if (lhs_scale.shape, rhs_scale.shape) != wanted or {lhs_scale.dtype, rhs_scale.dtype} != {
-        jnp.dtype(jnp.float32)
-    }:
-        raise ValueError(
-            f"scales of this product are float32{wanted[0]} and float32{wanted[1]}, got "
-            f"{lhs_scale.dtype}{lhs_scale.shape} and {rhs_scale.dtype}{rhs_scale.shape}"
-        )
+    assert supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
+    assert lhs_scale.shape == (rows, depth // K_BLOCK) and lhs_scale.dtype == jnp.float32
+    assert rhs_scale.shape == (depth // K_BLOCK, columns // _COLUMNS), rhs_scale.shape
+    assert rhs_scale.dtype == jnp.float32
     chosen = tile or tile_for(rows, columns)
 
     @sequential_vmap

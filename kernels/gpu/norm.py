@@ -1,20 +1,17 @@
 """RMSNorm, gated activation and FP8 quantisation of blocks by Triton.
 
-Purpose: what a layer does between two FP8 products in one pass over memory, with a fixed order of
-summation. A reduction left to XLA is ordered by the shape of the whole array, so the norm of a row
-could have other bits in a decode step than in a train step.
+What a layer does between two FP8 products, in one pass over memory and a fixed order of summation:
+a reduction left to XLA is ordered by the shape of the array, and differs between decoding and
+training.
 
-All functions take two-dimensional row-major arrays. Tiles follow from the width and nothing is
-tuned at run time. Values are rounded to nearest even. Scales of rows come as the matmul kernel
-reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where both transposes
-cancel.
+Arrays are two-dimensional and row-major; values are rounded to nearest even. Scales of rows come as
+the matmul kernel reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where
+both transposes cancel.
 
 Invariants:
   * a row's result depends on the row alone: its width and dtypes decide in which order it is
     summed, and rows that share a program do not meet; nor do blocks of 128 columns;
-  * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`:
-    both are built from the same functions below, and what is quantised is the value rounded to
-    the dtype that the unfused kernel stores;
+  * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`;
   * the quantiser is that of fp8rl_jax/quant/qarray.py: amax on the integer bits (exact in any
     order, NaN above inf above every number), true quotients, rounding to nearest even. XLA:CPU
     flushes denormals and these kernels do not (qarray.py says where that begins), and the byte of
@@ -25,8 +22,7 @@ largest FP8 value by at most one float32 ulp and rounds to it. exp and rsqrt are
 approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22), the same bits for the same
 value wherever it stands, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
 
-Not done: gradients; arrays without rows; a batching rule; the residual addition in front of a norm;
-rows too wide for the registers of one program.
+Not done: gradients; arrays without rows; a batching rule; rows of more than `MAX_WIDTH`.
 """
 
 import dataclasses
@@ -36,7 +32,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import K_BLOCK
+from fp8rl_jax.kernels.arrays import K_BLOCK, fp8_max
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
@@ -84,15 +80,11 @@ def rms_norm_kernel(
     y,  # (M, D)
     q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
-    M: tl.constexpr,
-    D: tl.constexpr,
-    EPS: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
     QUANTIZE: tl.constexpr,  # store q and scale
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two that covers the blocks of a row
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -125,15 +117,8 @@ def _tile(M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _store_quantized(
     value,  # (ROWS, 128) float32
-    q,
-    scale,
-    row,
-    at,
-    inside,
-    M: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
+    q, scale, row, at, inside, M: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
     s, stored = _scales(tl.max(_magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
     tl.store(q + at, (value * s[:, None]).to(q.dtype.element_ty), mask=inside)
     tl.store(scale + tl.cast(tl.program_id(1), tl.int64) * M + row, stored, mask=row < M)
@@ -146,13 +131,9 @@ def gated_silu_kernel(
     y,  # (M, D)
     q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
-    M: tl.constexpr,
-    D: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    M: tl.constexpr, D: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row, at, inside = _tile(M, D, ROWS)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
@@ -168,12 +149,9 @@ def quantize_rows_kernel(
     x,  # (M, D)
     q,  # (M, D) FP8
     scale,  # (ceil(D / 128), M) float32
-    M: tl.constexpr,
-    D: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row, at, inside = _tile(M, D, ROWS)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
@@ -184,12 +162,9 @@ def quantize_columns_kernel(
     x,  # (T, D)
     q,  # (D, T) FP8
     scale,  # (ceil(T / 128), D) float32
-    T: tl.constexpr,
-    D: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < T)[:, None] & (column < D)[None, :]
@@ -205,7 +180,6 @@ def quantize_columns_kernel(
 
 E4M3 = jnp.float8_e4m3fn
 MAX_WIDTH = 16384  # of a row that a norm keeps in the registers of one program
-_FP8_MAX = {jnp.dtype(E4M3): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 _TILE = {"warps": 4, "stages": 1}
 TILE_ROWS = 32  # of the (rows, 128) tiles of all kernels but the norm
 TILE_COLUMNS = 64  # of the (128, columns) tiles of quantize_columns
@@ -231,12 +205,6 @@ def _quantised_shapes(rows: int, width: int, dtype):
     )
 
 
-def _fp8_max(dtype) -> float:
-    if jnp.dtype(dtype) not in _FP8_MAX:
-        raise ValueError(f"{jnp.dtype(dtype)} is no FP8 format; use float8_e4m3fn or float8_e5m2")
-    return _FP8_MAX[jnp.dtype(dtype)]
-
-
 def norm_tile(width: int) -> dict[str, int]:
     """Rows and (padded) blocks of a norm's program, and its warps: 1024 elements a warp.
 
@@ -257,7 +225,7 @@ def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords
     y, *quantised = triton_call(
         kernel, x, other,
         out=(jax.ShapeDtypeStruct((rows, width), dtype), *quantised),
-        M=rows, D=width, QUANTIZE=quantisation is not None, FP8_MAX=_fp8_max(given.dtype),
+        M=rows, D=width, QUANTIZE=quantisation is not None, FP8_MAX=fp8_max(given.dtype),
         POWER_OF_TWO=given.power_of_two, **keywords,
     )  # fmt: skip
     return (y, *quantised) if quantisation else y
@@ -304,9 +272,6 @@ def gated_silu(
 
     Returns:
       As `rms_norm`.
-
-    Raises:
-      ValueError: not an FP8 format.
     """
     grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
     return _call(
@@ -320,23 +285,18 @@ def quantize_rows(
     """`quant.quantize(x, (1, 128), dtype, power_of_two)`: one scale per row and 128 columns.
 
     Args:
-      x: (M, D), bf16 or float32; taken as it is.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
-      power_of_two: round the multiplier down to a power of two before quantising.
+      x: (M, D), bf16 or float32, not rounded.
+      dtype, power_of_two: as for `quant.quantize`; ValueError if `dtype` is no FP8 format.
 
     Returns:
       q (M, D), and scale (ceil(D / 128), M) float32: the transpose of a QArray's.
-
-    Raises:
-      ValueError: `dtype` is no FP8 format.
     """
-
     rows, width = x.shape
     return triton_call(
         quantize_rows_kernel, x,
         out=_quantised_shapes(rows, width, dtype),
         grid=(-(-rows // TILE_ROWS), _blocks(width)),
-        M=rows, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS,
+        M=rows, D=width, FP8_MAX=fp8_max(dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS,
         **_TILE,
     )  # fmt: skip
 
@@ -346,8 +306,7 @@ def quantize_columns(
 ) -> tuple[jax.Array, jax.Array]:
     """`quant.quantize(x, (128, 1), dtype, power_of_two)`, with the bytes transposed.
 
-    The operand of a weight gradient: its contraction runs along tokens, which therefore lie side
-    by side in memory.
+    The operand of a weight gradient, whose contraction runs along tokens.
 
     Args:
       x: (T, D), bf16 or float32: T tokens, any number of them.
@@ -355,16 +314,12 @@ def quantize_columns(
 
     Returns:
       q (D, T) row-major, and scale (ceil(T / 128), D) float32, which is a QArray's own layout.
-
-    Raises:
-      ValueError: `dtype` is no FP8 format.
     """
-
     tokens, width = x.shape
     return triton_call(
         quantize_columns_kernel, x,
         out=_quantised_shapes(width, tokens, dtype),
         grid=(_blocks(tokens), -(-width // TILE_COLUMNS)),
-        T=tokens, D=width, FP8_MAX=_fp8_max(dtype), POWER_OF_TWO=power_of_two,
+        T=tokens, D=width, FP8_MAX=fp8_max(dtype), POWER_OF_TWO=power_of_two,
         COLUMNS=TILE_COLUMNS, **_TILE,
     )  # fmt: skip

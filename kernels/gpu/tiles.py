@@ -3,20 +3,18 @@
 Nothing is tuned at run time. A tile's rows, columns, warps and pipeline stages decide speed; what
 decides bits is the same for all of them: the contraction runs in ascending steps of the same tensor
 core instruction (depth 32 for FP8, 16 for bf16), FP8 partial sums leave the tensor core every 128
-of K, and nothing splits K over programs. That the hardware's instruction gives an element the same
-bits whatever the width of the tile is measured by `launch/gpu_check.sh`, which compares every tile
-of these tables with every other.
+of K, and nothing splits K over programs. `launch/gpu_check.sh` compares the bits of every tile with
+those of every other.
 
 FP8 tiles have at least 64 rows and 4 warps: below that Triton takes the f16 instruction, which
-rounds otherwise. Registers and shared memory of every entry are checked by compiling it
-(tests/kernels/gpu/test_sass.py).
+rounds otherwise. tests/kernels/gpu/test_sass.py checks registers and shared memory of every entry.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
+MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 BAND = 8  # row tiles that run side by side over the same columns, for reuse in the L2
 
 
@@ -29,6 +27,10 @@ class Tile:
     depth: int
     warps: int
     stages: int
+
+    def programs(self, rows: int, columns: int) -> int:
+        """Tiles of a (rows, columns) result."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
 
     def constants(self, kind: str) -> dict[str, int | str]:
         """What a product's kernel is told of the tile; `kind` as for `matmul_tile`."""
@@ -52,18 +54,6 @@ HEAD = (Tile(64, HEAD_COLUMNS, 64, 4, 4), Tile(128, HEAD_COLUMNS, 64, 8, 4))
 HEAD_FLOAT32 = Tile(32, HEAD_COLUMNS, 32, 4, 3)
 
 
-def _widest_that_fills(tiles: tuple[Tile, ...], columns: int) -> Tile:
-    """The widest tile that still gives every multiprocessor a program; the narrowest if none."""
-    for tile in reversed(tiles):
-        if -(-columns // tile.columns) >= _MULTIPROCESSORS:
-            return tile
-    return tiles[0]
-
-
-def _programs(tile: Tile, rows: int, columns: int) -> int:
-    return -(-rows // tile.rows) * -(-columns // tile.columns)
-
-
 def matmul_tile(kind: str, rows: int, columns: int) -> Tile:
     """The tile for a (rows, K) by (K, columns) product.
 
@@ -72,17 +62,17 @@ def matmul_tile(kind: str, rows: int, columns: int) -> Tile:
       rows: of the result; for grouped products, those of one group.
       columns: of the result.
     """
-    if kind in ("float32", "wgrad"):
-        return {"float32": FLOAT32, "wgrad": WGRAD}[kind][0]
-    few, many = {"fp8": (FP8_FEW_ROWS, FP8_MANY_ROWS), "bf16": (BF16_FEW_ROWS, BF16_MANY_ROWS)}[
-        kind
-    ]
-    if rows <= few[0].rows:
-        return _widest_that_fills(few, columns)
-    for tile in reversed(many):
-        if _programs(tile, rows, columns) >= _MULTIPROCESSORS:
+    tiles = {
+        "fp8": FP8_FEW_ROWS if rows <= FP8_FEW_ROWS[0].rows else FP8_MANY_ROWS,
+        "bf16": BF16_FEW_ROWS if rows <= BF16_FEW_ROWS[0].rows else BF16_MANY_ROWS,
+        "float32": FLOAT32,
+        "wgrad": WGRAD,
+    }[kind]
+    # The largest that still gives every multiprocessor a program; the smallest if none does.
+    for tile in reversed(tiles):
+        if tile.programs(rows, columns) >= MULTIPROCESSORS:
             return tile
-    return many[0]
+    return tiles[0]
 
 
 def head_tile(kind: str, rows: int) -> Tile:

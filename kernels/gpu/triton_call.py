@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
 
-HOPPER = 90
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
 _PTX = 90  # of CUDA 13.0, JAX's oldest; Triton writes its own assembler's, which may be newer
 
@@ -45,12 +44,6 @@ def _jax_triton() -> Any:
     return jax_triton
 
 
-@functools.cache
-def _compute_capability() -> int | None:
-    """None where a GPU can be asked; Hopper's on a machine that only compiles for one."""
-    return None if jax.default_backend() == "gpu" else HOPPER
-
-
 def triton_call(
     kernel,
     *arrays: jax.Array,
@@ -73,9 +66,6 @@ def triton_call(
 
     Returns:
       An array, or a tuple of them as in `out`.
-
-    Raises:
-      ImportError: jax-triton, Triton or JAX's CUDA plugin is not installed.
     """
     library = _jax_triton()
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
@@ -91,7 +81,8 @@ def triton_call(
         grid=grid,
         num_warps=warps,
         num_stages=stages,
-        compute_capability=_compute_capability(),
+        # None where a GPU can be asked; Hopper's on a machine that only compiles for one.
+        compute_capability=None if jax.default_backend() == "gpu" else 90,
         **keywords,
         **constants,
     )

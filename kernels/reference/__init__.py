@@ -5,5 +5,3 @@ same name for each operation. `products`, `reductions`, `e4m3` and `bits` are wh
 """
 
 from fp8rl_jax.kernels.reference import attention, attention_gradient, matmul
-
-__all__ = ["attention", "attention_gradient", "matmul"]

@@ -49,12 +49,18 @@ def _enough_rows(x: jax.Array, axis: int) -> jax.Array:
     return pad_to(x, axis, _MIN_QUERIES) if x.shape[axis] < _MIN_QUERIES else x
 
 
-def _by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
+def by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
     """(B, T, H, n) -> (B, Hkv, rows, n) float32; a row is a query and one head of a group."""
     batch, queries, heads, features = x.shape
     x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, features)
-    x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
-    return _enough_rows(x, 2)
+    return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
+
+
+def by_query(x: jax.Array, queries: int) -> jax.Array:
+    """(B, Hkv, rows, n) -> (B, T, H, n): `by_kv_head` undone."""
+    batch, kv_heads, rows, features = x.shape
+    x = x.reshape(batch, kv_heads, queries, rows // queries, features).transpose(0, 2, 1, 3, 4)
+    return x.reshape(batch, queries, -1, features)
 
 
 def _read_page(
@@ -91,7 +97,7 @@ def _reader(
         (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales have no further axis, or none at all.
       at_once: chunks of a step.
       table, positions: as for `attention`.
-      by_feature: whether slots lie last.
+      by_feature: whether slots are the last axis.
 
     Returns:
       step -> float32 of (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh, slots); scales as
@@ -173,7 +179,7 @@ def attention(
       k_scale, v_scale: likewise (B, S, Hkv), () or None.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
         queries and keys, never quantised (multi-head latent attention); None for none.
-      table: (B, N) int32, for keys and values that lie in pages of 64 slots: k (P, 64, Hkv, Dh),
+      table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh),
         and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
         None for a cache of (B, S). Entries behind a sequence's position are never read.
       keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
@@ -182,7 +188,7 @@ def attention(
     Returns:
       (B, T, H, Dv) float32.
     """
-    batch, queries, heads, _ = q.shape
+    queries, heads = q.shape[1:3]
     slots, kv_heads = v.shape[1:3]
     groups = heads // kv_heads
     rows = queries * groups
@@ -195,11 +201,11 @@ def attention(
         for name, x in cached.items()
         if x is not None
     }
-    q = _by_kv_head(q, kv_heads)
+    q = _enough_rows(by_kv_head(q, kv_heads), 2)
     if q_scale is not None and q_scale.ndim:
-        q_scale = _by_kv_head(q_scale[..., None], kv_heads)
+        q_scale = _enough_rows(by_kv_head(q_scale[..., None], kv_heads), 2)
     if q_rope is not None:
-        q_rope = _by_kv_head(q_rope, kv_heads)
+        q_rope = _enough_rows(by_kv_head(q_rope, kv_heads), 2)
     position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1)
 
     def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +215,7 @@ def attention(
             multiplier = read["k_scale"](step) * multiplier
         if q_scale is not None:
             multiplier = multiplier * q_scale
-        # XLA:CPU multiplies a few rows by keys that lie feature by feature several times faster,
+        # XLA:CPU multiplies a few rows by keys stored feature by feature several times faster,
         # with the same bits.
         keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
         score = prevent_fma(_scalar_products(q, keys) * multiplier)
@@ -245,6 +251,5 @@ def attention(
     total, out = sums
     # XLA makes some quotients by a broadcast divisor products with its reciprocal, by the divisor's
     # own form, which is not the same for one chunk and for several.
-    out = (out * lax.optimization_barrier(1.0 / total)[..., None])[:, :, :rows]
-    out = out.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, queries, heads, -1)
+    out = out * lax.optimization_barrier(1.0 / total)[..., None]
+    return by_query(out[:, :, :rows], queries)

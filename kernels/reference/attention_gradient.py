@@ -1,14 +1,12 @@
 """Gradients of attention in jnp: at once, and by blocks where memory counts.
 
-The backward pass makes no bitwise promise, so both are written plainly, with XLA's dots.
-`attention_vjp` holds matrices of queries by keys; the reference uses it. `attention_vjp_by_blocks`
-serves heads that the GPU kernels do not take (gpu/attention_gradient.py). For each block of queries
-a first pass over the keys finds the log-sum-exp of the scores and ``sum_s p_s (do . v_s)``, which
-the softmax's gradient subtracts; a second one forms ``p``, ``dv += p^T do``, ``dp = do v^T``,
-``ds = p * (dp - sum)``, ``dq += ds k`` and ``dk += ds^T q`` (the scheme of FlashAttention,
-arXiv:2205.14135, appendix B, with everything recomputed). Blocks of keys behind the last position
-of a block of queries are left out, so a causal mask halves the work. Seven products per pair of
-blocks, two of them repeated, in place of five.
+The backward pass makes no bitwise promise, so both are written plainly, with XLA's dots:
+``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``, ``dq = ds k`` and
+``dk = ds^T q``. `attention_vjp` holds matrices of queries by keys; the reference uses it.
+`attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries a
+first pass over the keys finds the log-sum-exp of the scores and the sum, a second one the gradients
+(the scheme of FlashAttention, arXiv:2205.14135, appendix B, with everything recomputed). Blocks of
+keys behind the last position of a block of queries are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
-from fp8rl_jax.kernels.reference.attention import masked
+from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 
 _QUERIES, _KEYS = 256, 512  # of a block
@@ -26,18 +24,10 @@ _LOWEST = -1e30
 
 
 def attention_vjp(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    cotangent: jax.Array,
-    *,
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cotangent: jax.Array, *,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of softmax attention with respect to dequantised q, k, v, in float32.
-
-    Memory grows with T * S: probabilities are recomputed, then ``dv = p^T do``,
-    ``ds = p * (do v^T - rowsum)``, ``dq = ds k``, ``dk = ds^T q``.
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Gradients of softmax attention with respect to dequantised q, k, v; memory grows with T * S.
 
     Args:
       q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
@@ -48,19 +38,9 @@ def attention_vjp(
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
     """
-    batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
+    (queries, heads), kv_heads = q.shape[1:3], k.shape[2]
     groups = heads // kv_heads
-
-    def split(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32).reshape(batch, queries, kv_heads, groups, -1)
-        return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * groups, -1)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = x.reshape(batch, kv_heads, queries, groups, -1).transpose(0, 2, 1, 3, 4)
-        return x.reshape(batch, queries, heads, -1)
-
-    qs, dout = split(q), split(cotangent)
+    qs, dout = by_kv_head(q, kv_heads), by_kv_head(cotangent, kv_heads)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
     seen = jnp.arange(k.shape[1]) <= jnp.repeat(positions, groups, axis=1)[:, None, :, None]
     score = masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, seen)
@@ -71,29 +51,14 @@ def attention_vjp(
     dscore = weight * (dweight - sum_last(dweight * weight)[..., None]) * scale
     dqs = jnp.einsum("bhts,bhsd->bhtd", dscore, keys)
     dkeys = jnp.einsum("bhts,bhtd->bhsd", dscore, qs)
-    return join(dqs), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
+    return by_query(dqs, queries), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
 
 
 def attention_vjp_by_blocks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    cotangent: jax.Array,
-    *,
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cotangent: jax.Array, *,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`attention_vjp`, with memory that grows with T + S instead of T * S.
-
-    Args:
-      q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
-      positions: (B, T) int32.
-      cotangent: (B, T, H, Dv), of the output.
-      scale: softmax scale.
-
-    Returns:
-      (dq, dk, dv) float32, shaped as q, k, v.
-    """
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`attention_vjp`, with memory that grows with T + S instead of T * S."""
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
     size, width = min(_QUERIES, queries), min(_KEYS, slots)

@@ -2,26 +2,25 @@
 
 XLA:CPU has no code for FP8 and bf16 but conversions: it moves them through wider floats and rounds
 them back, whole buffers at a time. A scan that stacks what its backward pass will read did so for
-the whole stack in every turn, which was a fifth of a train step. Bits it copies as they are.
+the whole stack in every turn, which was a fifth of a train step. Bits it only copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bits:
     """An array of FP8 or bf16 numbers as uint8 or uint16, and the type of its numbers."""
 
     bits: jax.Array
-    dtype: jnp.dtype
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,7 +28,7 @@ class Bits:
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """FP8 as uint8, bf16 as uint16, other types as they are."""
+    """FP8 as uint8, bf16 as uint16, other types unchanged."""
     if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)

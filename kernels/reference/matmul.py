@@ -41,13 +41,6 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
     return repeated.reshape(*x.shape[:-1], x.shape[-1] * times)
 
 
-def _expand_columns(scale: jax.Array, columns: int) -> jax.Array:
-    """Scales per block of 128 columns (KB, ceil(N/128)) -> scales per column (KB, N)."""
-    if scale.shape[1] == columns:
-        return scale
-    return repeat_last(scale, K_BLOCK)[:, :columns]
-
-
 def _parts_of(rows: int) -> int:
     """Equal parts of `rows` rows such that XLA cuts between them, whichever axes of the mesh that
     is set the rows are divided over. Under shard_map all rows are the device's own."""
@@ -76,7 +69,7 @@ def block_matmul(
       lhs: (M, K), any float type that float32 holds exactly (E4M3, E5M2, bf16, float32).
       rhs: (K, N), likewise.
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
-      rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None.
+      rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -87,6 +80,7 @@ def block_matmul(
     """
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
         raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
+    assert (lhs_scale is None) == (rhs_scale is None)
     rows, columns = lhs.shape[0], rhs.shape[1]
     lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
@@ -98,9 +92,11 @@ def block_matmul(
         lhs, lhs_scale = (_pad_parts(x, parts, width) for x in (lhs, lhs_scale))
     rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
     if rhs_scale is not None:
-        rhs_scale = pad_to(_expand_columns(rhs_scale, columns), 1, K_BLOCK)
+        if rhs_scale.shape[1] != columns:
+            rhs_scale = repeat_last(rhs_scale, K_BLOCK)[:, :columns]
+        rhs_scale = pad_to(rhs_scale, 1, K_BLOCK)
     depth = K_BLOCK
-    if lhs_scale is None and rhs_scale is None and in_bf16(lhs_dtype, rhs_dtype):
+    if lhs_scale is None and in_bf16(lhs_dtype, rhs_dtype):
         depth = max(d for d in range(K_BLOCK, BF16_DEPTH + 1, K_BLOCK) if lhs.shape[1] % d == 0)
     blocks = lhs.shape[1] // depth
 
@@ -109,13 +105,11 @@ def block_matmul(
         left = lax.dynamic_slice_in_dim(lhs, start, depth, 1)
         right = lax.dynamic_slice_in_dim(rhs, start, depth, 0)
         partial_sum = product(from_bytes(left, lhs_dtype), from_bytes(right, rhs_dtype))
-        scale = None
-        if lhs_scale is not None:
-            scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
-        if rhs_scale is not None:
-            right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
-            scale = right_scale if scale is None else scale * right_scale
-        return partial_sum if scale is None else prevent_fma(partial_sum * scale)
+        if lhs_scale is None or rhs_scale is None:
+            return partial_sum
+        left_scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
+        right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
+        return prevent_fma(partial_sum * (left_scale * right_scale))
 
     total = partial(0)
     if blocks <= _UNROLL_K:

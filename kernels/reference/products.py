@@ -8,8 +8,7 @@ of the contraction. Two of XLA's libraries give them, each within limits:
 
   - **TDPBF16PS** of Intel's AMX, several times faster with many rows: per 32 of K one chain of even
     and one of odd k, each ``acc = fma(x[k], w[k], acc)`` from 0, and their sum added to the total.
-    YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 8, but gives the last
-    one or two of 16 n + 1 and 16 n + 2 rows to a kernel of the second mode.
+    YNNPACK, left to choose its kernels, keeps to it for rows in multiples of 8 alone.
   - **VDPBF16PS**: ``acc = fma(x[k + 1], w[k + 1], acc)``, then the same with ``k``, for k = 0, 2,
     4 ..., which all YNNPACK kernels of this type follow under YNN_FLAG_CONSISTENT_ARITHMETIC
     ("numerically consistent with all other kernels of the same type": XNNPACK,
@@ -18,8 +17,7 @@ of the contraction. Two of XLA's libraries give them, each within limits:
 * **float32 operands, by Eigen or YNNPACK**: ``acc = fma(x[k], w[k], acc)`` with k ascending, for a
   contraction of at most 128 and, by YNNPACK in the second mode, a right operand of at most 2**15
   numbers. YNNPACK cuts larger ones into parts by the number of rows, and keeps to no order of
-  float32 in the first mode. `product` keeps float32 away from it, and so does `small_product`,
-  attention's, in the first mode.
+  float32 in the first mode: `product` keeps float32 away from it, `small_product` in that mode.
 
 Longer contractions are sums of such blocks (matmul.py). XLA documents none of this, so
 `bf16_dot_mode` computes a few products on the machine at hand, once a process, and compares them
@@ -118,15 +116,12 @@ class DotMode:
 
 
 _LONE_DOTS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-_AMX = DotMode(_LONE_DOTS, amx_order, step=8, float32=False)
 # Of YNNPACK's kernels those that agree with each other.
-_PAIRS = DotMode(
-    {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False},
-    pairs_order,
-    step=1,
-    float32=True,
-)
-DOT_MODES = {"amx": _AMX, "pairs": _PAIRS}
+_CONSISTENT = {**_LONE_DOTS, "xla_cpu_enable_platform_dependent_math": False}
+DOT_MODES = {
+    "amx": DotMode(_LONE_DOTS, amx_order, step=8, float32=False),
+    "pairs": DotMode(_CONSISTENT, pairs_order, step=1, float32=True),
+}
 _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
 
 
@@ -186,9 +181,8 @@ def bf16_dot_mode() -> DotMode | None:
     """How products of bf16 are made on this machine: the first mode whose order holds, if any."""
     if jax.default_backend() != "cpu" or not _has_bf16_instructions():
         return None
-    return next(
-        (mode for mode in DOT_MODES.values() if _knows(mode.options) and _holds(mode)), None
-    )
+    modes = DOT_MODES.values()
+    return next((mode for mode in modes if _knows(mode.options) and _holds(mode)), None)
 
 
 @functools.cache
@@ -209,7 +203,7 @@ def _as_it_lies(x: jax.Array) -> jax.Array:
 
     XLA decides by the layout of an operand, before it has optimised anything, whether a product of
     bf16 goes to YNNPACK or is made of float32 copies, and it would fold a transpose into the
-    product. The barrier keeps the transpose outside, and what a selection returns lies row by row.
+    product. The barrier keeps the transpose outside, and what a selection returns is row by row.
     Both vanish later.
     """
     bits = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
@@ -229,7 +223,7 @@ def _small_product(
     mode: DotMode | None, x: jax.Array, w: jax.Array, dimension_numbers
 ) -> jax.Array:
     if mode is not None and not mode.float32:
-        # YNNPACK takes no left operand that lies column by column.
+        # YNNPACK takes no left operand that is stored column by column.
         ((of_x,), of_w), (batch, batch_w) = dimension_numbers
         rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))
         x = lax.optimization_barrier(x.transpose(*batch, of_x, *rows))
@@ -279,7 +273,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     if in_bf16(x.dtype, w.dtype):
         return _bf16_product(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
     x, w = widened(x, jnp.float32), widened(w, jnp.float32)
-    if multiplies_bf16():  # YNNPACK takes no left operand that lies column by column
+    if multiplies_bf16():  # YNNPACK takes no left operand stored column by column
         return _dot(lax.optimization_barrier(x.T), w, 0)
     return _dot(x, w, 1)
 
@@ -288,7 +282,5 @@ def product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
     """(M, K) times (K, N) in float32, for any K and in no particular order."""
     if in_bf16(x.dtype, w.dtype):
         # XLA would fold a transpose of the result into the product, as one of its operands.
-        return lax.optimization_barrier(
-            _bf16_product(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
-        )
+        return lax.optimization_barrier(product(x, w))
     return _dot(widened(x, jnp.float32), widened(w, jnp.float32), 1)

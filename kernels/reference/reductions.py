@@ -26,8 +26,8 @@ def _slices(x: jax.Array, width: int, count: int) -> list[jax.Array]:
 def folded(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """(..., 16 n) -> (..., 16): slices of the last axis combined, in ascending order.
 
-    Slices that are left over, where n has no small divisor, come last. Another width is returned
-    as it is.
+    Slices that are left over, where n has no small divisor, come last. Another width is
+    returned unchanged.
     """
     if x.shape[-1] % _LANES:
         return x

@@ -17,9 +17,12 @@ from fp8rl_jax.bench.drift_cost import (
     format_cost_table,
     naive_attention,
     naive_matmul,
+    naively,
 )
 from fp8rl_jax.config import load_config
-from fp8rl_jax.quant import products, quantize
+from fp8rl_jax.kernels import reference
+from fp8rl_jax.models.router import router_logits
+from fp8rl_jax.quant import quantize, scaled_matmul
 
 _TINY = str(CONFIG)
 
@@ -71,10 +74,48 @@ def test_naive_attention(scaled):
     np.testing.assert_array_equal(turned, paged)
 
 
+def test_naive_attention_of_latents():
+    """With further features of queries and keys, as multi-head latent attention has them."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 4, 32), "k": (2, 70, 1, 32), "q_rope": (2, 3, 4, 16)}
+    shapes["k_rope"] = (2, 70, 1, 16)
+    x = {n: jnp.asarray(rng.standard_normal(s), jnp.float32) for n, s in shapes.items()}
+    positions = jnp.asarray([[0, 50, 69], [7, 8, 64]], jnp.int32)
+    exact, naive = (
+        jax.jit(functools.partial(f, scale=0.2))(**x, v=x["k"], positions=positions)
+        for f in (reference.attention.attention, naive_attention)
+    )
+    np.testing.assert_allclose(naive, exact, atol=2e-6)
+
+
+def test_every_product_of_a_naive_program_is_naive():
+    """Those of linear layers and of a router have the bits of one dot, and others outside."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((6, 1024)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((1024, 128)), jnp.float32)
+    qx, qw = quantize(x, (1, 128)), quantize(w, (128, 128))
+
+    def run():
+        return jax.jit(router_logits)(x, w), jax.jit(scaled_matmul)(qx, qw)
+
+    exact = run()
+    jax.clear_caches()
+    with naively():
+        naive = run()
+    jax.clear_caches()
+    wanted = (
+        jax.jit(naive_matmul)(x, w),
+        jax.jit(naive_matmul)(qx.qvalue, qw.qvalue, qx.scale, qw.scale),
+    )
+    for found, other, want in zip(naive, exact, wanted, strict=True):
+        np.testing.assert_array_equal(found, want)
+        assert (np.asarray(found) != np.asarray(other)).any()
+
+
 @pytest.mark.slow
 def test_exact_programs_do_not_drift_and_naive_ones_do():
     """Float32 shows it at any size. What was replaced stands again afterwards."""
-    before = (products.block_matmul, kernels.attention, exact_jit.compiler_options)
+    before = (reference.matmul.block_matmul, exact_jit.compiler_options)
     config = load_config(_TINY, [])
     (row,) = drift_cost(config, ["f32"], repeats=1)
     assert row["exact_drift_max"] == 0.0
@@ -83,7 +124,7 @@ def test_exact_programs_do_not_drift_and_naive_ones_do():
     assert len(numbers) == 4 and row["decode_ratio"] > 0 and row["train_ratio"] > 0
     text = format_cost_table([row])
     assert "0 exactly" in text and "f32" in text
-    assert (products.block_matmul, kernels.attention, exact_jit.compiler_options) == before
+    assert (reference.matmul.block_matmul, exact_jit.compiler_options) == before
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from tiny_run import CONFIG
 
 from fp8rl_jax import cli
 from fp8rl_jax.bench import rollout as bench_rollout
-from fp8rl_jax.bench.rollout import CASES, SMALL, Cell, Plan, arguments, model_of, settings_of
+from fp8rl_jax.bench.rollout import CASES, SMALL, Cell, Plan, arguments, model_of
 from fp8rl_jax.bench.rollout_ways import WAYS, long_tail, make_static
 from fp8rl_jax.models import ModelConfig, forward, rope_tables
-from fp8rl_jax.models.size import parameter_counts
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.rollout import make_sampler
 
 _MODEL = ModelConfig(64, 128, 128, 1, 2, 1, 32)
@@ -56,8 +56,8 @@ def test_ways_sample_what_one_big_batch_does(way, case):
     limits = long_tail(12, _CELL.new)
     weights = bench_rollout.served_weights(params, recipe)
     call = arguments(_MODEL, weights, _CELL, 12, limits)
-    found = WAYS[way](_MODEL, recipe, settings_of(_CELL), _CELL.batch)(*call)
-    whole = jax.device_get(make_sampler(_MODEL, recipe, settings_of(_CELL))(*call))
+    found = WAYS[way](_MODEL, recipe, _CELL)(*call)
+    whole = jax.device_get(make_sampler(_MODEL, recipe, _CELL.settings)(*call))
     np.testing.assert_array_equal(whole.mask.sum(1), limits)
     for name in ("tokens", "mask", "logprobs", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
@@ -66,7 +66,7 @@ def test_ways_sample_what_one_big_batch_does(way, case):
 def test_static_takes_whole_batches():
     call = arguments(_MODEL, None, _CELL, 6, np.ones(6, np.int32))
     with pytest.raises(AssertionError):
-        make_static(_MODEL, CASES["bf16"](), settings_of(_CELL), 4)(*call)
+        make_static(_MODEL, CASES["bf16"](), _CELL)(*call)
 
 
 @pytest.mark.slow

@@ -76,7 +76,8 @@ def test_sample_is_the_sampler(model, capsys):
             np.arange(3, dtype=np.int32), ones,
             np.full(3, 20, np.int32), runtime.rope,
         )  # fmt: skip
-        expected = runtime.decode(jax.device_get(rollout))
+        rollout = jax.device_get(rollout)
+        expected = runtime.decode(rollout.tokens, rollout.mask)
         pieces: dict[int, list[str]] = {row: [] for row in range(3)}
         ended: list[int] = []
         timing = generate.generate(

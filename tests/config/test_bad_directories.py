@@ -29,7 +29,8 @@ from fp8rl_jax.training import sft
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.runtime import make_runtime, state_bytes
+from fp8rl_jax.training.run_directory import state_bytes
+from fp8rl_jax.training.runtime import make_runtime
 
 pytestmark = REFUSALS
 
@@ -43,10 +44,10 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
-    directory = train.open_run(runtime, resume=False)
+    directory = train.open_run(runtime)
     optimizer, _ = optimizer_of_phase(config, "sft")
     state = runtime.new_state(runtime.init_params(), optimizer)
-    logs = RunLogs(directory, None)
+    logs = RunLogs(directory, None, config)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     checkpoints.save(1, state, {"phase": "sft", "step": 1, "offsets": logs.offsets()})
     checkpoints.close()

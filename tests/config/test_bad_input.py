@@ -171,8 +171,8 @@ _FILE = {
         ["rollout.temperature", "True", "a number such as"],
     ),
     "number for a bool": (
-        f"{_HEAD}    c.algo = dict(normalize_std=1)\n    return c",
-        ["algo.normalize_std", "True or False"],
+        f"{_HEAD}    c.algo = dict(dynamic_sampling=1)\n    return c",
+        ["algo.dynamic_sampling", "True or False"],
     ),
     "options that are no dict": (
         f"{_HEAD}    c.env = dict(task_options=3)\n    return c",
@@ -203,7 +203,7 @@ _FIELDS = {
     "rollout.group_size=1.5": ["rollout.group_size", "1.5", "whole number"],
     "rollout.group_size=": ["rollout.group_size", "whole number"],
     "rollout.temperature=hot": ["rollout.temperature", "hot", "a number"],
-    "algo.normalize_std=maybe": ["algo.normalize_std", "maybe", "True or False"],
+    "algo.dynamic_sampling=maybe": ["algo.dynamic_sampling", "maybe", "True or False"],
     # precision
     "precision.rollout=fp9": ["precision.rollout", "'fp9'", "'fp8'"],
     "precision.learner=qqqqq": ["precision.learner", "'qqqqq'", "fp8_blockwise", "bf16"],
@@ -220,8 +220,13 @@ _FIELDS = {
     "rollout.max_prompt_tokens=5": ["rollout.max_prompt_tokens", "5", "raise it to", "Calculate"],
     "rollout.max_new_tokens=1": ["rollout.max_new_tokens", "raise it to"],
     # batches
-    "learner.micro_batches=3": ["learner.micro_batches", "4", "3", "equal parts"],
-    "algo.updates_per_rollout=3": ["algo.updates_per_rollout", "4", "3", "equal parts"],
+    "learner.gradient_accumulation_steps=3": [
+        "learner.gradient_accumulation_steps",
+        "4",
+        "3",
+        "equal parts",
+    ],
+    "algo.num_minibatches=3": ["algo.num_minibatches", "4", "3", "equal parts"],
     "sft.batch_size=9": ["sft.batch_size", "9", "sft.questions", "8"],
     "rollout.prompts_per_step=9": ["rollout.prompts_per_step", "9", "env.train_questions", "8"],
     # numbers out of their range
@@ -230,7 +235,18 @@ _FIELDS = {
     "model.rope_theta=nan": ["model.rope_theta"],
     "algo.clip_low=-0.1": ["algo.clip_low"],
     "algo.clip_high=-0.1": ["algo.clip_high"],
-    "algo.tis_cap=-1": ["algo.tis_cap"],
+    "algo.tis_cap=3.0": ["algo.tis_cap", "no longer"],
+    "algo.preset=drgrpo": ["algo.preset", "'drgrpo'", "dr_grpo"],
+    "algo.loss=pop": ["algo.loss", "'pop'", "cispo"],
+    "algo.loss=no_such_module:f": ["algo.loss", "no_such_module"],
+    "algo.loss=os:getcwd": ["algo.loss", "'os:getcwd'", "(logp, old, advantages, mask)"],
+    "algo.correction=tis(cap=0)": ["algo.correction", "cap above 0"],
+    "algo.correction=tiss": ["algo.correction", "'tiss'", "seq_tis"],
+    "algo.correction=os:getcwd": ["algo.correction", "'os:getcwd'", "(weights, keep)"],
+    "algo.dual_clip=0.5": ["dual_clip", "above 1"],
+    "algo.overlong_buffer=5": ["algo.overlong_buffer", "5", "max_new_tokens", "4"],
+    "precision.reference=fp9": ["'fp9'", "'fp8'"],
+    "run.loggers=wandbb": ["run.loggers", "'wandbb'", "tensorboard"],
     "optimizer.b1=1.5": ["optimizer.b1"],
     "optimizer.b2=-0.5": ["optimizer.b2"],
     "optimizer.weight_decay=-1": ["optimizer.weight_decay"],
@@ -308,7 +324,7 @@ _TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensor
 _SEVERAL = {
     "group of one": (["rollout.group_size=1"], ["rollout.group_size", "at least 2"]),
     "group of one without std": (
-        ["rollout.group_size=1", "algo.normalize_std=False"],
+        ["rollout.group_size=1", "algo.scale=none"],
         ["rollout.group_size", "at least 2"],
     ),
     "tensorwise": (_TENSORWISE, ["fp8_tensorwise", "precision.zero_drift='report'"]),
@@ -366,8 +382,8 @@ def test_the_number_advised_is_enough(field, refused_fields):
 def test_the_setting_advised_is_accepted(refused_fields):
     """The same for a sentence that offers a setting."""
     message = refused_fields("rollout.group_size=1")
-    if "algo.normalize_std=False" in message:
-        assert begins(*train_command("rollout.group_size=1", "algo.normalize_std=False")), message
+    assert "algo.preset='reinforce_pp'" in message
+    assert begins(*train_command("rollout.group_size=1", "algo.preset=reinforce_pp"))
 
 
 # XLA flags.
@@ -428,7 +444,7 @@ def test_reward_module_that_fails(source, words, refused_fields, tmp_path, monke
     ("field", "words"),
     [
         ("rollout.prompts_per_step=2", ["rollout.prompts_per_step = 2", "4 devices", "multiple"]),
-        ("learner.micro_batches=4", ["micro-batch", "= 2", "4 devices"]),
+        ("learner.gradient_accumulation_steps=4", ["micro-batch", "= 2", "4 devices"]),
         ("sft.batch_size=6", ["sft.batch_size = 6", "4 devices"]),
         ("eval.batch_size=2", ["eval.batch_size = 2", "4 devices"]),
     ],

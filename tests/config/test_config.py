@@ -18,6 +18,7 @@ from fp8rl_jax.config import (
 )
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.envs import check_task
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
@@ -94,8 +95,8 @@ def test_numbers_for_a_float_field(load, value):
         ("rollout.group_size", [4]),
         ("rollout.temperature", False),
         ("rollout.temperature", "1.0"),
-        ("algo.normalize_std", 1),
-        ("algo.normalize_std", "True"),
+        ("algo.dynamic_sampling", 1),
+        ("algo.dynamic_sampling", "True"),
         ("precision.rollout", 8),
         ("precision.rollout", None),
         ("run.dir", {"a": "b"}),
@@ -120,7 +121,7 @@ def test_a_file_with_the_wrong_type(load, path, value):
         ("rollout.group_size=True", "whole number"),
         ("rollout.group_size=", "whole number"),
         ("rollout.temperature=hot", "a number"),
-        ("algo.normalize_std=perhaps", "True or False"),
+        ("algo.dynamic_sampling=perhaps", "True or False"),
     ],
 )
 def test_a_command_line_with_the_wrong_type(load, override, needed):
@@ -139,7 +140,7 @@ def test_a_command_line_with_the_wrong_type(load, override, needed):
         ("rollout.group_size=16", "rollout.group_size", 16),
         ("rollout.temperature=0.5", "rollout.temperature", 0.5),
         ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", 1e-5),
-        ("algo.normalize_std=False", "algo.normalize_std", False),
+        ("algo.dynamic_sampling=False", "algo.dynamic_sampling", False),
         ("model.tie_word_embeddings=true", "model.tie_word_embeddings", True),
         ("precision.rollout=bf16", "precision.rollout", "bf16"),
         ("run.dir=a=b c", "run.dir", "a=b c"),
@@ -273,17 +274,25 @@ def test_former_names_are_read(tmp_path, capsys):
     file = tmp_path / "old.py"
     file.write_text(
         "import ml_collections\n"
-        "def get_config(): return ml_collections.ConfigDict({'warmup': {'steps': 7}})\n"
+        "def get_config(): return ml_collections.ConfigDict(\n"
+        "    {'warmup': {'steps': 7}, 'algo': {'updates_per_rollout': 2}})\n"
     )
-    config = load_config(str(file), ["--config.warmup.batch_size=3", "--config.warmup.b2=0.5"])
+    more = ["--config.warmup.batch_size=3", "--config.learner.micro_batches=4"]
+    config = load_config(str(file), [*more, "--config.warmup.b2=0.5"])
     assert (config.sft.steps, config.sft.batch_size, config.sft.b2) == (7, 3, 0.5)
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 2 and all("'warmup' is called 'sft' now" in line for line in notes)
+    assert (config.algo.num_minibatches, config.learner.gradient_accumulation_steps) == (2, 4)
+    notes = capsys.readouterr().err
+    assert notes.count("\n") == 4 and notes.count("warmup in the config is called sft now") == 2
+    assert "learner.micro_batches in the config is called learner.gradient_accumul" in notes
     content = {
+        "learner": {"micro_batches": 3},
         "warmup": {"steps": 7}, "rollout": {"cache_slots": 0},
         "precision": {"attention_kernel": "strict"},
     }  # fmt: skip
-    now = {"sft": {"steps": 7}, "rollout": {}, "precision": {}}
+    now = {
+        "learner": {"gradient_accumulation_steps": 3}, "sft": {"steps": 7}, "rollout": {},
+        "precision": {},
+    }  # fmt: skip
     assert upgraded(content, "config.json") == now
     content["rollout"]["cache_slots"] = 9
     with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
@@ -304,15 +313,20 @@ _SHAPES_ALONE = (
 )
 
 
+def _resolve(config):
+    check_task(config.env.task, config.env.task_options.to_dict())
+    return resolve_config(config)
+
+
 def test_shipped_configs_are_valid():
     """Those without a checkpoint load and pass the checks as they are, and so do the defaults."""
     names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
     assert names > {*_PUBLISHED, "smollm2_135m"}
     for name in names - {*_PUBLISHED, "smollm2_135m"}:
-        resolve_config(load_config(f"{_ROOT}/configs/{name}.py"))
+        _resolve(load_config(f"{_ROOT}/configs/{name}.py"))
     overrides = (*_SHAPES_ALONE, "--config.model.name=smollm2_135m")
-    resolve_config(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
-    resolve_config(default_config())
+    _resolve(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
+    _resolve(default_config())
 
 
 @pytest.mark.parametrize("case", ["", ":case1", ":case2", ":case3", ":case4"])
@@ -328,11 +342,11 @@ def test_published_runs_are_valid(name, case):
     learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
     assert config.precision.rollout == "fp8"
     assert config.precision.learner == learner.get(case, "fp8")
-    resolve_config(config)
+    _resolve(config)
     sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    assert rows % (config.learner.micro_batches * sharding.batch_divisor(mesh)) == 0
+    assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
     if case:
         return
     shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))

@@ -252,7 +252,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
     config = _pretrained(checkpoint, tmp_path)
     runtime = make_runtime(config)
-    train.open_run(runtime, resume=False)
+    train.open_run(runtime)
     params = jax.tree.map(lambda x: x * 1.5, runtime.initial_params())
     state = runtime.new_state(params, optimizer_of_phase(config, "rl")[0])
     if dtype == "fp8":

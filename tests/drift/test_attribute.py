@@ -6,13 +6,14 @@ import json
 import types
 
 import drift_faults
+import jax
 import numpy as np
 import pytest
 
 from fp8rl_jax.drift import Programs, affordable, analyse, attribute
-from fp8rl_jax.drift.operations import CUTS, OPERATIONS, ORDER
+from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.models.taps import LAYER_TAPS, LOGITS, tap_names
+from fp8rl_jax.models.taps import LOGITS
 
 
 @pytest.mark.slow
@@ -128,16 +129,23 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     compared = [row["op"] for row in seen.rows]
     assert set(compared) == _PLAIN - set(disturbing)
     assert (seen.logits is None) == (LOGITS in disturbing)
+    order = list(OPERATIONS)
     places = [
-        (row["layer"], ORDER.index(row["op"])) for row in seen.rows if row["layer"] is not None
+        (row["layer"], order.index(row["op"])) for row in seen.rows if row["layer"] is not None
     ]
     assert places == sorted(places), "rows come in the order of computation"
     assert [row["op"] for row in seen.rows if row["differ"]] == ["o_proj/output"] * 2
 
 
+def test_names_under_a_mesh():
+    """A mesh that shards layers, where nothing can be tapped, changes no name."""
+    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert set(tap_names(_MODEL)) - {LOGITS} == _PLAIN
+
+
 def test_every_value_has_its_operation():
     """The table of operations covers what is tapped, in order, with inputs that exist before."""
-    assert set(LAYER_TAPS) < set(OPERATIONS)
     for index, (name, operation) in enumerate(OPERATIONS.items()):
         assert set(operation.inputs) <= set(list(OPERATIONS)[:index]), name
     assert set(CUTS) < set(OPERATIONS)
@@ -157,7 +165,9 @@ def test_questions_are_limited_by_memory(monkeypatch):
 def test_calibrated_scales_and_micro_batches():
     """Calibrated KV scales and FP8 attention: all values equal, q as read among them."""
     programs = _programs(
-        "precision.kv_cache=fp8_calibrated", "precision.attention=fp8", "learner.micro_batches=2"
+        "precision.kv_cache=fp8_calibrated",
+        "precision.attention=fp8",
+        "learner.gradient_accumulation_steps=2",
     )
     runtime = programs.runtime
     state = runtime.calibrate_state(programs.state, *runtime.pad_prompts(programs.questions))

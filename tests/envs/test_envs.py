@@ -270,7 +270,7 @@ def test_a_module_that_is_not_there():
     with pytest.raises(
         UserError,
         match=r"'no_such_module:f' cannot be imported \(ModuleNotFoundError: .*\); check that it "
-        r"is written 'package.module:function' and that the module lies in the current directory",
+        r"is written 'package.module:function' and that the module is in the current directory",
     ):
         load_reward("no_such_module:f")
 

@@ -153,13 +153,13 @@ class Report:
         """Both files, each whole."""
         import numpy as np
 
-        from fp8rl_jax.bench.kernels import replace
-
         self.directory.mkdir(parents=True, exist_ok=True)
         result = {
             "environment": self.environment, "ok": self.ok, "name": self.suggested_name,
             "seconds": time.monotonic() - self.start, "tests": self.tests,
         }  # fmt: skip
         text = json.dumps(result, indent=1, default=np.generic.item) + "\n"
-        replace(self.directory / "gpu_check.json", text)
-        replace(self.directory / "gpu_check.md", self.markdown())
+        for name, content in (("gpu_check.json", text), ("gpu_check.md", self.markdown())):
+            beside = self.directory / f"{name}.new"
+            beside.write_text(content)
+            beside.replace(self.directory / name)

@@ -112,7 +112,7 @@ def print_time(
     calls = [operands() for _ in range(count)]
     estimate = max(moved / _BYTES_PER_S, flops / _FLOPS_PER_S)
     programs = max(1, math.ceil(IN_FLIGHT / (count * estimate)))
-    seconds, spread, _ = seconds_per_call(ours, calls, programs)
+    seconds, spread = seconds_per_call(ours, calls, programs)
     line = f"{what}: {seconds * 1e6:.1f} us, spread {spread:.1%}"
     line += f", {flops / seconds / 1e12:.1f} TFLOPS, {moved / seconds / 1e9:.0f} GB/s"
     for name, other in others.items():

@@ -40,17 +40,17 @@ def _scales(case: Product, source: Source, *shapes: tuple[int, ...]) -> tuple:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case, source):
     """Some groups against float64, one against the dense kernel, and zeros for idle groups."""
-    tiles, deep = groups(case, 0), blocks(case.depth)
-    count, used = len(tiles.experts), int((tiles.experts < case.experts).sum())
-    x = source.take(DTYPES[case.kind], count, tiles.rows, case.depth)
+    (ids, rows), deep = groups(case), blocks(case.depth)
+    count, used = len(ids), int((ids < case.experts).sum())
+    x = source.take(DTYPES[case.kind], count, rows, case.depth)
     w = source.take(DTYPES[case.kind], case.experts, case.columns, case.depth).swapaxes(1, 2)
     x_scale, w_scale = _scales(
-        case, source, (count, tiles.rows, deep), (case.experts, deep, blocks(case.columns))
+        case, source, (count, rows, deep), (case.experts, deep, blocks(case.columns))
     )
-    y = exact_jit(grouped_matmul)(x, w, jnp.asarray(tiles.experts), x_scale, w_scale)
+    y = exact_jit(grouped_matmul)(x, w, jnp.asarray(ids), x_scale, w_scale)
     assert_finite(str(case), y)
     for group in some(used, 4):
-        expert = tiles.experts[group]
+        expert = ids[group]
         operands = x[group], w[expert]
         if case.kind == "fp8":
             operands += x_scale[group], w_scale[expert]
@@ -64,13 +64,11 @@ def test_products(case, source):
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_weight_gradients(case, source):
     """Two experts against float64; zeros for an expert without rows."""
-    tiles = groups(case, 0)
+    ids, tile = groups(case)
     # One expert loses its rows: its gradient must be zero.
-    ids = np.sort(np.where(tiles.experts == 1, 0, tiles.experts)).astype(np.int32)
-    count, high = len(ids), blocks(tiles.rows)
-    values = [
-        source.take(DTYPES[case.kind], count, tiles.rows, n) for n in (case.depth, case.columns)
-    ]
+    ids = np.sort(np.where(ids == 1, 0, ids)).astype(np.int32)
+    count, high = len(ids), blocks(tile)
+    values = [source.take(DTYPES[case.kind], count, tile, n) for n in (case.depth, case.columns)]
     scales = _scales(case, source, *((count, high, n) for n in (case.depth, case.columns)))
     run = exact_jit(lambda x, dy, ids, *s: grouped_wgrad(x, dy, ids, case.experts, *s))
     y = run(*values, jnp.asarray(ids), *scales)
@@ -81,8 +79,7 @@ def test_weight_gradients(case, source):
         left, right = (np.asarray(v[mine]).astype(np.float64) for v in values)
         if case.kind == "fp8":
             left, right = (
-                v * by_element(s[mine], 1, tiles.rows)
-                for v, s in zip((left, right), scales, strict=True)
+                v * by_element(s[mine], 1, tile) for v, s in zip((left, right), scales, strict=True)
             )
         left, right = left[..., rows].reshape(-1, len(rows)), right.reshape(-1, case.columns)
         want = float64_product(left.T, right)

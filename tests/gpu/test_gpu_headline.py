@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from gpu_checks import reports
 
-from fp8rl_jax.bench.rollout import CASES, Cell, arguments, served_weights, settings_of
+from fp8rl_jax.bench.rollout import CASES, Cell, arguments, served_weights
 from fp8rl_jax.bench.rollout_ways import long_tail, make_continuous
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params
@@ -56,7 +56,7 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
         params = exact_jit(lambda key: init_params(model, key))(jax.random.key(0))
         weights = jax.block_until_ready(served_weights(params, recipe))
         del params
-        sample = make_continuous(model, recipe, settings_of(cell), cell.batch)
+        sample = make_continuous(model, recipe, cell)
 
         def call(limits: np.ndarray, sample=sample, weights=weights) -> tuple[int, float]:
             """(tokens, seconds) of one call."""

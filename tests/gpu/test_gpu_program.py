@@ -19,7 +19,7 @@ import pytest
 from gpu_checks import reports
 
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.learner import Batch, LossConfig, make_train_step, new_state
+from fp8rl_jax.learner import Batch, LossConfig, make_batch, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_refit, make_sampler
@@ -43,12 +43,11 @@ def _batch(rollout, prompts, lengths, temperature, rng: np.random.Generator) -> 
     lengths = np.repeat(lengths, group)
     tokens = np.pad(np.repeat(prompts, group, axis=0), ((0, 0), (0, new)))
     np.put_along_axis(tokens, lengths[:, None] + np.arange(new), rollout.tokens, axis=1)
-    ones = np.ones(rollout.logprobs.shape, np.float32)
-    return Batch(
+    return make_batch(
         tokens=tokens, prompt_lengths=lengths, targets=rollout.tokens,
-        mask=np.asarray(rollout.mask, np.float32), temperature=temperature,
+        mask=rollout.mask, temperature=temperature,
         advantages=rng.standard_normal(rows).astype(np.float32),
-        old_logprobs=rollout.logprobs, rollout_weights=ones, ref_logprobs=0 * ones,
+        old_logprobs=rollout.logprobs,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from fp8rl_jax import models
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
-from fp8rl_jax.models import attention, decoder_layer, layers, router
+from fp8rl_jax.models import attention, decoder_layer, feed_forward, layers
 from fp8rl_jax.quant import Activation, Recipe, compute_value, rule
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import mask_top_p
@@ -125,8 +125,8 @@ def constant_tables(params, tokens, config, recipe, **options):
     )
 
 
-def _renormalised(scaled, targets):
-    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), targets)
+def _renormalised(logits, scaled, tokens, *others):
+    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), tokens)[0]
 
 
 def _bf16_router(x, kernel, implementation):
@@ -162,7 +162,7 @@ FAULTS = {
     ),
     "top-p renormalised": Fault(
         ("rollout.top_p=0.8",),
-        rollout=_patch(sampler, "logprobs_of_logits", _renormalised),
+        rollout=_patch(sampler, "drawn_logprobs", _renormalised),
         culprit="logprob", words=("the rollout renormalises",),
     ),
     "per-tensor activations": Fault(
@@ -188,7 +188,7 @@ FAULTS = {
     ),
     "router in bf16": Fault(
         ("model.num_experts=8", "model.moe_intermediate_size=64"),
-        learner=_patch(router, "router_logits", _bf16_router),
+        learner=_patch(feed_forward, "router_logits", _bf16_router),
         culprit="router_logits", layer=0, words=("the router", "float32"),
     ),
     "one layer in bf16": Fault(

@@ -155,16 +155,14 @@ def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
     tokens = np.pad(tokens, ((0, 0), (0, case.extra_slots)), constant_values=PAD)
     rows = len(lengths)
     rng = np.random.default_rng(case.seed)
-    batch = learner.Batch(
+    batch = learner.make_batch(
         tokens=tokens,
         prompt_lengths=lengths,
         targets=out.tokens,
-        mask=out.mask.astype(np.float32),
+        mask=out.mask,
         temperature=np.full(rows, case.temperature, np.float32),
         advantages=rng.standard_normal(rows).astype(np.float32),
         old_logprobs=out.logprobs,
-        rollout_weights=np.ones_like(out.logprobs),
-        ref_logprobs=np.zeros_like(out.logprobs),
         routing={name: _rows_first(out.taps[name], case) for name in ROUTING[: case.replay]},
     )
     return jax.tree.map(lambda x: x[order], batch)

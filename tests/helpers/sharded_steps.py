@@ -53,8 +53,7 @@ def main() -> None:
             rt.sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
         )
         advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
-        temperature = np.ones(16, np.float32)
-        batch = rt.rollout_batch(rollout, prompts, lengths, temperature, advantages)
+        batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
         state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
         logp = np.asarray(logp)
         scaling = {

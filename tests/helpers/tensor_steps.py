@@ -80,7 +80,7 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
         own, prompts, lengths = rt.generate(
             rt.sampler, weights, questions, rt.keys["rollout"], temperature
         )
-        batch = rt.rollout_batch(rollout or own, prompts, lengths, temperature, advantages)
+        batch = rt.rollout_batch(rollout or own, prompts, lengths, advantages)
         scored = rt.score_state(state, batch)
         collectives = _collectives(rt, state, batch) if case.get("collectives") else []
         step = rt.train_step(optimizer, LossConfig(), case.get("micro_batches", 1))

@@ -7,11 +7,19 @@ its compiled programs.
 from __future__ import annotations
 
 import pathlib
+from typing import Any
+from unittest import mock
 
-from fp8rl_jax.training.logs import read_jsonl, without_times
+from fp8rl_jax import train
+from fp8rl_jax.config import load_config
+from fp8rl_jax.rollout import ContinuousSampler, HalvedSampler
+from fp8rl_jax.training.logs import read_jsonl
+from fp8rl_jax.training.runtime import Runtime
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
 FILES = ("metrics", "sft", "eval", "samples")
+TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")  # not reproducible
+_PROGRAMS = ("sampler", "eval_sampler", "score", "refit", "calibrate")
 
 
 def overrides(directory: pathlib.Path, **more) -> list[str]:
@@ -26,3 +34,41 @@ def reproducible(directory: pathlib.Path) -> dict[str, list[dict]]:
         name: [without_times(r) for r in read_jsonl(directory / "run" / f"{name}.jsonl")]
         for name in FILES
     }
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """The reproducible part of a record."""
+    return {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
+
+
+def compilations(program) -> int:
+    """How often a jitted function, or the programs of a sampler, were compiled."""
+    if isinstance(program, ContinuousSampler):
+        return program._advance._cache_size()
+    if isinstance(program, HalvedSampler):
+        return len(program._compiled) + program._program._cache_size()
+    return program._cache_size()
+
+
+def train_counting(arguments: list[str]) -> tuple[train.Outcome, dict[str, int]]:
+    """A run, and how often each program of its RL phase was compiled."""
+    runtimes, steps = [], []
+    make, make_step = train.make_runtime, Runtime.train_step
+
+    def kept_runtime(config):
+        runtimes.append(make(config))
+        return runtimes[-1]
+
+    def kept_step(self, *more, **options):
+        steps.append(make_step(self, *more, **options))
+        return steps[-1]
+
+    with (
+        mock.patch.object(train, "make_runtime", kept_runtime),
+        mock.patch.object(Runtime, "train_step", kept_step),
+    ):
+        outcome = train.train(load_config(str(CONFIG), arguments))
+    (runtime,) = runtimes
+    made = {name: vars(runtime)[name] for name in _PROGRAMS if name in vars(runtime)}
+    made["train_step"] = steps[-1]
+    return outcome, {name: compilations(program) for name, program in made.items()}

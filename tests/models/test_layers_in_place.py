@@ -1,4 +1,4 @@
-"""Layers that stay in their stack (`LayerOf`) give the bits of layers that are cut out of it."""
+"""Layers that stay in their stack (`StackedLayer`) give the bits of layers cut out of it."""
 
 import dataclasses
 
@@ -16,7 +16,14 @@ from fp8rl_jax.models import (
     transformer,
 )
 from fp8rl_jax.models.stacks import layer_stacks
-from fp8rl_jax.quant import LayerOf, get_recipe, grouped_matmul, make_dot_general, quantize
+from fp8rl_jax.quant import (
+    StackedLayer,
+    get_recipe,
+    grouped_matmul,
+    make_dot_general,
+    quantize,
+    take_layer,
+)
 
 _DENSE = ModelConfig(
     vocab_size=96, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -66,9 +73,9 @@ def test_forward(monkeypatch, recipe, more):
 
 def test_shape_is_the_layers():
     stack = quantize(jnp.ones((5, 256, 384)), (128, 128))
-    layer = LayerOf(stack, jnp.int32(2))
+    layer = StackedLayer(stack, jnp.int32(2))
     assert layer.shape == (256, 384) and layer.ndim == 2
-    assert layer.taken().scale.shape == (2, 3)
+    assert take_layer(layer.stack, layer.layer).scale.shape == (2, 3)
 
 
 def test_products():
@@ -80,11 +87,13 @@ def test_products():
     contracted = (((1,), (0,)), ((), ()))
 
     def both(x, stack, take):
-        grouped = grouped_matmul(recipe, x, take(LayerOf(stack, jnp.int32(1))), experts)
+        grouped = grouped_matmul(recipe, x, take(StackedLayer(stack, jnp.int32(1))), experts)
         dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
-        return grouped, dot_general(x[0], take(LayerOf(dense, jnp.int32(2))), contracted)
+        return grouped, dot_general(x[0], take(StackedLayer(dense, jnp.int32(2))), contracted)
 
-    want = exact_jit(lambda x, stack: both(x, stack, LayerOf.taken))(x, stack)
+    want = exact_jit(
+        lambda x, stack: both(x, stack, lambda named: take_layer(named.stack, named.layer))
+    )(x, stack)
     got = exact_jit(lambda x, stack: both(x, stack, lambda layer: layer))(x, stack)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -53,10 +53,11 @@ def _function(recipe, model=_MODEL):
     def run(x, router, experts):
         named = dict(zip(moe_oracle.NAMES, experts, strict=True))
         rows, valid = x.astype(dtype)[None], jnp.ones((1, len(x)), bool)
-        logits = routing.token_logits(rows, router)
-        chosen = routing.choose_experts(model, logits, None)
-        weights = routing.expert_weights(model, logits, chosen)
-        y, tokens = moe.moe_forward(model, recipe, rows, valid, weights, chosen, named)
+        logits = routing.router_logits(rows, router)
+        chosen = routing.select_experts(model, logits, None)
+        weights = routing.routing_weights(model, logits, chosen)
+        y = moe.moe_forward(model, recipe, rows, weights, chosen, named)
+        tokens = routing.expert_tokens(model, chosen, valid)
         return y[0].astype(jnp.float32), tokens
 
     return run

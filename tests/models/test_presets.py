@@ -6,8 +6,8 @@ import pytest
 from marks import quick_if
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
-from fp8rl_jax.models.size import parameter_counts
 
 # (total, active or None, tables left out or None) in billions, as the models' own cards and
 # reports state them, and the decimals that they give.

@@ -11,7 +11,7 @@ import pytest
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, router
-from fp8rl_jax.training.expert_load import load_metrics
+from fp8rl_jax.training.counters import load_metrics
 
 _SIGMOID = ModelConfig(
     50, 32, 48, 2, 2, 1, 16, num_experts=12, num_experts_per_tok=3, scoring_func="sigmoid",

@@ -33,11 +33,11 @@ from fp8rl_jax.quant import (
     delayed,
     dynamic,
     quantize,
-    quantize_with,
     scaling,
     static,
 )
 from fp8rl_jax.quant.formats import saturating_cast
+from fp8rl_jax.quant.qarray import quantize_with
 
 BF16 = ml_dtypes.bfloat16
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}

@@ -31,8 +31,8 @@ from fp8rl_jax.quant import (
     Operand,
     Recipe,
     gemm_table,
-    get_policy,
     get_recipe,
+    get_scaling_policy,
     init_site,
     make_dot_general,
     recipe_names,
@@ -42,7 +42,7 @@ from fp8rl_jax.quant import (
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = [name for name in recipe_names() if get_recipe(name).name == name]
 PASSES = ("fprop", "dgrad", "wgrad")
-DELAYED = "delayed(history=1024, margin=0, algorithm='max')"
+DELAYED = "delayed(history=1024, margin=0)"
 POW2 = "power_of_two(dynamic)"
 WHOLE = {"tensor": "-1x-1", "row": "1x-1", "column": "-1x1"}  # blocks that a table names
 
@@ -156,7 +156,7 @@ def _numpy_operand(value, row, earlier, fake) -> np.ndarray:
     value = oracle.round_bf16(value)
     if fmt == "bf16":
         return value.astype(np.float64)
-    if get_policy(policy).stateful:
+    if get_scaling_policy(policy).stateful:
         tensor = oracle.DelayedScaling(1024, fmt=fmt)
         tensor.update(float(np.abs(oracle.round_bf16(earlier)).max()))
         multiplier = np.full((1, 1), tensor.scale)
@@ -181,7 +181,7 @@ def _library_operand(value, row, earlier, fake) -> np.ndarray:
     if fmt == "bf16":
         return value.double().numpy()
     dtype = torch.float8_e4m3fn if fmt == "e4m3" else torch.float8_e5m2
-    if get_policy(policy).stateful:
+    if get_scaling_policy(policy).stateful:
         fp8_ops = pytest.importorskip("flax.linen.fp8_ops", reason="the published oracle")
         jax_dtype = jnp.float8_e4m3fn if fmt == "e4m3" else jnp.float8_e5m2
         history = fp8_ops.compute_amax_history(jnp.asarray(earlier, jnp.bfloat16), jnp.zeros(8))

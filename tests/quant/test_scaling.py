@@ -26,7 +26,7 @@ from marks import slow
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.quant import delayed, dynamic, get_policy, power_of_two, scaling, static
+from fp8rl_jax.quant import delayed, dynamic, get_scaling_policy, power_of_two, scaling, static
 
 FORMATS = {"e4m3": 448.0, "e5m2": 57344.0}
 FLT_MAX = np.finfo(np.float32).max
@@ -70,19 +70,18 @@ def _oracle_trace(trace, *args, **kwargs) -> np.ndarray:
     return np.array(scales, np.float32)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("history", [4, *map(slow, (1, 16))])
 @pytest.mark.parametrize("fmt", ["e4m3", slow("e5m2")])
-def test_delayed_equals_the_float64_oracle(fmt, history, margin, algorithm):
+def test_delayed_equals_the_float64_oracle(fmt, history, margin):
     """Three traces at once, so that one tensor's history cannot leak into another's."""
     traces = np.stack([_trace(seed) for seed in range(3)], axis=1)
-    ours = _ours(delayed(history, margin, algorithm), traces, FORMATS[fmt])
+    ours = _ours(delayed(history, margin), traces, FORMATS[fmt])
     for column in range(3):
-        expected = _oracle_trace(traces[:, column], history, margin, algorithm, fmt)
+        expected = _oracle_trace(traces[:, column], history, margin, fmt)
         np.testing.assert_array_equal(ours[:, column], expected)
         assert len(np.unique(expected)) > 5, "the trace moves the scale"
-    eager = delayed(history, margin, algorithm)
+    eager = delayed(history, margin)
     state = eager.init((3,))
     for step, amax in enumerate(traces[:25]):
         s = eager.scale(state, jnp.asarray(amax), FORMATS[fmt])
@@ -95,7 +94,7 @@ def test_a_nan_freezes_where_transformer_engine_passes_over_it(history):
     """TransformerEngine takes the maximum by C's fmaxf, which drops NaN; here it is kept.
 
     Without NaN both are the same. With one, ours stays at the last scale until the NaN has left
-    the history. 'most_recent' reads one amax and cannot differ.
+    the history.
     """
     clean = _trace(0, nan=False)
     kept = _oracle_trace(clean, history)
@@ -109,9 +108,6 @@ def test_a_nan_freezes_where_transformer_engine_passes_over_it(history):
     different = np.flatnonzero(ours != theirs)
     np.testing.assert_array_equal(different, np.arange(22, 21 + history))
     assert (ours[different] == ours[21]).all(), "frozen, not something else"
-    latest = _ours(delayed(history, algorithm="most_recent"), calm, 448.0)
-    options = {"algorithm": "most_recent", "nan_counts": False}
-    np.testing.assert_array_equal(latest, _oracle_trace(calm, history, **options))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -251,7 +247,7 @@ def test_static():
     ],
 )
 def test_properties(text, stateful, reads_amax):
-    policy = get_policy(text)
+    policy = get_scaling_policy(text)
     assert (policy.stateful, policy.reads_amax) == (stateful, reads_amax)
     assert scaling.check_policy(policy) is policy
     assert scaling.never_saturates(policy) == (reads_amax and not stateful)
@@ -273,7 +269,6 @@ def test_properties(text, stateful, reads_amax):
         ("delayed()", delayed()),
         ("delayed(16)", delayed(16)),
         ("delayed(history=16, margin=1)", delayed(history=16, margin=1)),
-        ("delayed(algorithm='most_recent')", delayed(algorithm="most_recent")),
         ("delayed(history=4, margin=-1)", delayed(history=4, margin=-1)),
         ("static(amax=8.0)", static(amax=8.0)),
         ("static(8.0)", static(8.0)),
@@ -284,8 +279,8 @@ def test_properties(text, stateful, reads_amax):
 )
 def test_text_forms_name_the_same_object(text, policy):
     """Policies are compared by identity, so a config's text must find the very object."""
-    assert get_policy(text) is policy
-    assert get_policy(text) is get_policy(text)
+    assert get_scaling_policy(text) is policy
+    assert get_scaling_policy(text) is get_scaling_policy(text)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +290,13 @@ def test_text_forms_name_the_same_object(text, policy):
         ("delayed(16)", "delayed(history=16)"),
         ("static(8.0)", "static(amax=8.0)"),
         ("static(amax=8)", "static(8.0)"),
-        ("delayed(margin=1)", "delayed(1024, 1.0, 'max')"),
+        ("delayed(margin=1)", "delayed(1024, 1.0)"),
         ("power_of_two(delayed)", "power_of_two(delayed(history=1024))"),
     ],
 )
 def test_equal_arguments_give_one_object(one, other):
     """Promised by the module: recipes that name these would otherwise compare unequal."""
-    assert get_policy(one) is get_policy(other)
+    assert get_scaling_policy(one) is get_scaling_policy(other)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +316,7 @@ def test_equal_arguments_give_one_object(one, other):
         ("power_of_two(delayed(history=-1))", r"history=-1\): write a .*at least 1"),
         ("delayed(margin='x')", r"delayed\(margin='x'\): write a number between"),
         ("delayed(margin=200)", r"delayed\(margin=200\): write a number between"),
-        ("delayed(algorithm='mean')", "write 'max' or 'most_recent'"),
+        ("delayed(algorithm='max')", "is not understood"),
         ("static(amax=0)", r"static\(amax=0\): write a positive number"),
         ("static(amax=1e999)", "write a positive number"),
         ("static(amax=1e-37)", "write a positive number"),  # 448 / amax is no float32
@@ -333,7 +328,7 @@ def test_equal_arguments_give_one_object(one, other):
 )
 def test_errors_of_texts(text, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
-        get_policy(text)
+        get_scaling_policy(text)
     assert "\n" not in str(caught.value), "one sentence, one line"
 
 
@@ -364,15 +359,17 @@ def user_module(tmp_path, monkeypatch):
     (tmp_path / "users_policies.py").write_text(_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "users_policies", raising=False)
-    get_policy.cache_clear()  # an earlier test's module of the same name
+    get_scaling_policy.cache_clear()  # an earlier test's module of the same name
     yield "users_policies"
     sys.modules.pop("users_policies", None)
-    get_policy.cache_clear()
+    get_scaling_policy.cache_clear()
 
 
 def test_a_users_policy(user_module):
-    policy = get_policy(f"{user_module}:good")
-    assert policy.name == "users_policies:good" and policy is get_policy("users_policies:good")
+    policy = get_scaling_policy(f"{user_module}:good")
+    assert policy.name == "users_policies:good" and policy is get_scaling_policy(
+        "users_policies:good"
+    )
     assert policy.stateful and not policy.reads_amax
     state = policy.update(policy.init((2,)), jnp.array([1.0, 3.0]))
     np.testing.assert_array_equal(np.asarray(policy.scale(state, state, 448.0)), [224, 112])
@@ -396,5 +393,5 @@ def test_a_users_policy(user_module):
 )
 def test_errors_of_a_users_policy(user_module, function, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
-        get_policy(f"{user_module}:{function}")
+        get_scaling_policy(f"{user_module}:{function}")
     assert "\n" not in str(caught.value), "one sentence, one line"

@@ -28,18 +28,17 @@ def _batch(rows: int = 8, scale: float = 1.0) -> learner.Batch:
     lengths = rng.integers(3, 12, rows).astype(np.int32)
     targets = np.stack([t[n : n + 8] for t, n in zip(tokens, lengths, strict=True)])
     zeros = np.zeros(targets.shape, np.float32)
-    return learner.Batch(
+    return learner.make_batch(
         tokens=tokens, prompt_lengths=lengths, targets=targets, mask=zeros + 1,
         temperature=np.ones(rows, np.float32),
         advantages=scale * rng.standard_normal(rows).astype(np.float32),
-        old_logprobs=zeros, rollout_weights=zeros + 1, ref_logprobs=zeros,
     )  # fmt: skip
 
 
 @functools.cache
 def _step(micro_batches: int = 1, remat: str = "none"):
     return learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig("grpo"),
+        _MODEL, _RECIPE, _SGD, learner.LossConfig(),
         micro_batches=micro_batches, remat=remat,
     )  # fmt: skip
 
@@ -146,7 +145,7 @@ def test_a_bad_step_changes_nothing():
     """Loss NaN: the states of the policies are those before the step, like all the rest."""
     start = _host(_state())
     batch = _batch()
-    batch = dataclasses.replace(batch, mask=np.full_like(batch.mask, np.nan))
+    batch = dataclasses.replace(batch, weights=np.full_like(batch.weights, np.nan))
     state, _, metrics = _step()(jax.tree.map(jnp.asarray, start), batch, _rope())
     assert not bool(metrics["good"])
     for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(state), strict=True):

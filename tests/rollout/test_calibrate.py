@@ -26,7 +26,7 @@ from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, quan
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
 from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_scales, quantize_kv
-from fp8rl_jax.rollout import make_calibrate, require_fresh
+from fp8rl_jax.rollout import is_fresh, make_calibrate
 
 _MODEL = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -170,7 +170,7 @@ def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
             quantize_params(params, recipe), tokens, _MODEL, recipe, rope=_ROPE, kv_scales=scales,
-            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None, collect_health=True,
+            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None, collect=("kv_health",),
         )  # fmt: skip
 
     return exact_jit(run)
@@ -240,17 +240,12 @@ def test_without_scales_nothing_runs():
         quantize_kv(jnp.ones((3, 4)), _CALIBRATED)
 
 
-def test_require_fresh():
+def test_is_fresh():
     """No scales, scales of this step, and the two kinds that would clip unseen."""
     fresh = calibrated_scales({name: jnp.ones(2) for name in "qkv"}, 1.05, jnp.int32(4))
-    require_fresh(None, 4)
-    require_fresh(fresh, 4)
-    with pytest.raises(ValueError, match=r"calibrated at RL step 4\b.*of RL step 5\b"):
-        require_fresh(fresh, 5)
-    with pytest.raises(ValueError, match=r"calibrated at RL step 4\b.*of RL step 3\b"):
-        require_fresh(fresh, 3)
-    with pytest.raises(ValueError, match=r"never calibrated.*of RL step 0\b"):
-        require_fresh(missing_scales(2), 0)
+    assert is_fresh(None, 4) and is_fresh(fresh, 4)
+    assert not is_fresh(fresh, 5) and not is_fresh(fresh, 3)
+    assert not is_fresh(missing_scales(2), 0)
 
 
 # One tensor.

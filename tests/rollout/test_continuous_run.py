@@ -10,10 +10,8 @@ import itertools
 import numpy as np
 import pytest
 from dense_reward import share_of_even_bytes
-from tiny_run import CONFIG, overrides, reproducible
+from tiny_run import overrides, reproducible, train_counting
 
-from fp8rl_jax import train
-from fp8rl_jax.config import load_config
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.progress import Display
 
@@ -44,8 +42,8 @@ def continuous_run(tiny_run, tmp_path_factory):
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Display, "rollout", look)
-        outcome = train.train(load_config(str(CONFIG), overrides(directory, **fields)))
-    return directory, outcome, list(_events)
+        _, counts = train_counting(overrides(directory, **fields))
+    return directory, counts, list(_events)
 
 
 def _without_slots(records: list[dict]) -> list[dict]:
@@ -55,12 +53,12 @@ def _without_slots(records: list[dict]) -> list[dict]:
 
 @pytest.mark.slow
 def test_equals_the_static_run(tiny_run, continuous_run):
-    directory, outcome, _ = continuous_run
+    directory, counts, _ = continuous_run
     ours, theirs = reproducible(directory), reproducible(tiny_run[0])
     for name in ("metrics", "eval", "samples"):
         wanted = [r for r in theirs[name] if r.get("phase") == "sft" or r["step"] <= STEPS]
         assert len(wanted) >= STEPS and _without_slots(ours[name]) == wanted, name
-    assert outcome.compile_counts["sampler"] == outcome.compile_counts["eval_sampler"] == 1
+    assert counts["sampler"] == counts["eval_sampler"] == 1
     records = read_jsonl(directory / "run" / "metrics.jsonl")
     preemptions = [record["rollout_preemptions"] for record in records]
     assert sum(preemptions) > 0, f"pages must be too few: {preemptions}"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from marks import slow
 from random_model import initial_params, quantized
+from tiny_run import compilations
 
 from fp8rl_jax import models
 from fp8rl_jax.rollout import HalvedSampler, SamplerConfig, halves, make_sampler
@@ -49,12 +50,12 @@ def test_halves_are_the_whole(recipe):
     for _ in range(2):
         found = sampler(*arguments)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), whole)
-    assert len(sampler._compiled) == sampler._cache_size() == 1
+    assert len(sampler._compiled) == compilations(sampler) == 1
     weights, prompts, lengths, key, *rows, rope = arguments
     odd = weights, prompts[:3], lengths[:3], key, *(x[: 3 * _GROUP] for x in rows), rope
     found = jax.device_get(sampler(*odd))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: 3 * _GROUP]), found, whole)
-    assert (len(sampler._compiled), sampler._cache_size()) == (1, 2)
+    assert (len(sampler._compiled), compilations(sampler)) == (1, 2)
 
 
 def test_an_error_in_a_thread_arrives(monkeypatch):

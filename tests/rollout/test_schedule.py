@@ -20,7 +20,7 @@ from fp8rl_jax.models import PAGE, least_pages, pages_of
 from fp8rl_jax.rollout import page_pool, schedule
 from fp8rl_jax.rollout.schedule import DONE, RUNNING
 
-_ROWS, _CHUNK = 2, 48
+_CHUNK = 48
 
 
 @dataclasses.dataclass
@@ -40,12 +40,12 @@ class _Turn:
 @jax.jit
 def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
     """A turn as rollout/continuous.py takes it; a request ends with its target's length."""
-    admitted, source, target = schedule.admit(schedule.share_prompts(s))
-    slots, counts = schedule.to_prefill(admitted, _ROWS, _CHUNK)
+    admitted, source, target = schedule.admit(s)
+    slots, counts = schedule.to_prefill(admitted, _CHUNK)
     filled = schedule.prefilled(admitted, slots, counts)
 
     def decode(filled):
-        roomy = schedule.make_room(schedule.share_prompts(filled))
+        roomy = schedule.make_room(filled)
         after = schedule.decoded(roomy)
         ended = roomy.decoding & (after.known >= targets[jnp.maximum(after.request, 0)])
         return roomy, schedule.end(after, ended), roomy.decoding

@@ -4,9 +4,11 @@ import json
 import math
 
 import pytest
+from tiny_run import TIME_PREFIXES, without_times
 
+from fp8rl_jax.config import default_config
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.logs import TIME_PREFIXES, JsonlWriter, RunLogs, read_jsonl, without_times
+from fp8rl_jax.training.logs import JsonlWriter, RunLogs, read_jsonl
 
 
 def test_a_line_is_readable_at_once(tmp_path):
@@ -119,7 +121,7 @@ def _steps(directory) -> dict[str, list[int]]:
 
 def test_run_logs_are_cut_to_their_offsets(tmp_path):
     """A resumed run finds each of its files as long as when the checkpoint was written."""
-    logs = RunLogs(tmp_path, None)
+    logs = RunLogs(tmp_path, None, default_config())
     _fill(logs, range(3))
     offsets = logs.offsets()
     before = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in RunLogs.NAMES}
@@ -130,7 +132,7 @@ def test_run_logs_are_cut_to_their_offsets(tmp_path):
     assert all(offsets[name] == len(before[name]) for name in RunLogs.NAMES)
     assert _steps(tmp_path)["metrics"] == [0, 1, 2, 3, 4, 5]
 
-    logs = RunLogs(tmp_path, offsets)
+    logs = RunLogs(tmp_path, offsets, default_config())
     for name in RunLogs.NAMES:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == before[name]
     assert logs.offsets() == offsets
@@ -142,16 +144,16 @@ def test_run_logs_are_cut_to_their_offsets(tmp_path):
 def test_run_logs_without_offsets_start_empty(tmp_path):
     """A run that starts anew in a directory drops the lines of one that left no checkpoint."""
     for offsets in (None, {}):
-        logs = RunLogs(tmp_path, None)
+        logs = RunLogs(tmp_path, None, default_config())
         _fill(logs, range(2))
         logs.close()
-        RunLogs(tmp_path, offsets).close()
+        RunLogs(tmp_path, offsets, default_config()).close()
         assert not any(_steps(tmp_path).values())
 
 
 def test_run_logs_write_tensorboard_events(tmp_path):
     """Numbers reach the event file under the phase's prefix."""
-    logs = RunLogs(tmp_path, None)
+    logs = RunLogs(tmp_path, None, default_config())
     _fill(logs, range(2))
     logs.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -164,12 +166,12 @@ def test_run_logs_write_tensorboard_events(tmp_path):
 @pytest.mark.parametrize("name", RunLogs.NAMES)
 def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
     """A log that lost lines since the checkpoint is reported, never filled up with zero bytes."""
-    logs = RunLogs(tmp_path, None)
+    logs = RunLogs(tmp_path, None, default_config())
     _fill(logs, range(3))
     offsets = logs.offsets()
     logs.close()
     path = tmp_path / f"{name}.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UserError, match=name):
-        RunLogs(tmp_path, offsets).close()
+        RunLogs(tmp_path, offsets, default_config()).close()
     assert b"\0" not in path.read_bytes()

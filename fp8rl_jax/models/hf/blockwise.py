@@ -1,7 +1,7 @@
 """FP8 in the ecosystem's checkpoints: E4M3 bytes, and one scale per block of 128x128.
 
 DeepSeek-V3's format (arXiv:2412.19437, and the `quantization_config` of its config.json), which
-Qwen3's FP8 files share: beside ``X.weight``, F8_E4M3 (out, in), lies ``X.weight_scale_inv``,
+Qwen3's FP8 files share: beside ``X.weight``, F8_E4M3 (out, in), is ``X.weight_scale_inv``,
 (ceil(out / 128), ceil(in / 128)), and ``value = weight * weight_scale_inv``. Despite its name the
 scale is what QArray calls `scale`. Blocks are square, so our (in, out) form is the transposed bytes
 with transposed scales: nothing is requantised on the way in or out.
@@ -9,32 +9,26 @@ with transposed scales: nothing is requantised on the way in or out.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.hf.fields import Fields
-from fp8rl_jax.models.hf.tables import LINEAR, Tensor
-from fp8rl_jax.quant import quantize
+from fp8rl_jax.models.hf.tables import Tensor
+from fp8rl_jax.models.stacks import LINEAR
 
-Blocks = tuple[int, int]
-BLOCKS: Blocks = (128, 128)
+BLOCKS = (128, 128)
 SCALE_SUFFIX = ".weight_scale_inv"
 _OTHER = "only blockwise FP8 is supported: take the BF16 checkpoint, or one in that format"
 
 
-def read_blocks(fields: Fields) -> Blocks | None:
-    """Blocks of an FP8 checkpoint, by its config.json; None where there is no quantisation.
+def is_fp8(fields: Fields) -> bool:
+    """Whether a config.json says that the checkpoint is in this format.
 
     Raises:
       UserError: another kind of quantisation.
     """
     part = fields.part("quantization_config")
     if part is None:
-        return None
+        return False
     if part.values.get("quant_method") != "fp8":
         raise part.error("quant_method", _OTHER)
     part.require("fmt", ("e4m3",), _OTHER)
@@ -44,14 +38,14 @@ def read_blocks(fields: Fields) -> Blocks | None:
     block = part.values.get("weight_block_size")
     if not isinstance(block, list | tuple) or tuple(block) != BLOCKS:
         raise part.error("weight_block_size", f"only {list(BLOCKS)} is supported: " + _OTHER)
-    return BLOCKS
+    return True
 
 
 def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint whose linear layers are FP8.
 
     Args:
-      tensors: of the model; the modules of those that stay as they are get named.
+      tensors: of the model; the modules of those that are not FP8 get named.
     """
     kept = (tensor.module for tensor in tensors if tensor.role != LINEAR)
     return {
@@ -64,21 +58,6 @@ def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def grid(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
-    """Shape of the scales of a matrix: ceil(n / block) per axis."""
-    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
-
-
-@functools.cache
-def _program():
-    def run(matrix):
-        q = quantize(matrix, BLOCKS)
-        return q.qvalue, q.scale
-
-    return exact_jit(run)
-
-
-def quantize_matrix(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A bf16 matrix (out, in) -> its E4M3 bytes and float32 scales."""
-    assert matrix.dtype == jnp.bfloat16
-    return _program()(matrix)
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a matrix: ceil(n / 128) per axis."""
+    return tuple(-(-n // block) for n, block in zip(shape, BLOCKS, strict=True))

@@ -5,19 +5,25 @@ router, latent attention), so reading adds what the type implies, and writing fi
 rules a ModelConfig follows. What the file says and this library does not do is refused by name;
 what has no effect on the forward pass (dropout, token ids, initialisation) is passed over.
 
-Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name of its own; it is written as
-'deepseek_v3', which transformers knows.
+Rotary embeddings have a form of transformers 4 and one of transformers 5. Either is read; the first
+is written, which every version of transformers and the inference engines read::
+
+    4:  "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...} or null
+    5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
+
+DeepSeek writes "type" for "rope_type". Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name
+of its own; it is written as 'deepseek_v3', which transformers knows.
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
-from fp8rl_jax.models.hf.rope_json import default_max_positions, rope_fields, rope_json
 
 # Model type -> the class that transformers makes of it.
 ARCHITECTURES = {
@@ -27,9 +33,54 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-_INTEGERS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-)  # fmt: skip
+# Fields of both sides, with the value where a file has none; None: it must be there.
+_SHARED = {
+    "vocab_size": None, "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
+    "num_attention_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN3_EXPERTS = {
+    "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+    "norm_topk_prob": False,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": 0, "kv_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
+    "v_head_dim": None, "rope_interleave": True,
+}  # fmt: skip
+_DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 0, "num_experts_per_tok": None, "moe_intermediate_size": None,
+    "norm_topk_prob": True, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_TYPES = typing.get_type_hints(ModelConfig)
+_ORIGINAL = "original_max_position_embeddings"
+# Of each type: name in the file -> (field of ModelConfig, value where the file has none).
+_SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "llama3": {
+        "factor": ("rope_factor", None),
+        "low_freq_factor": ("rope_low_freq_factor", None),
+        "high_freq_factor": ("rope_high_freq_factor", None),
+    },
+    "yarn": {
+        "factor": ("rope_factor", None),
+        "beta_fast": ("rope_beta_fast", 32.0),
+        "beta_slow": ("rope_beta_slow", 1.0),
+        "mscale": ("rope_mscale", 0.0),
+        "mscale_all_dim": ("rope_mscale_all_dim", 0.0),
+    },
+}
+# Settings that are understood where they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_factor": (None,),
+    "truncate": (None, True),
+    "partial_rotary_factor": (None, 1, 1.0),
+}
+_NAMES = {"rope_type", "type", "rope_theta", _ORIGINAL}
+# Fields of a source that another form, or another file, stands for.
+_DROPPED = {
+    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
+    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
+}  # fmt: skip
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "linear layers have no bias here: take a model without"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
@@ -58,18 +109,16 @@ def read_config(fields: Fields) -> ModelConfig:
     """
     kind = family(fields)
     _refuse_unsupported(fields)
-    values: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
-    values |= rope_fields(fields, kind == "deepseek_v3")
-    values["rms_norm_eps"] = fields.number("rms_norm_eps", 1e-6)
-    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
+    values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
     if kind == "deepseek_v3":
-        values |= _read_latent(fields) | _read_deepseek_experts(fields)
+        values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
+        values["head_dim"] = values["qk_rope_head_dim"]  # has no part in latent attention
     else:
-        heads = values["num_attention_heads"]
         width = values["hidden_size"] // heads if kind != "qwen3" and heads > 0 else 128
-        values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
-        values["head_dim"] = fields.integer("head_dim", width)
+        values["head_dim"] = fields.get("head_dim", int, width)
     if kind == "qwen3_moe":
         values |= _read_qwen3_experts(fields)
     try:
@@ -78,12 +127,18 @@ def read_config(fields: Fields) -> ModelConfig:
         raise UserError(f"{fields.where}: {error}") from None
 
 
+def _read(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `defaults` names, in the types of ModelConfig."""
+    return {name: fields.get(name, _TYPES[name], value) for name, value in defaults.items()}
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     fields.require("hidden_act", ("silu",), _SILU)
     fields.require("attention_bias", (False,), _NO_BIAS)
     fields.require("mlp_bias", (False,), _NO_BIAS)
     fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
-    if fields.flag("use_sliding_window", False) and fields.values.get("sliding_window") is not None:
+    windows = fields.get("use_sliding_window", bool, False)
+    if windows and fields.values.get("sliding_window") is not None:
         raise fields.error("use_sliding_window", _NO_WINDOW)
     types = fields.values.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
@@ -93,57 +148,54 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
-    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    return {
-        "num_experts": fields.integer(name),
-        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", False),
-        "first_k_dense_replace": _leading_layers(fields, "mlp_only_layers"),
-    }
-
-
-def _leading_layers(fields: Fields, name: str) -> int:
-    """k, where a field lists the layers 0 to k - 1."""
-    layers = fields.values.get(name) or []
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise fields.error(name, _EVERY_LAYER)
-    return len(layers)
-
-
-def _read_latent(fields: Fields) -> dict[str, Any]:
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    values: dict[str, Any] = {name: fields.integer(name) for name in names}
-    values["q_lora_rank"] = fields.integer("q_lora_rank", 0)
-    values["rope_interleave"] = fields.flag("rope_interleave", True)
-    # Of no part in latent attention; these are transformers' own values.
-    heads = fields.integer("num_attention_heads")
-    values["num_key_value_heads"] = fields.integer("num_key_value_heads", heads)
-    values["head_dim"] = values["qk_rope_head_dim"]
-    return values
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise fields.error("mlp_only_layers", _EVERY_LAYER)
+    other_name = {"num_experts": fields.values.get("num_local_experts")}
+    return _read(fields, _QWEN3_EXPERTS | other_name) | {"first_k_dense_replace": len(dense)}
 
 
 def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
     fields.require("scoring_func", ("sigmoid",), "only sigmoid goes with this model type")
     fields.require("topk_method", ("noaux_tc",), "only noaux_tc goes with this model type")
-    layers = fields.integer("num_hidden_layers")
-    dense = fields.integer("first_k_dense_replace", 0)
-    if dense >= layers or fields.values.get("n_routed_experts") is None:
-        if dense < layers:
-            raise fields.error("n_routed_experts", "write the number of routed experts")
+    if fields.get("first_k_dense_replace", int, 0) >= fields.get("num_hidden_layers", int):
         return {}
-    return {
-        "scoring_func": "sigmoid",
-        "first_k_dense_replace": dense,
-        "num_experts": fields.integer("n_routed_experts"),
-        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", True),
-        "n_shared_experts": fields.integer("n_shared_experts", 0),
-        "n_group": fields.integer("n_group", 1),
-        "topk_group": fields.integer("topk_group", 1),
-        "routed_scaling_factor": fields.number("routed_scaling_factor", 1.0),
+    if fields.values.get("n_routed_experts") is None:
+        raise fields.error("n_routed_experts", "write the number of routed experts")
+    experts = fields.get("n_routed_experts", int)
+    return _read(fields, _DEEPSEEK_EXPERTS) | {"scoring_func": "sigmoid", "num_experts": experts}
+
+
+def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
+    """The rope_* fields of ModelConfig, from either form; `latent`: of the model's attention."""
+    parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
+    values = {name: value for part in parts if part for name, value in part.values.items()}
+    theta = values.get("rope_theta", fields.values.get("rope_theta"))
+    where = next((part.where for part in reversed(parts) if part), fields.where)
+    rope = Fields({**values, "rope_theta": theta}, where)
+    kind = values.get("rope_type", values.get("type", "default"))
+    name = "type" if "rope_type" not in values and "type" in values else "rope_type"
+    if kind not in ROPE_TYPES:
+        raise rope.error(name, f"only {', '.join(ROPE_TYPES)} are supported: take another model")
+    settings = _SETTINGS[kind]
+    for setting in sorted(set(values) - _NAMES - set(settings)):
+        if values[setting] not in _NEUTRAL.get(setting, ()):
+            raise rope.error(
+                setting, f"this setting of rope_type {kind!r} is not supported: take another model"
+            )
+    found: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": rope.get("rope_theta", float, 10_000.0),
+        **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
     }
+    if kind != "default":
+        found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
+    if found.get("rope_mscale_all_dim") and not latent:
+        raise rope.error(
+            "mscale_all_dim",
+            "a model without latent attention has no such temperature: take another model",
+        )
+    return found
 
 
 def family_of(config: ModelConfig) -> str:
@@ -177,20 +229,25 @@ def family_of(config: ModelConfig) -> str:
     return kind
 
 
-_SHARED = (*_INTEGERS, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
-_QWEN3_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-_LATENT = (
-    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
-)  # fmt: skip
-_DEEPSEEK_EXPERTS = (
-    "first_k_dense_replace", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "scoring_func",
-)  # fmt: skip
-# Fields of a source that another form, or another file, stands for.
-_DROPPED = {
-    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
-    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
-}  # fmt: skip
+def _rope_json(config: ModelConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a configuration."""
+    scaling: dict[str, Any] | None = None
+    if config.rope_type != "default":
+        scaling = {
+            "rope_type": config.rope_type,
+            _ORIGINAL: config.rope_original_max_position_embeddings,
+        }
+        for theirs, (own, default) in _SETTINGS[config.rope_type].items():
+            value = float(getattr(config, own))
+            if theirs.startswith("mscale") and value == default:
+                continue
+            scaling[theirs] = value
+        if not config.latent and config.rope_mscale_all_dim:
+            raise UserError(
+                f"model.rope_mscale_all_dim is {config.rope_mscale_all_dim}: Hugging Face's models "
+                "know it with latent attention alone; set it to 0"
+            )
+    return {"rope_theta": float(config.rope_theta), "rope_scaling": scaling}
 
 
 def config_json(
@@ -207,14 +264,14 @@ def config_json(
       UserError: no model type has these rules.
     """
     kind = family_of(config)
-    names = list(_SHARED)
+    names = [*_SHARED, "num_key_value_heads"]
     own: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
     if kind == "deepseek_v3":
         names += _LATENT
         # None of the modules that predict further tokens is written.
-        own |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0}
+        own["num_nextn_predict_layers"] = 0
         if config.num_experts:
-            names += _DEEPSEEK_EXPERTS
+            names += [*_DEEPSEEK_EXPERTS, "scoring_func"]
             own |= {"n_routed_experts": config.num_experts, "topk_method": "noaux_tc"}
         else:
             own["first_k_dense_replace"] = config.num_hidden_layers
@@ -223,9 +280,13 @@ def config_json(
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
         own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
-    own |= {name: getattr(config, name) for name in names}
-    own |= rope_json(config)
+    own |= {name: getattr(config, name) for name in names} | _rope_json(config)
+    if own.get("q_lora_rank") == 0:
+        own["q_lora_rank"] = None
     own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
-    defaults = {"max_position_embeddings": default_max_positions(config)}
+    # Rotary embeddings have no limit of their own.
+    original = int(config.rope_original_max_position_embeddings * config.rope_factor)
+    limit = 32_768 if config.rope_type == "default" else original
+    defaults = {"max_position_embeddings": limit}
     kept = {name: value for name, value in (others or {}).items() if name not in _DROPPED}
     return defaults | kept | own

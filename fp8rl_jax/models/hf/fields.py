@@ -10,6 +10,12 @@ from typing import Any
 from fp8rl_jax.errors import UserError
 
 CONFIG = "config.json"
+# Type of a value -> the types that JSON has for it, and what to write.
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+}
 
 
 class Fields:
@@ -27,30 +33,25 @@ class Fields:
         """What is wrong with a field, and what to do, as an exception to raise."""
         return UserError(f"{self.where}: {name} is {self.values.get(name)!r}; {what}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; a field that is absent or null has the default.
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """A value of type `kind`: int, float (any number) or bool.
+
+        A field that is absent or null has the default.
 
         Raises:
-          UserError: absent without a default, or no whole number.
+          UserError: absent without a default, or of another type.
         """
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(name, "write a whole number")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Like `integer`, for any number."""
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, "write a number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Like `integer`, for true or false."""
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, "write true or false")
-        return value
+        value = self.values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(
+                f"{self.where} has no field {name}: this is no complete configuration of that "
+                "model type; take the file that the model was published with"
+            )
+        types, wanted = _KINDS[kind]
+        if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
+            raise self.error(name, f"write {wanted}")
+        return kind(value)
 
     def part(self, name: str) -> Fields | None:
         """The object that a field holds, None where it is absent or null.
@@ -69,22 +70,11 @@ class Fields:
         """Refuses a field that is given with another value than those supported.
 
         Raises:
-          UserError: so it is; `what` says what to do.
+          UserError: it has another; `what` says what to do.
         """
         value = self.values.get(name)
         if value is not None and value not in supported:
             raise self.error(name, what)
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise UserError(
-                f"{self.where} has no field {name}: this is no complete configuration of that "
-                "model type; take the file that the model was published with"
-            )
-        return value
 
 
 def read_fields(directory: pathlib.Path) -> Fields:

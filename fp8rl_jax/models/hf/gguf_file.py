@@ -24,9 +24,8 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.hf.loader import load_from
-from fp8rl_jax.models.hf.reader import check
 from fp8rl_jax.models.hf.safetensors_file import Entry
-from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, ignored, model_tensors
+from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD
 
 _INSTEAD = "take the model's safetensors checkpoint"
 _MODEL = {"token_embd": EMBEDDING, "output_norm": "model.norm.weight", "output": HEAD}
@@ -67,7 +66,7 @@ class GGUF:
                 f"{path} is a GGUF file, and reading it needs the package gguf: "
                 "pip install 'fp8rl_jax[gguf]'"
             ) from None
-        self.path, self._dequantize = path, gguf.quants.dequantize
+        self.where, self._dequantize = path, gguf.quants.dequantize
         try:
             reader = gguf.GGUFReader(path)
         except OSError as error:
@@ -78,6 +77,10 @@ class GGUF:
             ) from None
         self._metadata = reader.fields
         self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
+        self.entries = {
+            name: Entry(path, "F32", tuple(int(n) for n in tensor.shape[::-1]), 0, 0)
+            for name, tensor in self._tensors.items()
+        }
         self._last: tuple[str, np.ndarray] | None = None
         architecture = self.get("general.architecture")
         if architecture != "llama" or self.get("llama.expert_count"):
@@ -110,7 +113,7 @@ class GGUF:
         if table is not None:
             values["vocab_size"] = int(table.shape[-1])
         values["tie_word_embeddings"] = HEAD not in self._tensors
-        return Fields(values, str(self.path))
+        return Fields(values, str(self.where))
 
     def load(self, dtype: str) -> tuple[ModelConfig, Any]:
         """The model's configuration and parameters, as `load` gives them.
@@ -122,23 +125,11 @@ class GGUF:
         rotated = self.get("llama.rope.dimension_count")
         if rotated not in (None, config.head_dim):
             raise UserError(
-                f"{self.path}: llama.rope.dimension_count is {rotated}, and heads have "
+                f"{self.where}: llama.rope.dimension_count is {rotated}, and heads have "
                 f"{config.head_dim} features; only whole heads are rotated here: {_INSTEAD}"
             )
         self._heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        entries = {
-            name: Entry(self.path, "F32", tuple(int(n) for n in tensor.shape[::-1]), 0, 0)
-            for name, tensor in self._tensors.items()
-        }
-        tensors = model_tensors(config)
-        check(entries, self.path, tensors, ignored(config), None)
-        return config, load_from(self, config, tensors, dtype, None, str(self.path))
-
-    def dtype(self, name: str) -> np.dtype:
-        return np.dtype(np.float32)
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
+        return config, load_from(self, config, dtype)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         if self._last is None or self._last[0] != name:
@@ -147,7 +138,7 @@ class GGUF:
                 value = self._dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError:
                 raise UserError(
-                    f"{self.path}: tensor {tensor.name} has type {tensor.tensor_type.name}, which "
+                    f"{self.where}: tensor {tensor.name} has type {tensor.tensor_type.name}, which "
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
@@ -167,7 +158,7 @@ class GGUF:
         kind, cut = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre") or "default"
         if kind != "gpt2" or cut not in _DIGITS_APART:
             raise UserError(
-                f"{self.path}: tokenizer.ggml.model is {kind!r} and tokenizer.ggml.pre {cut!r}; "
+                f"{self.where}: tokenizer.ggml.model is {kind!r} and tokenizer.ggml.pre {cut!r}; "
                 f"only gpt2 with {', '.join(_DIGITS_APART)} is supported: {_INSTEAD}"
             )
         tokens = self.get("tokenizer.ggml.tokens")
@@ -203,7 +194,7 @@ class GGUF:
 
 
 def _name(name: str) -> str:
-    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; others as they are."""
+    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; others unchanged."""
     module, _, kind = name.rpartition(".")
     if kind == "weight" and module in _MODEL:
         return _MODEL[module]

@@ -1,4 +1,4 @@
-"""Arrays that are filled piece by piece where they lie: on the devices, in any sharding.
+"""Arrays that are filled piece by piece where they are stored: on devices, in any sharding.
 
 The whole array is allocated once, each device's shard on that device. A piece is written by a
 program that takes the shard as a donated argument and returns it, so nothing is copied but the
@@ -27,7 +27,7 @@ class Filling:
 
     Args:
       shape, dtype: of the array.
-      sharding: where it lies; None: on the default device.
+      sharding: of the array; None: on the default device.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | None):
@@ -107,7 +107,7 @@ def _writer(transposed: bool, skipped: int):
 
     Args:
       transposed: as for `Filling.write`.
-      skipped: elements of a row's first block that lie before the piece.
+      skipped: elements of a row's first block before the piece.
     """
 
     def write(shard, piece, scales, place):

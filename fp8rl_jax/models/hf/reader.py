@@ -9,31 +9,36 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, Blocks, grid
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, scale_shape
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows
-from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, LINEAR, Tensor
+from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, Tensor
+from fp8rl_jax.models.stacks import LINEAR
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FP8 = DTYPES["F8_E4M3"]
 
 
 class Source(Protocol):
-    """Where the loader takes tensors from."""
+    """Where the loader takes tensors from.
 
-    def dtype(self, name: str) -> np.dtype:
-        """Of a tensor that `check` has seen."""
+    Attributes:
+      where: the directory or file, for errors.
+      entries: of the tensors, by name.
+    """
+
+    where: pathlib.Path
+    entries: dict[str, Entry]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of the first axis."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Rows of the first axis of a tensor that `check` has seen."""
 
 
 class Checkpoint:
@@ -47,8 +52,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: pathlib.Path):
-        self.directory = directory
-        self.entries: dict[str, Entry] = {}
+        self.where, self.entries = directory, {}
         index = directory / INDEX
         if index.is_file():
             self._read_shards(index)
@@ -57,42 +61,34 @@ class Checkpoint:
         else:
             self._refuse()
 
-    def dtype(self, name: str) -> np.dtype:
-        return DTYPES[self.entries[name].dtype]
-
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return read_rows(self.entries[name], start, stop)
 
-    def has(self, name: str) -> bool:
-        return name in self.entries
-
     def _refuse(self) -> None:
-        found = sorted(path.name for path in self.directory.iterdir())
+        found = sorted(path.name for path in self.where.iterdir())
         if any(name.endswith(".safetensors") for name in found):
             raise UserError(
-                f"{self.directory} has safetensors files but neither {SINGLE} nor {INDEX}, which "
+                f"{self.where} has safetensors files but neither {SINGLE} nor {INDEX}, which "
                 "says what is in them: download the index too"
             )
         if any(name.endswith((".bin", ".pth", ".pt")) for name in found):
             raise UserError(
-                f"{self.directory} has weights in torch's own format only: save them again as "
+                f"{self.where} has weights in torch's own format only: save them again as "
                 "safetensors (transformers' save_pretrained does)"
             )
-        raise UserError(f"{self.directory} has no {SINGLE} and no {INDEX}: download the weights")
+        raise UserError(f"{self.where} has no {SINGLE} and no {INDEX}: download the weights")
 
     def _read_shards(self, index: pathlib.Path) -> None:
         weights = _weight_map(index)
         held: dict[str, dict[str, Entry]] = {}
         for name, file in weights.items():
-            if file in held:
-                continue
-            if not (self.directory / file).is_file():
-                raise UserError(
-                    f"{self.directory} lacks the file {file}, which {INDEX} names for tensor "
-                    f"{name}: download it"
-                )
-            held[file] = read_header(self.directory / file)
-        for name, file in weights.items():
+            if file not in held:
+                if not (self.where / file).is_file():
+                    raise UserError(
+                        f"{self.where} lacks the file {file}, which {INDEX} names for tensor "
+                        f"{name}: download it"
+                    )
+                held[file] = read_header(self.where / file)
             if name not in held[file]:
                 raise UserError(
                     f"{index} places tensor {name} in {file}, which does not hold it: download "
@@ -103,7 +99,7 @@ class Checkpoint:
             for name in entries:
                 if weights.get(name) != file:
                     raise UserError(
-                        f"{self.directory / file} holds tensor {name}, which {INDEX} does not "
+                        f"{self.where / file} holds tensor {name}, which {INDEX} does not "
                         "place there: download both again"
                     )
 
@@ -127,46 +123,55 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 
 
 def check(
-    entries: Mapping[str, Entry],
-    directory: pathlib.Path,
-    tensors: list[Tensor],
-    ignored: Callable[[str], bool],
-    blocks: Blocks | None,
+    source: Source, config: ModelConfig, tensors: list[Tensor], fp8: bool, further_layers: int
 ) -> None:
-    """Whether the files hold the tensors of a model, and no others.
+    """Whether a source holds the tensors of a model, and no others.
 
     Args:
-      entries: of the files.
-      directory: of the files.
-      tensors: of the model.
-      ignored: tells names that may be there.
-      blocks: of an FP8 checkpoint, else None.
+      source: of the tensors.
+      config, tensors: of the model.
+      fp8: whether its config.json says that linear layers are FP8.
+      further_layers: how many modules that predict further tokens there may be.
 
     Raises:
       UserError: a tensor is missing, is one too many, or has a wrong shape or type.
     """
-    scales = set()
+    scales, entries = set(), source.entries
     for tensor in tensors:
         entry = entries.get(tensor.name)
         if entry is None:
             raise UserError(
-                f"{directory} has no tensor {tensor.name}, which a model of its config.json needs: "
-                "download all files again, or fix config.json"
+                f"{source.where} has no tensor {tensor.name}, which a model of its config.json "
+                "needs: download all files again, or fix config.json"
             )
         _check_type(entry, tensor.name, tensor.role == LINEAR)
         _check_shape(entry, tensor.name, tensor.shape)
         if DTYPES[entry.dtype] == FP8:
-            scales.add(_check_scale(entries, entry, tensor, blocks))
+            scales.add(_check_scale(entries, entry, tensor, fp8))
     known = {tensor.name for tensor in tensors} | scales
     if HEAD in entries and HEAD not in known:  # tied: the loader compares it with the embedding
         _check_type(entries[HEAD], HEAD, may_be_fp8=False)
         _check_shape(entries[HEAD], HEAD, entries[EMBEDDING].shape)
     for name, entry in entries.items():
-        if name not in known and not ignored(name):
+        if name not in known and not _passed_over(name, config, further_layers):
             raise UserError(
                 f"{entry.file} holds tensor {name}, for which the model of config.json has no "
                 "place: take the config.json that belongs to these files, or remove the tensor"
             )
+
+
+def _passed_over(name: str, config: ModelConfig, further_layers: int) -> bool:
+    """Whether a tensor may be there that the model does not need.
+
+    Rotary frequencies, which some checkpoints hold, follow from config.json. A tied head is the
+    embedding. DeepSeek's files may hold modules that predict further tokens, as layers after the
+    last.
+    """
+    if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    after = range(config.num_hidden_layers, config.num_hidden_layers + further_layers)
+    return bool(config.latent and layer and int(layer[1]) in after)
 
 
 def _check_type(entry: Entry, name: str, may_be_fp8: bool) -> None:
@@ -186,11 +191,9 @@ def _check_shape(entry: Entry, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_scale(
-    entries: Mapping[str, Entry], entry: Entry, tensor: Tensor, blocks: Blocks | None
-) -> str:
+def _check_scale(entries: Mapping[str, Entry], entry: Entry, tensor: Tensor, fp8: bool) -> str:
     """Name of the scales of an FP8 tensor."""
-    if blocks is None:
+    if not fp8:
         raise UserError(
             f"{entry.file}: tensor {tensor.name} is F8_E4M3, but config.json has no "
             "quantization_config that gives its blocks: take the config.json that belongs to it"
@@ -207,5 +210,5 @@ def _check_scale(
             f"{scale.file}: scales {name} have type {scale.dtype}, and F32 and BF16 are supported: "
             "take a checkpoint with one of these"
         )
-    _check_shape(scale, name, grid(tensor.shape, blocks))
+    _check_shape(scale, name, scale_shape(tensor.shape))
     return name

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -81,17 +81,14 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
                 f"{file} ends within tensor {name} (it has {size} bytes and the tensor ends at "
                 f"{entry.stop}); {_AGAIN}"
             )
-        wanted = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if _known(entry) else None
-        if entry.start != end or wanted not in (None, entry.stop - entry.start):
+        dtype, held = DTYPES.get(entry.dtype), entry.stop - entry.start
+        wanted = math.prod(entry.shape) * dtype.itemsize if dtype else held
+        if entry.start != end or wanted != held:
             raise UserError(f"{file}: the bytes of tensor {name} do not fit its shape; {_AGAIN}")
         end = entry.stop
     if end != size:
         raise UserError(f"{file} has {size - end} bytes after its last tensor; {_AGAIN}")
     return entries
-
-
-def _known(entry: Entry) -> bool:
-    return entry.dtype in DTYPES
 
 
 def _entry(file, data: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
@@ -125,42 +122,38 @@ def read_rows(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A tensor to write.
+    """Tensors to write that are made together.
 
     Attributes:
-      name, shape: of the tensor.
-      dtype: one of DTYPES' values.
-      value: returns it, when its turn comes.
+      parts: {name: (shape, dtype)}, the types among DTYPES' values.
+      values: returns the arrays, in the order of `parts`, when their turn comes.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    value: Callable[[], np.ndarray]
+    parts: dict[str, tuple[tuple[int, ...], np.dtype]]
+    values: Callable[[], tuple[np.ndarray, ...]]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
 
 
-def write_file(file: pathlib.Path, outputs: Iterable[Output]) -> None:
-    """Writes one file, a tensor at a time, and waits until the disk has it."""
-    outputs = list(outputs)
+def write_file(file: pathlib.Path, outputs: list[Output]) -> None:
+    """Writes one file, an output at a time, and waits until the disk has it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for output in outputs:
-        offsets = [end, end + output.nbytes]
-        header[output.name] = {
-            "dtype": _NAMES[output.dtype], "shape": list(output.shape), "data_offsets": offsets
-        }  # fmt: skip
-        end = offsets[1]
+        for name, (shape, dtype) in output.parts.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]
+            }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for output in outputs:
-            value = np.ascontiguousarray(output.value())
-            assert value.shape == output.shape and value.dtype == output.dtype, output.name
-            stream.write(value.reshape(-1).view(np.uint8).data)
+            for value, part in zip(output.values(), output.parts.values(), strict=True):
+                assert (value.shape, value.dtype) == part, output.parts
+                stream.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         stream.flush()
         os.fsync(stream.fileno())

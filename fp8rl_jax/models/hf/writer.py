@@ -11,7 +11,7 @@ fails before leaves nothing. What is written::
 
 FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128: those that the sampler
 serves. Norms and routers are float32 in every form of the parameters here, so under 'fp8' they keep
-it. QArray leaves are written as they are under 'fp8', and dequantised otherwise.
+it. QArray leaves keep their bytes under 'fp8', and dequantised otherwise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,26 +35,17 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import (
     BLOCKS,
     SCALE_SUFFIX,
-    grid,
     quantization_config,
-    quantize_matrix,
+    scale_shape,
 )
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.fields import CONFIG
 from fp8rl_jax.models.hf.loader import dtype_name
 from fp8rl_jax.models.hf.reader import FP8, INDEX, SINGLE
 from fp8rl_jax.models.hf.safetensors_file import Output, write_file
-from fp8rl_jax.models.hf.tables import (
-    LINEAR,
-    SMALL,
-    Path,
-    Piece,
-    Tensor,
-    leaf_shapes,
-    model_tensors,
-    path_of,
-)
-from fp8rl_jax.quant import QArray
+from fp8rl_jax.models.hf.tables import Piece, Tensor, leaf_shapes, model_tensors
+from fp8rl_jax.models.stacks import LINEAR, SMALL, Path, path_of
+from fp8rl_jax.quant import QArray, quantize
 from fp8rl_jax.quant.formats import round_bf16
 
 _BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -97,12 +87,10 @@ def save(
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
     leaves = _leaves(config, params)
-    outputs = [out for tensor in tensors for out in _outputs(tensor, leaves, name)]
-    partial = None
+    outputs = [_output(tensor, leaves, name) for tensor in tensors]
+    partial = target.parent / f".{target.name}.{os.getpid()}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        partial.chmod(0o777 & ~_umask())
+        partial.mkdir(parents=True)
         (partial / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         _write_shards(partial, outputs, int(max_shard_gb * 1e9))
         if also is not None:
@@ -114,8 +102,7 @@ def save(
             "directory"
         ) from None
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -129,13 +116,6 @@ def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
         raise UserError(f"{target} exists already; name another directory, or remove it")
     if not max_shard_gb > 0:
         raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
-
-
-def _umask() -> int:
-    """What a new directory's permissions lack; `mkdtemp` makes it private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
@@ -165,32 +145,41 @@ def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
             )
         if not all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(leaf)):
             raise UserError(
-                f"params: leaf {name} lies on devices of several processes: gather it to one first"
+                f"params: leaf {name} is on devices of several processes: gather it to one first"
             )
-        if isinstance(leaf, QArray):
-            written = leaf.block_shape == BLOCKS and leaf.qvalue.dtype == FP8
-            if not written:
-                raise UserError(
-                    f"params: leaf {name} is {leaf.qvalue.dtype} in blocks of {leaf.block_shape}, "
-                    f"and checkpoints hold float8_e4m3fn in blocks of {BLOCKS}: save the masters"
-                )
+        if isinstance(leaf, QArray) and (leaf.block_shape, leaf.qvalue.dtype) != (BLOCKS, FP8):
+            raise UserError(
+                f"params: leaf {name} is {leaf.qvalue.dtype} in blocks of {leaf.block_shape}, "
+                f"and checkpoints hold float8_e4m3fn in blocks of {BLOCKS}: save the masters"
+            )
     return found
 
 
-def _outputs(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> Iterator[Output]:
+def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> Output:
     """What is written for a tensor: itself, and with FP8 bytes their scales."""
+
+    def rounded(dtype: np.dtype) -> np.ndarray:
+        return _joined(tensor, lambda p: _take(leaves[p.path], p.index, dtype))
+
     if dtype != "fp8" or tensor.role != LINEAR:
         own = _type(tensor, leaves, dtype)
-        yield Output(tensor.name, tensor.shape, own, lambda: _values(tensor, leaves, own))
-        return
-    make = _quantised
-    if isinstance(leaves[tensor.pieces[0].path], QArray):
-        _check_borders(tensor)
-        make = _stored
-    parts = _once(lambda: make(tensor, leaves))
-    scales = grid(tensor.shape, BLOCKS)
-    yield Output(tensor.name, tensor.shape, FP8, lambda: parts()[0])
-    yield Output(tensor.module + SCALE_SUFFIX, scales, _F32, lambda: parts()[1])
+        parts = {tensor.name: (tensor.shape, own)}
+        return Output(parts, lambda: (rounded(own),))
+    scales = tensor.module + SCALE_SUFFIX
+    parts = {tensor.name: (tensor.shape, FP8), scales: (scale_shape(tensor.shape), _F32)}
+    if not isinstance(leaves[tensor.pieces[0].path], QArray):
+        return Output(parts, lambda: _quantised(rounded(_BF16)))
+    for piece in tensor.pieces:
+        if piece.start % BLOCKS[0]:
+            raise UserError(
+                f"params: leaf {'.'.join(piece.path)} is FP8 by head, and tensor {tensor.name} has "
+                f"blocks of {BLOCKS[0]} rows across heads: save the masters"
+            )
+
+    def stored(part: str) -> np.ndarray:
+        return _joined(tensor, lambda p: _take(getattr(leaves[p.path], part), p.index, None))
+
+    return Output(parts, lambda: (stored("qvalue"), stored("scale")))
 
 
 def _type(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> np.dtype:
@@ -201,41 +190,24 @@ def _type(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> np.dtype:
     return _BF16
 
 
-def _once(make: Callable[[], tuple]) -> Callable[[], tuple]:
-    """Two outputs in a row take their halves of one result, which is then dropped."""
-    kept: list[tuple] = []
-
-    def take() -> tuple:
-        if kept:
-            return kept.pop()
-        kept.append(make())
-        return kept[0]
-
-    return take
+def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
+    """The pieces of a tensor, in a checkpoint's orientation."""
+    parts = [take(piece).T if piece.transposed else take(piece) for piece in tensor.pieces]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-@functools.cache
-def _taker(dtype: np.dtype | None):
-    """The program that takes a matrix out of a stack."""
-
-    def take(leaf, index):
-        for axis in index:
-            leaf = lax.dynamic_index_in_dim(leaf, axis, keepdims=False)
-        if dtype is None:
-            return leaf
-        return round_bf16(leaf) if dtype == _BF16 else leaf.astype(dtype)
-
-    return exact_jit(take)
-
-
-def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
+def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
     """A matrix of a stack, in `dtype`; of a sharded one from its shards, without a collective."""
     if isinstance(leaf, QArray):
-        assert dtype is not None
-        value, scale = (jnp.asarray(_take(x, index)) for x in (leaf.qvalue, leaf.scale))
-        return np.asarray(_dequantiser(dtype)(QArray(value, scale, BLOCKS)))
-    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
-        return np.asarray(_taker(dtype)(leaf, tuple(np.int32(i) for i in index)))
+        leaf, index = jax.tree.map(lambda x: _take(x, index, None), leaf), ()
+    elif isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        return _take_from_shards(leaf, index, dtype)
+    return np.asarray(_program(dtype)(leaf, tuple(np.int32(i) for i in index)))
+
+
+def _take_from_shards(
+    leaf: jax.Array, index: tuple[int, ...], dtype: np.dtype | None
+) -> np.ndarray:
     whole = np.empty(leaf.shape[len(index) :], dtype or leaf.dtype)
     for shard in leaf.addressable_shards:
         spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
@@ -248,45 +220,32 @@ def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None = None) -> n
 
 
 @functools.cache
-def _dequantiser(dtype: np.dtype):
-    def run(q):
-        value = q.dequantize()
-        return round_bf16(value) if dtype == _BF16 else value
+def _program(dtype: np.dtype | None):
+    """The program that takes a matrix out of a stack, dequantised, in `dtype`."""
+
+    def take(leaf, index):
+        for axis in index:
+            leaf = lax.dynamic_index_in_dim(leaf, axis, keepdims=False)
+        value = leaf.dequantize() if isinstance(leaf, QArray) else leaf
+        if dtype is None:
+            return value
+        return round_bf16(value) if dtype == _BF16 else value.astype(dtype)
+
+    return exact_jit(take)
+
+
+@functools.cache
+def _quantiser():
+    def run(matrix):
+        q = quantize(matrix, BLOCKS)
+        return q.qvalue, q.scale
 
     return exact_jit(run)
 
 
-def _values(tensor: Tensor, leaves: dict[Path, Any], dtype: np.dtype) -> np.ndarray:
-    """A tensor, rounded to `dtype`."""
-    return _joined(tensor, lambda piece: _take(leaves[piece.path], piece.index, dtype))
-
-
-def _quantised(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and scales of a tensor whose pieces are not quantised."""
-    q, scale = quantize_matrix(jnp.asarray(_values(tensor, leaves, _BF16)))
-    return np.asarray(q), np.asarray(scale)
-
-
-def _stored(tensor: Tensor, leaves: dict[Path, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and scales of a tensor whose pieces are QArrays."""
-    values = _joined(tensor, lambda piece: _take(leaves[piece.path].qvalue, piece.index))
-    scales = _joined(tensor, lambda piece: _take(leaves[piece.path].scale, piece.index))
-    return values, scales
-
-
-def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
-    """The pieces of a tensor, in a checkpoint's orientation."""
-    parts = [take(piece).T if piece.transposed else take(piece) for piece in tensor.pieces]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _check_borders(tensor: Tensor) -> None:
-    for piece in tensor.pieces:
-        if piece.start % BLOCKS[0]:
-            raise UserError(
-                f"params: leaf {'.'.join(piece.path)} is FP8 by head, and tensor {tensor.name} has "
-                f"blocks of {BLOCKS[0]} rows across heads: save the masters"
-            )
+def _quantised(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+    """E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
+    return tuple(np.asarray(x) for x in _quantiser()(matrix))
 
 
 def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: int) -> None:
@@ -306,7 +265,7 @@ def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: int) ->
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_file(directory / file, shard)
-        places |= {output.name: file for output in shard}
+        places |= {name: file for output in shard for name in output.parts}
     total = sum(output.nbytes for output in outputs)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

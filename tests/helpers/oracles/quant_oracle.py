@@ -292,7 +292,7 @@ class DelayedScaling:
     """TransformerEngine's delayed scaling of one tensor, in plain Python on float64 numbers.
 
     The amaxes of the last `history` steps are kept in a list; the scale of a step follows from
-    those before it, and is ``maximum * 2**-margin / a`` with a their largest (or the last one). A
+    those before it, and is ``maximum * 2**-margin / a`` with a their largest. A
     zero or non-finite a leaves the scale what it was, 1 at the start. Quotients that float32
     cannot hold become FLT_MAX.
 
@@ -301,8 +301,8 @@ class DelayedScaling:
     A float64 quotient of two float32 numbers, rounded to float32, is the float32 quotient.
     """
 
-    def __init__(self, history, margin=0, algorithm="max", fmt="e4m3", nan_counts=True):
-        self.length, self.algorithm, self.nan_counts = history, algorithm, nan_counts
+    def __init__(self, history, margin=0, fmt="e4m3", nan_counts=True):
+        self.length, self.nan_counts = history, nan_counts
         self.top = float(_MAX[fmt]) * 2.0**-margin
         self.seen: list[float] = []
         self.scale = np.float32(1.0)
@@ -310,9 +310,7 @@ class DelayedScaling:
     def update(self, amax: float) -> None:
         """After a step that saw `amax`: `scale` is the multiplier of the next step."""
         self.seen = [*self.seen, float(amax)][-self.length :]
-        if self.algorithm == "most_recent":
-            found = self.seen[-1]
-        elif self.nan_counts and any(math.isnan(a) for a in self.seen):
+        if self.nan_counts and any(math.isnan(a) for a in self.seen):
             found = math.nan
         else:
             found = max((a for a in self.seen if not math.isnan(a)), default=0.0)

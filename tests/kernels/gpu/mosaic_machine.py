@@ -1,9 +1,10 @@
 """Compiles the Mosaic matmul for an H200 on a machine without one, and reads the machine code.
 
-`python tests/kernels/gpu/mosaic_machine.py` prints a table. XLA compiles for a device that is only
-described; Mosaic writes what it makes to a folder that MOSAIC_GPU_DUMP_TO names, with
-the machine code if it finds nvdisasm, of which Triton carries one. That happens in a process of
-its own (this file with a folder as argument), because it initialises JAX's CUDA plugin.
+`PYTHONPATH=tests/helpers python tests/kernels/gpu/mosaic_machine.py` prints a table. XLA compiles
+for a device that is only described; Mosaic writes what it makes to a folder that
+MOSAIC_GPU_DUMP_TO names, with the machine code if it finds nvdisasm, of which Triton carries one.
+That happens in a process of its own (this file with a folder as argument), because it initialises
+JAX's CUDA plugin.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from random_model import initial_params, quantized
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import attention, fast_attention, head, matmul, norm
-from fp8rl_jax.learner import Batch, response_logprobs
+from fp8rl_jax.learner import make_batch, response_logprobs
 from fp8rl_jax.models import (
     ModelConfig,
     forward,
@@ -71,10 +71,9 @@ def _rollout(config, recipe, weights, rope):
     for row, length in enumerate(lengths):
         tokens[row, :length] = prompts[row, :length]
         tokens[row, length : length + _NEW] = rollout.tokens[row]
-    zeros = np.zeros((4, _NEW), np.float32)
-    batch = Batch(
-        tokens, lengths, np.asarray(rollout.tokens), np.asarray(rollout.mask, np.float32),
-        np.asarray(temperature), np.zeros(4, np.float32), zeros, zeros, zeros,
+    batch = make_batch(
+        tokens, lengths, np.asarray(rollout.tokens), rollout.mask, np.asarray(temperature),
+        np.zeros(4),
     )  # fmt: skip
     return rollout, batch
 
@@ -148,9 +147,7 @@ def test_continuous_batching():
         jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
         tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
     )  # fmt: skip
-    sampler = ContinuousSampler(
-        _DENSE, recipe, settings, Batching(2, 8, prefill_rows=1, prefill_chunk=4)
-    )
+    sampler = ContinuousSampler(_DENSE, recipe, settings, Batching(2, 8, prefill_chunk=4))
     found, wanted = sampler(*arguments), make_sampler(_DENSE, recipe, settings)(*arguments)
     for field in ("tokens", "mask", "logprobs"):
         np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field))

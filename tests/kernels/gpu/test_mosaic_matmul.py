@@ -70,7 +70,7 @@ def test_supports(rows, columns, depth, left, right, result, wanted):
     lhs, rhs, *scales = _shapes(rows, columns, depth)
     lhs, rhs = jax.ShapeDtypeStruct(lhs.shape, left), jax.ShapeDtypeStruct(rhs.shape, right)
     if not wanted:
-        with pytest.raises(ValueError, match=r"use kernels\.matmul\.matmul"):
+        with pytest.raises(AssertionError):
             jax.eval_shape(lambda *a: fp8_matmul(*a, dtype=result), lhs, rhs, *scales)
 
 
@@ -79,7 +79,7 @@ def test_scales_of_another_shape_or_type_are_refused():
     by_column = jax.ShapeDtypeStruct((3, 256), jnp.float32)
     sixteen = jax.ShapeDtypeStruct(lhs_scale.shape, jnp.bfloat16)
     for scales in ((lhs_scale, by_column), (sixteen, rhs_scale)):
-        with pytest.raises(ValueError, match="scales of this product"):
+        with pytest.raises(AssertionError):
             jax.eval_shape(fp8_matmul, lhs, rhs, *scales)
 
 
@@ -109,7 +109,7 @@ def _interpret(*case, programs=1, **keywords):
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with pytest.MonkeyPatch.context() as patch, plgpu.force_gpu_interpret_mode(parameters):
-        patch.setattr(mosaic_matmul, "_MULTIPROCESSORS", programs)
+        patch.setattr(mosaic_matmul, "MULTIPROCESSORS", programs)
         got = np.asarray(fp8_matmul(*case, **keywords))
     if get_races().races_found:
         raise RuntimeError("race")

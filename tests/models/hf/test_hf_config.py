@@ -7,7 +7,7 @@ from hf_checkpoints import CONFIGS
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.models.hf.blockwise import read_blocks
+from fp8rl_jax.models.hf.blockwise import is_fp8
 from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.presets import preset
@@ -199,7 +199,7 @@ def test_refused_by_name(fields, changes, words):
 def test_other_quantisation_is_refused(changes, word):
     quantisation = _DEEPSEEK["quantization_config"] | changes
     with pytest.raises(UserError, match="blockwise FP8") as raised:
-        read_blocks(Fields({"quantization_config": quantisation}, "config.json"))
+        is_fp8(Fields({"quantization_config": quantisation}, "config.json"))
     assert word in str(raised.value)
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.models import hf, quantize_params, rope_tables
+from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.models.size import parameter_counts
 from fp8rl_jax.rollout import SamplerConfig, make_sampler
 
 pytestmark = pytest.mark.slow

@@ -1,8 +1,9 @@
-"""What quantisation lost, as metrics: per operand class, with the worst layer named.
+"""Counters of the device as metrics: what quantisation lost, by operand class and with the worst
+layer named; ages of scales; and how evenly the routers use their experts.
 
-Counts come per site and layer (and expert) from the train step's probes (activations and gradients,
-in the very pass that trains), from the refit (weights) and from the KV cache's quantiser. Padding
-tokens are part of the activations that are counted.
+Losses are counted per site and layer (and expert) by the train step's probes (activations and
+gradients, in the very pass that trains), by the refit (weights) and by the KV cache's quantiser.
+Padding tokens are part of the activations that are counted.
 """
 
 from __future__ import annotations
@@ -76,3 +77,29 @@ def age_metrics(
     if kv_scales is not None:
         ages["kv"] = step - int(kv_scales.step)
     return {f"scale_age/{name}": age for name, age in ages.items()}
+
+
+def load_metrics(expert_tokens: np.ndarray, first_layer: int) -> dict[str, float | str]:
+    """Metrics of a step's tokens per expert.
+
+    ``expert_load_max`` is the largest load of an expert over the mean of its layer, in the worst
+    layer, which ``expert_load_worst`` names with the expert; ``expert_load_max_mean`` its mean over
+    layers; ``expert_load_entropy`` the mean over layers of the load's entropy over ln(E), 1 when
+    balanced; ``experts_unused_frac`` the share of experts that got no token.
+
+    Args:
+      expert_tokens: (S, E) tokens of each expert, of the S layers that have experts.
+      first_layer: number of the first of these layers.
+    """
+    tokens = np.asarray(expert_tokens, np.float64)
+    share = tokens / np.maximum(tokens.sum(1, keepdims=True), 1)
+    largest = share.max(1) * tokens.shape[1]
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(1) / np.log(tokens.shape[1])
+    layer = int(np.argmax(largest))
+    return {
+        "expert_load_max": float(largest[layer]),
+        "expert_load_max_mean": float(largest.mean()),
+        "expert_load_entropy": float(entropy.mean()),
+        "expert_load_worst": f"layer {first_layer + layer} expert {int(np.argmax(share[layer]))}",
+        "experts_unused_frac": float((tokens == 0).mean()),
+    }

@@ -25,7 +25,7 @@ from fp8rl_jax.quant import (
     missing_scales,
     update_site,
 )
-from fp8rl_jax.training.health import add_counts, age_metrics, loss_metrics
+from fp8rl_jax.training.counters import add_counts, age_metrics, loss_metrics
 
 KEYS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 

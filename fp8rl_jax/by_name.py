@@ -1,0 +1,68 @@
+"""Functions chosen by text: NAME, NAME(arguments), several with commas, or 'module:function'."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8rl_jax import user_code
+from fp8rl_jax.errors import UserError
+
+
+def choose(
+    text: str, factories: Mapping[str, Callable], what: str, **defaults: Any
+) -> list[tuple[str, Any]]:
+    """The names in `text`, each with what its factory returns, in the order of the text.
+
+    Args:
+      text: such as ``tis``, ``tis(cap=2.0)``, ``mask_geometric(0.999, 1.001), tis``, or
+        ``my_module:my_function``, which stands for itself. Arguments are literals.
+      factories: by name.
+      what: how the sentence of an error begins, such as 'algo.loss'.
+      **defaults: arguments of the factories that have a parameter of that name, unless the text
+        gives them.
+
+    Raises:
+      UserError: a name is unknown, or its arguments do not fit.
+    """
+    if ":" in text and "(" not in text:
+        function = user_code.load(text.strip(), f"{what}:")
+        if not callable(function):
+            raise UserError(f"{what}: {text!r} is not a function; name one")
+        return [(text.strip(), function)]
+    known = ", ".join(factories)
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        raise UserError(
+            f"{what} is {text!r}, which is not understood: write one of {known}, with arguments "
+            "in parentheses if any, or 'module:function'"
+        ) from None
+    return [
+        _call(node, text, factories, what, known, defaults)
+        for node in (body.elts if isinstance(body, ast.Tuple) else [body])
+    ]
+
+
+def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults: dict):
+    function = node.func if isinstance(node, ast.Call) else node
+    name = function.id if isinstance(function, ast.Name) else ast.unparse(function)
+    if name not in factories:
+        raise UserError(f"{what} is {text!r}; {name!r} is unknown: write one of {known}")
+    signature = inspect.signature(factories[name])
+    usage = f"{name}({', '.join(f'{p.name}={p.default}' for p in signature.parameters.values())})"
+    try:
+        arguments = [ast.literal_eval(x) for x in getattr(node, "args", [])]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in getattr(node, "keywords", [])}
+        given = signature.bind(*arguments, **named).arguments
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} is {text!r}: {error}; write {usage}") from None
+    if not all(type(value) in (int, float) for value in given.values()):
+        raise UserError(f"{what} is {text!r}: arguments are numbers; write {usage}")
+    filled = {k: v for k, v in defaults.items() if k in signature.parameters}
+    try:
+        return name, factories[name](**{**filled, **given})
+    except ValueError as error:
+        raise UserError(f"{what} is {text!r}: {error}") from None

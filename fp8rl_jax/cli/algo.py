@@ -1,0 +1,57 @@
+"""`fp8rl algo list` and `fp8rl algo show NAME`: the algorithms that `algo.preset` names."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8rl_jax.cli.arguments import Command, argument
+from fp8rl_jax.config.fields import FIELDS
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
+
+
+def _list(values: argparse.Namespace) -> int:
+    width = max(map(len, PRESETS))
+    for name, preset in PRESETS.items():
+        print(f"{name:<{width}}  {preset.source}")
+    return 0
+
+
+def _show(values: argparse.Namespace) -> int:
+    names = ", ".join(PRESETS)
+    if values.name not in PRESETS:
+        wrong = f"{values.name!r} is no preset; " if values.name else ""
+        raise UserError(f"fp8rl algo show: {wrong}write one of {names}")
+    preset = PRESETS[values.name]
+    print(f"{values.name}: {preset.source}\n\nloss: {preset.formula}\n")
+    width = max(map(len, PRESET_FIELDS))
+    for name in PRESET_FIELDS:
+        default = FIELDS["algo"][name].default
+        value = preset.fields.get(name, default)
+        mark = "" if value == default else f"  (default {default!r})"
+        print(f"  algo.{name:<{width}}  {value!r}{mark}")
+    print(
+        f"\n--config.algo.preset={values.name} sets all of these; fields that are given, too, win."
+    )
+    return 0
+
+
+def _neither(values: argparse.Namespace) -> int:
+    raise UserError("fp8rl algo: write `fp8rl algo list` or `fp8rl algo show NAME`")
+
+
+COMMANDS = (
+    Command(
+        "algo",
+        "the RL algorithms of algo.preset: algo list, algo show NAME",
+        _neither,
+        others="write `fp8rl algo list` or `fp8rl algo show NAME`; ",
+    ),
+    Command("algo list", "the names of all presets, with their papers", _list),
+    Command(
+        "algo show",
+        "a preset's formula, and the fields that it sets",
+        _show,
+        (argument("name", nargs="?", metavar="NAME", help="a preset"),),
+    ),
+)

@@ -1,0 +1,54 @@
+"""The tokenizer that a configuration names."""
+
+from __future__ import annotations
+
+import pathlib
+
+from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer
+from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from fp8rl_jax.errors import UserError
+
+
+def _path(name: str, checkpoint: str = "") -> str:
+    """What `data.tokenizer` names, with 'checkpoint' resolved to `model.checkpoint`.
+
+    Raises:
+      UserError: it says 'checkpoint' and there is none.
+    """
+    if name != "checkpoint":
+        return name
+    if not checkpoint:
+        raise UserError(
+            "data.tokenizer is 'checkpoint' and model.checkpoint is empty: name a directory there, "
+            "or write data.tokenizer='byte'"
+        )
+    return checkpoint
+
+
+def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
+    """The tokenizer that `config.data` names.
+
+    Args:
+      config: the section `data`: 'byte', the path of a tokenizer.json, a Hugging Face directory,
+        or 'checkpoint'.
+      checkpoint: `model.checkpoint`.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path = _path(config.tokenizer, checkpoint)
+    if path == "byte":
+        return ByteTokenizer()
+    if pathlib.Path(path).is_dir():
+        return PretrainedTokenizer(path)
+    return FileTokenizer(path, config.bos_token, config.eos_token, config.pad_token)
+
+
+def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
+    """The files that the tokenizer of `load_tokenizer` depends on."""
+    path = _path(name, checkpoint)
+    if path == "byte":
+        return []
+    if not pathlib.Path(path).is_dir():
+        return [pathlib.Path(path)]
+    return [file for file in (pathlib.Path(path) / f for f in FILES) if file.is_file()]

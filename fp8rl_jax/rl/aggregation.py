@@ -1,0 +1,55 @@
+"""Aggregations: how the losses of an update's tokens become one number.
+
+Every usual one is linear, so it is a matrix of weights, computed on the host from the mask of the
+whole update. Micro-batches and devices then only add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Aggregation = Callable[[np.ndarray, int], np.ndarray]
+
+
+def token_mean(mask: np.ndarray, length: int) -> np.ndarray:
+    """``1 / T`` for each of the T tokens (DAPO, arXiv:2503.14476, equation 8).
+
+    Args:
+      mask: (B, R) bool, the tokens that count.
+      length: tokens that a response may have; not used here.
+
+    Returns:
+      (B, R) float64 weights, 0 outside the mask.
+    """
+    return mask / max(mask.sum(), 1)
+
+
+def seq_mean_token_mean(mask: np.ndarray, length: int) -> np.ndarray:
+    """``1 / (N n)`` for a token of a response of n, of N responses with a token (GRPO,
+    arXiv:2402.03300, equation 3)."""
+    tokens = mask.sum(axis=1, keepdims=True)
+    return mask / np.maximum(tokens, 1) / _sequences(mask)
+
+
+def seq_mean_token_sum(mask: np.ndarray, length: int) -> np.ndarray:
+    """``1 / N`` (RLOO, arXiv:2402.14740)."""
+    return mask / _sequences(mask)
+
+
+def seq_mean_token_sum_norm(mask: np.ndarray, length: int) -> np.ndarray:
+    """``1 / (N length)``, with a constant length (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    return mask / (_sequences(mask) * length)
+
+
+def _sequences(mask: np.ndarray) -> int:
+    return max(mask.any(axis=1).sum(), 1)
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+}

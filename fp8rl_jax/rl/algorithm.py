@@ -1,0 +1,197 @@
+"""An algorithm as a composition of small pure functions, and what it computes before an update.
+
+All that has no gradient is computed here, on the host, once per step and in this order: penalty
+for length, baseline, scale, divergence in the reward, which tokens are kept, weights of
+corrections. Advantages come before anything is dropped, denominators after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from fp8rl_jax.by_name import choose
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl.advantages import BASELINES, SCALES, Baseline, Scale, token_std
+from fp8rl_jax.rl.aggregation import AGGREGATIONS, Aggregation
+from fp8rl_jax.rl.corrections import CORRECTIONS, Correction
+from fp8rl_jax.rl.kl import ESTIMATORS, Estimator
+from fp8rl_jax.rl.losses import LOSSES, TokenLoss
+from fp8rl_jax.rl.shaping import informative_groups, overlong_penalty
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """The functions that section `algo` chooses; see its fields.
+
+    Attributes:
+      baseline, scale, aggregation, loss: of the rooms with these names.
+      corrections: by name, applied together.
+      kl: estimator of the divergence in the loss; None without one.
+      kl_coef, kl_in_reward: its weight, and whether it goes into the reward.
+      length: tokens that a response may have.
+      loss_length: the constant of 'seq_mean_token_sum_norm'.
+      overlong_buffer, overlong_factor: of `overlong_penalty`.
+      mask_truncated: leave out responses that were cut at the length limit.
+      dynamic_sampling: sample more questions instead of groups with equal rewards.
+    """
+
+    baseline: Baseline
+    scale: Scale
+    aggregation: Aggregation
+    loss: TokenLoss
+    corrections: dict[str, Correction]
+    kl: Estimator | None
+    kl_coef: float
+    kl_in_reward: bool
+    length: int
+    loss_length: int
+    overlong_buffer: int
+    overlong_factor: float
+    mask_truncated: bool
+    dynamic_sampling: bool
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy scores the responses."""
+        return self.kl_coef > 0
+
+    def token_weights(self, keep: np.ndarray) -> np.ndarray:
+        """The aggregation of an update with the tokens `keep` (B, R) bool: float32 weights."""
+        return self.aggregation(keep, self.loss_length).astype(np.float32)
+
+
+def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
+    """The algorithm of the section `algo` of a configuration.
+
+    Args:
+      algo: the section.
+      max_new_tokens: tokens that a response may have.
+      correction: `algo.correction`, with 'auto' decided.
+
+    Raises:
+      UserError: a name is unknown or its arguments do not fit.
+    """
+    ((_, loss),) = choose(
+        algo.loss, LOSSES, "algo.loss",
+        clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip,
+    )  # fmt: skip
+    corrections = []
+    if correction != "none":
+        corrections = choose(correction, CORRECTIONS, "algo.correction")
+    if len({name for name, _ in corrections}) < len(corrections):
+        raise UserError(f"algo.correction is {correction!r}: write each correction once")
+    buffer = algo.overlong_buffer
+    return Algorithm(
+        baseline=BASELINES[algo.baseline],
+        scale=SCALES[algo.scale],
+        aggregation=AGGREGATIONS[algo.loss_aggregation],
+        loss=loss,
+        corrections=dict(corrections),
+        kl=ESTIMATORS[algo.kl_estimator] if algo.kl_coef and algo.kl_in == "loss" else None,
+        kl_coef=algo.kl_coef,
+        kl_in_reward=algo.kl_in == "reward",
+        length=max_new_tokens,
+        loss_length=algo.loss_length or max_new_tokens,
+        overlong_buffer=max_new_tokens // 5 if buffer < 0 else buffer,
+        overlong_factor=algo.overlong_penalty,
+        mask_truncated=algo.mask_truncated,
+        dynamic_sampling=algo.dynamic_sampling,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a step's responses teach, (B, R) each.
+
+    Attributes:
+      advantages, rollout_weights: float32; weights are those of the corrections.
+      keep: bool, the tokens that count.
+      metrics: {name: number}.
+    """
+
+    advantages: np.ndarray
+    rollout_weights: np.ndarray
+    keep: np.ndarray
+    metrics: dict[str, float]
+
+
+def prepare(
+    algorithm: Algorithm,
+    rewards: np.ndarray,
+    mask: np.ndarray,
+    finished: np.ndarray,
+    old_logprobs: np.ndarray,
+    rollout_logprobs: np.ndarray,
+    ref_logprobs: np.ndarray,
+    keep_groups: np.ndarray | None = None,
+) -> Prepared:
+    """Advantages and weights of a step's responses.
+
+    Args:
+      algorithm: of `algorithm_of`.
+      rewards: (P, G) float, of P questions with G responses each; B = P * G.
+      mask: (B, R) bool, response tokens.
+      finished: (B,) bool, False for responses cut at the length limit.
+      old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32, of the learner before the
+        update, the sampler, and the reference policy (read if the algorithm needs it).
+      keep_groups: (P,) bool, groups that count; None for all.
+    """
+    raw = np.asarray(rewards, np.float64)
+    penalty = overlong_penalty(
+        mask.sum(1), algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
+    )
+    shaped = raw + penalty.reshape(raw.shape)
+    advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
+    divergence = np.zeros(mask.shape)
+    if algorithm.kl_in_reward and algorithm.kl_coef:
+        each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)
+        divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
+    if algorithm.scale is token_std:  # REINFORCE++ normalises what holds the divergence
+        advantages = algorithm.scale(advantages - divergence, shaped, mask)
+    else:
+        advantages = algorithm.scale(advantages, shaped, mask) - np.where(mask, divergence, 0.0)
+
+    keep = mask.copy()
+    if algorithm.mask_truncated:
+        keep &= finished[:, None]
+    if keep_groups is not None:
+        keep &= np.repeat(keep_groups, raw.shape[1])[:, None]
+    metrics: dict[str, float] = {}
+    log_ratio = np.where(mask, old_logprobs.astype(np.float64) - rollout_logprobs, 0.0)
+    weights, candidates = np.ones(mask.shape), keep
+    for name, correction in algorithm.corrections.items():
+        own, kept = correction(log_ratio, candidates, advantages)
+        weights, keep = weights * own, keep & kept
+        metrics |= _weight_metrics(name, own, candidates, kept)
+    metrics |= {
+        "advantage_mean": _mean(advantages, mask),
+        "advantage_std": float(advantages[mask].std()) if mask.any() else 0.0,
+        "advantage_abs_max": float(np.abs(advantages).max()),
+        "advantage_nonzero_frac": _mean(advantages != 0, mask),
+        "informative_groups_frac": float(informative_groups(raw).mean()),
+        "kept_tokens_frac": _mean(keep, mask),
+        "kept_sequences_frac": float(keep.any(axis=1).sum() / max(mask.any(axis=1).sum(), 1)),
+    }
+    if algorithm.overlong_buffer:
+        metrics["overlong_penalty_mean"] = float(penalty.mean())
+    return Prepared(advantages.astype(np.float32), weights.astype(np.float32), keep, metrics)
+
+
+def _mean(x: np.ndarray, mask: np.ndarray) -> float:
+    return float(x[mask].mean()) if mask.any() else 0.0
+
+
+def _weight_metrics(name: str, weights, mask, kept) -> dict[str, float]:
+    """What one correction did to the tokens of the mask."""
+    if not mask.any():
+        return {}
+    w = weights[mask]
+    return {
+        f"correction/{name}_mean": float(w.mean()),
+        f"correction/{name}_min": float(w.min()),
+        f"correction/{name}_max": float(w.max()),
+        f"correction/{name}_ess": float(w.sum() ** 2 / max(w.size * (w**2).sum(), 1e-300)),
+        f"correction/{name}_dropped": 1.0 - _mean(kept, mask),
+    }

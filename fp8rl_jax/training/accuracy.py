@@ -1,0 +1,86 @@
+"""Accuracy over several samples per question: pass@k, majority vote, standard errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+CORRECT = 0.5  # a response is correct if its reward is above this
+
+
+def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
+    """Probability that one of k samples is correct, for each question.
+
+    ``1 - C(n - c, k) / C(n, k)`` with c of n samples correct, unbiased (Chen et al.,
+    arXiv:2107.03374, equation 1); as the product of ``1 - k / i`` for i from n - c + 1 to n.
+
+    Args:
+      correct: (Q, n) bool.
+      k: at most n.
+
+    Returns:
+      (Q,) float64.
+    """
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}, of {n} samples")
+    count = correct.sum(1)
+    factors = np.where(np.arange(1, n + 1) > n - count[:, None], 1 - k / np.arange(1, n + 1), 1.0)
+    return np.where(n - count < k, 1.0, 1.0 - factors.prod(axis=1))
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean of (Q,) values, one for each question: samples of a question are one cluster.
+
+    ``std / sqrt(Q)`` with the sample standard deviation; 0 for one question.
+    """
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def majority(
+    rewards: np.ndarray, texts: Sequence[str], extract: Callable[[str], str | None]
+) -> np.ndarray:
+    """Whether the most frequent answer of each question is correct; of equally frequent ones, the
+    first that was given counts.
+
+    Args:
+      rewards: (Q, n).
+      texts: Q * n responses, those of a question side by side.
+      extract: a response's answer; None if it has none, which is never the most frequent.
+
+    Returns:
+      (Q,) bool.
+    """
+    n = rewards.shape[1]
+    chosen = np.zeros(len(rewards), bool)
+    for question, row in enumerate(rewards):
+        votes: dict[str, list[int]] = {}
+        for index, text in enumerate(texts[question * n : (question + 1) * n]):
+            answer = extract(text)
+            if answer is not None:
+                votes.setdefault(answer, []).append(index)
+        if votes:
+            first = max(votes.values(), key=len)[0]  # max keeps the first of equals
+            chosen[question] = row[first] > CORRECT
+    return chosen
+
+
+def sample_metrics(
+    rewards: np.ndarray, texts: Sequence[str], extract: Callable[[str], str | None] | None
+) -> dict[str, float]:
+    """The record's figures of n samples per question.
+
+    pass@k for k = 1, 2, 4, .. and n, each with `_se`; maj@n if there are several samples and an
+    answer can be extracted.
+    """
+    n, correct = rewards.shape[1], rewards > CORRECT
+    found: dict[str, np.ndarray] = {}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        found[f"pass@{k}"] = pass_at_k(correct, k)
+    if n > 1 and extract is not None:
+        found[f"maj@{n}"] = majority(rewards, texts, extract).astype(float)
+    record = {}
+    for name, values in found.items():
+        record[name], record[f"{name}_se"] = float(values.mean()), standard_error(values)
+    return record

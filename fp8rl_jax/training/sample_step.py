@@ -1,0 +1,143 @@
+"""The responses of an RL step, with their rewards; with dynamic sampling, in several rounds.
+
+DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): a group whose rewards are all equal has no
+gradient, so further questions are sampled in its place until there are enough groups, or
+`algo.dynamic_sampling_rounds` are over. Missing groups are then filled with those without a
+gradient, which do not count. Every round is the same compiled program; samples go on counting over
+the rounds, so that no two of a step share a random key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from fp8rl_jax.data import Stream
+from fp8rl_jax.envs import Question
+from fp8rl_jax.rl import informative_groups
+from fp8rl_jax.rollout import Progress, Rollout
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.step_record import Rewards, StepRecord
+
+
+@dataclasses.dataclass
+class Samples:
+    """P questions with G responses each, B = P * G, prompt-major.
+
+    Attributes:
+      questions: of the groups.
+      rollout: the responses, on the host.
+      prompts, lengths: (P, Tp) int32 and (P,) int32.
+      rewards: (P, G) float64.
+      by_name: {name: (P, G)} of each reward, without its weight.
+      counts: (P,) bool, groups that count.
+    """
+
+    questions: list[Question]
+    rollout: Rollout
+    prompts: np.ndarray
+    lengths: np.ndarray
+    rewards: np.ndarray
+    by_name: dict[str, np.ndarray]
+    counts: np.ndarray
+
+    def groups(self, chosen: np.ndarray) -> Samples:
+        """The groups at the indices `chosen`, in that order."""
+        size = self.rewards.shape[1]
+        rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
+        return Samples(
+            [self.questions[i] for i in chosen], _take(self.rollout, rows), self.prompts[chosen],
+            self.lengths[chosen], self.rewards[chosen],
+            {name: values[chosen] for name, values in self.by_name.items()}, self.counts[chosen],
+        )  # fmt: skip
+
+
+def sample_step(
+    runtime: Runtime,
+    weights,
+    stream: Stream,
+    key: jax.Array,
+    record: StepRecord,
+    show: Callable[[Progress], None],
+) -> Samples:
+    """Samples `rollout.prompts_per_step` groups and rewards them.
+
+    Args:
+      runtime: of `make_runtime`.
+      weights: of the sampler.
+      stream: questions; one batch is taken a round.
+      key: of this step.
+      record: gets times and what was sampled.
+      show: told while a rollout goes on, where the sampler does that.
+    """  # fmt: skip
+    config = runtime.config
+    wanted, rounds = config.rollout.prompts_per_step, []
+    limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
+    while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
+        rounds.append(_round(runtime, weights, stream.next(), key, len(rounds), record, show))
+    everything = _joined(rounds)
+    record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
+    if not config.algo.dynamic_sampling:
+        return everything
+    # Groups that count come first, each kind in the order of sampling.
+    order = np.argsort(~everything.counts, kind="stable")[:wanted]
+    chosen = everything.groups(order)
+    record["dynamic_rounds"] = len(rounds)
+    record["dynamic_discarded_groups"] = len(everything.counts) - wanted
+    record["dynamic_filled_groups"] = int(wanted - chosen.counts.sum())
+    return chosen
+
+
+def _round(runtime: Runtime, weights, questions, key, number: int, record, show) -> Samples:
+    config = runtime.config
+    group = config.rollout.group_size
+    rows = len(questions) * group
+    rewards = Rewards(runtime, [q for q in questions for _ in range(group)])
+
+    def watch(progress: Progress) -> None:
+        rewards.add(progress.rollout, progress.done)
+        show(progress)
+
+    with record.timed("rollout"):
+        rollout, prompts, lengths = runtime.generate(
+            runtime.sampler, weights, questions, key,
+            np.full(rows, config.rollout.temperature, np.float32), watch, first_id=number * rows,
+        )  # fmt: skip
+    with record.timed("reward"):
+        rewards.add(rollout, np.ones(rows, bool))
+    record["reward_errors"] = record.get("reward_errors", 0) + rewards.errors
+    values = rewards.values.reshape(-1, group)
+    counts = np.ones(len(questions), bool)
+    if config.algo.dynamic_sampling:
+        counts = informative_groups(values)
+    by_name = {name: x.reshape(-1, group) for name, x in rewards.by_name.items()}
+    return Samples(list(questions), rollout, prompts, lengths, values, by_name, counts)
+
+
+def _joined(rounds: list[Samples]) -> Samples:
+    if len(rounds) == 1:
+        return rounds[0]
+    arrays = {
+        name: np.concatenate([getattr(r, name) for r in rounds])
+        for name in ("prompts", "lengths", "rewards", "counts")
+    }
+    rollouts = [r.rollout for r in rounds]
+    rollout = Rollout(
+        *(np.concatenate([getattr(r, f) for r in rollouts]) for f in _ROW_FIELDS),
+        taps={n: np.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps},
+    )
+    by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
+    questions = [q for r in rounds for q in r.questions]
+    return Samples(questions, rollout, by_name=by_name, **arrays)
+
+
+_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")
+
+
+def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
+    """Rows of a rollout; its taps are those of layers, (L, B, ...)."""
+    fields = (getattr(rollout, name)[rows] for name in _ROW_FIELDS)
+    return Rollout(*fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})
