@@ -4,6 +4,7 @@ from fp8rl_jax.envs.load import Data, load_questions
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
 from fp8rl_jax.envs.rewards import (
     Term,
+    extract_of,
     load_reward,
     load_rewards,
     reward_names,

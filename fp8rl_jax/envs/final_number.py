@@ -39,8 +39,24 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
 
 def gsm8k_strict(prompt: str, response: str, answer: str) -> float:
     """The same, where a response counts only with its number after '#### '."""
+    return gsm8k(prompt, _strict(response), answer)
+
+
+def _strict(response: str) -> str:
+    """What is after the last '#### ' near the end; '' if nothing is."""
     found = _STRICT.findall(_plain(response[-_STRICT_CHARACTERS:]))
-    return gsm8k(prompt, found[-1] if found else "", answer)
+    return found[-1] if found else ""
+
+
+def gsm8k_answer(response: str) -> str | None:
+    """The final number as text, the same for all ways to write it; None if there is none."""
+    number = final_number(response)
+    return None if number is None else str(number)
+
+
+def gsm8k_strict_answer(response: str) -> str | None:
+    """The same for the strict form."""
+    return gsm8k_answer(_strict(response))
 
 
 def final_number(text: str) -> fractions.Fraction | None:

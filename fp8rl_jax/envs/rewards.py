@@ -1,4 +1,8 @@
-"""Rewards: built-in rules and a user's own Python functions, one or a weighted sum of several."""
+"""Rewards: built-in rules and a user's own Python functions, one or a weighted sum of several.
+
+A reward may have an attribute `extract`, a function from a response to its answer as text (None if
+it has none): equal texts are one vote when the majority of several responses is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
-from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
+from fp8rl_jax.envs.final_number import gsm8k, gsm8k_answer, gsm8k_strict, gsm8k_strict_answer
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.errors import UserError
 
 RewardFunction = Callable[..., float]
+Extract = Callable[[str], str | None]
 _log = logging.getLogger(__name__)
 
 
@@ -21,6 +26,10 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     """1 if the response is the answer, surrounding white space aside; else 0."""
     del prompt
     return float(response.strip() == answer.strip())
+
+
+def _stripped(response: str) -> str | None:
+    return response.strip() or None
 
 
 def math_equal(prompt: str, response: str, answer: str) -> float:
@@ -36,6 +45,14 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
     if not gold or not given or _is_number(gold[0]) > _is_number(given[0]):
         return 0.0
     return float(math_verify.verify(gold, given))
+
+
+def _first_parsed(response: str) -> str | None:
+    """The text of math-verify's first parsed value."""
+    import math_verify
+
+    parsed = math_verify.parse(response)
+    return str(parsed[0]) if parsed else None
 
 
 def _is_number(parsed: Any) -> bool:
@@ -59,6 +76,28 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
 }
+for _reward, _extract in (
+    (exact_match, _stripped), (math_equal, _first_parsed), (gsm8k, gsm8k_answer),
+    (gsm8k_strict, gsm8k_strict_answer),
+):  # fmt: skip
+    vars(_reward)["extract"] = _extract
+
+
+def extract_of(reward: RewardFunction) -> Extract | None:
+    """The reward's `extract`, for which a response that makes it raise has no answer; None if the
+    reward has none."""
+    function = getattr(reward, "extract", None)
+    if function is None:
+        return None
+
+    def extract(response: str) -> str | None:
+        try:
+            return function(response)
+        except Exception as error:  # a user's function may raise anything; the run goes on
+            _log.warning("extract raised %s: %s", type(error).__name__, error)
+            return None
+
+    return extract
 
 
 class Term(NamedTuple):

@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import score
+from fp8rl_jax.envs import extract_of, score
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime
 
@@ -67,7 +67,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         "accuracy_greedy_se": standard_error(greedy),
         "accuracy_sampled": float(sampled.mean()),
         "accuracy_sampled_se": standard_error(sampled.mean(1)),
-        **sample_metrics(sampled, sampled_texts, getattr(reward, "extract", None)),
+        **sample_metrics(sampled, sampled_texts, extract_of(reward)),
         "questions": len(questions),
         "response_len_mean": length / sampled.size,
         "reward_errors": errors,

@@ -6,7 +6,15 @@ import sys
 
 import pytest
 
-from fp8rl_jax.envs import Question, load_rewards, reward_names, score, score_terms
+from fp8rl_jax.envs import (
+    Question,
+    extract_of,
+    load_reward,
+    load_rewards,
+    reward_names,
+    score,
+    score_terms,
+)
 from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
 from fp8rl_jax.errors import UserError
 
@@ -71,6 +79,41 @@ def test_an_answer_without_a_number_is_an_error(caplog):
     """Else a run on the wrong data set would earn nothing and not say why."""
     assert score(gsm8k, [Question("q", "Paris")], ["Paris"]) == ([0.0], 1)
     assert "the answer 'Paris' holds no number" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer"),
+    [
+        ("exact_match", " 72\n", "72"),
+        ("exact_match", "7 2", "7 2"),
+        ("exact_match", " \n", None),
+        ("math_equal", "The answer is $72$.", "72"),
+        ("math_equal", r"\boxed{\frac{1}{2}}", "1/2"),
+        ("math_equal", "none", None),
+        ("gsm8k", "6*12=72, so\n#### 72.0", "72"),
+        ("gsm8k", "1,072 or 1072.0", "1072"),
+        ("gsm8k", "0.5", "1/2"),
+        ("gsm8k", "none", None),
+        ("gsm8k_strict", "3\n#### $1,072", "1072"),
+        ("gsm8k_strict", "72", None),
+    ],
+)
+def test_extract(name, response, answer):
+    """Responses that are equal for the reward have one text, the vote of a majority."""
+    assert extract_of(load_reward(name))(response) == answer
+
+
+def test_extract_of_a_function(module, caplog):
+    """A user's function has none unless it is given; one that raises finds no answer."""
+    module(
+        "def plain(prompt, response, answer):\n    return 1\n"
+        "def last(prompt, response, answer):\n    return 1\n"
+        "last.extract = lambda response: response.split()[-1]\n"
+    )
+    assert extract_of(load_reward("rewards_of_rows:plain")) is None
+    extract = extract_of(load_reward("rewards_of_rows:last"))
+    assert extract("it is 5") == "5" and extract("") is None
+    assert "extract raised IndexError" in caplog.text
 
 
 @pytest.fixture
