@@ -410,6 +410,6 @@ class _Run:
         self.display.rl_step(record)
 
     def _evaluate(self, weights, step: int) -> None:
-        result, samples = evaluate(self.runtime, weights, "rl", step)
-        self.logs.write_evaluation(result, samples)
-        self.display.evaluation(result)
+        evaluations = evaluate(self.runtime, weights, "rl", step)
+        self.logs.write_evaluations(evaluations)
+        self.display.evaluations([evaluation.record for evaluation in evaluations])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import pathlib
 import sys
 import textwrap
@@ -97,8 +98,12 @@ def _show(values: argparse.Namespace) -> int:
     if data.note:
         print(data.note)
     for split, questions in data.questions.items():
-        for number, question in enumerate(questions[: values.rows], 1):
-            print(f"--- {split} {number}")
+        numbers: collections.Counter[str] = collections.Counter()
+        for question in questions:
+            numbers[question.set] += 1
+            if (number := numbers[question.set]) > values.rows:
+                continue
+            print(f"--- {split} {number}" + (f" of {question.set}" if question.set else ""))
             print(f"prompt: {_cut(question.prompt)}\nanswer: {_cut(question.answer)}")
             if question.solution:
                 print(f"whole answer: {_cut(question.solution)}")

@@ -90,7 +90,8 @@ def _policy_config(command: str, values: argparse.Namespace):
         if values.task:
             from fp8rl_jax.envs import is_generated
 
-            config.env.eval_task = "" if is_generated(values.task) else values.task
+            one = "," not in values.task and is_generated(values.task)
+            config.env.eval_task = "" if one else values.task
         with config.env.task_options.ignore_type():
             config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
     override(config, values.overrides)
@@ -103,7 +104,8 @@ def _evaluate(values: argparse.Namespace) -> int:
     config = _policy_config("eval", values)
     from fp8rl_jax.policy.evaluate import evaluate_policy
 
-    print(json.dumps(evaluate_policy(config, note)))
+    for record in evaluate_policy(config, note):
+        print(json.dumps(record))
     return 0
 
 
@@ -169,7 +171,8 @@ COMMANDS = (
         _evaluate,
         (
             *_POLICY,
-            argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md)"),
+            argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md); "
+                     "or several with commas"),
             argument("--task-options", default="", metavar="NAME=VALUE,...",
                      help="keywords of the task"),
             argument("--questions", type=int, metavar="N", help="held-out questions"),

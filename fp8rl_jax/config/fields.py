@@ -140,8 +140,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                                 "or all"),
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
         "eval_task": Field("", "held-out questions from another source than task, written "
-                           "likewise; '' for the data set's own split test or validation, else a "
-                           "share of it"),
+                           "likewise, or from several with commas; '' for the data set's own "
+                           "split test or validation, else a share of it"),
         "eval_fraction": Field(0.1, "that share, drawn by a hash of the question", 0, 0.5),
         "data_dir": Field("", "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
                           "else ~/tensorflow_datasets"),

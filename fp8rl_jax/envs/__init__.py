@@ -12,5 +12,5 @@ from fp8rl_jax.envs.rewards import (
     score_terms,
 )
 from fp8rl_jax.envs.rows import NO_ANSWER
-from fp8rl_jax.envs.sources import check_source, is_generated
+from fp8rl_jax.envs.sources import check_source, eval_tasks, is_generated
 from fp8rl_jax.envs.tasks import check_task, make_questions

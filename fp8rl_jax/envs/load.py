@@ -9,6 +9,7 @@ All rows are read at the start and kept in memory. Not done: streaming data sets
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fp8rl_jax.envs.question import SPLITS, Question, split_of, subset, with_template
 from fp8rl_jax.envs.rows import RowForm, recognise
-from fp8rl_jax.envs.sources import about, is_generated, read_rows
+from fp8rl_jax.envs.sources import about, eval_tasks, is_generated, read_rows
 from fp8rl_jax.envs.tasks import make_questions
 from fp8rl_jax.errors import UserError
 
@@ -66,11 +67,12 @@ class _Loader:
         self._counts = {split: counts.get(split, 0) for split in SPLITS}
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
         self._forms: dict[str, RowForm] = {}  # by source
-        self._held_out_of = ""
+        self._held_out_of: list[str] = []  # of each evaluation set
 
     def load(self) -> Data:
         env, own = self._env, dict(self._counts)
-        if separate := bool(env.eval_task and own["eval"]):
+        separate = eval_tasks(env) if own["eval"] else []
+        if separate:
             own["eval"] = 0
         found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
         if is_generated(env.task):
@@ -78,18 +80,25 @@ class _Loader:
                 found = self._generated(env.task, env.task_options.to_dict(), own)
         elif any(own.values()):
             with about("env.task"):
-                found = self._data_set(own, separate)
+                found = self._data_set(own, bool(separate))
+        sets = [found["eval"]]
         if separate:
             with about("env.eval_task"):
-                found["eval"] = self._separate()
+                sets = [self._separate(task) for task in separate]
+        if len(sets) > 1:
+            for task, part in zip(separate, sets, strict=True):
+                part.update({k: dataclasses.replace(q, set=task) for k, q in part.items()})
+        held_out = set().union(*sets)
         for split in ("sft", "train"):
-            for key in found["eval"].keys() & found[split].keys():
+            for key in held_out & found[split].keys():
                 del found[split][key]
                 self._left_out["training", "held out too"] += 1
+        questions = {split: self._taken(split, found[split].values()) for split in ("sft", "train")}
+        evaluated = [self._taken("eval", part.values()) for part in sets]
+        questions["eval"] = list(itertools.chain(*evaluated))
         if not self._forms:
-            return Data({split: self._filled(q.values()) for split, q in found.items()})
-        questions = {split: self._fitting(split, q.values()) for split, q in found.items()}
-        return Data(questions, self._note(questions), _digest(questions))
+            return Data(questions)
+        return Data(questions, self._note(questions, evaluated), _digest(questions))
 
     def _generated(self, task: str, options: dict, counts: dict[str, int]):
         made = make_questions(task, options, counts, self._seed)
@@ -108,27 +117,27 @@ class _Loader:
             )
         found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
         if own and not separate:
-            self._held_out_of = f"its split {own!r}"
+            self._held_out_of = [f"its split {own!r}"]
             found["eval"] = self._read(task, rows[own], "evaluation")
             if not counts["sft"] and not counts["train"]:
                 return found
         fraction = 0.0 if own or separate else env.eval_fraction
         if fraction:
-            self._held_out_of = f"{fraction:g} of all, by the hash of the question"
+            self._held_out_of = [f"{fraction:g} of all, by the hash of the question"]
         for key, question in self._read(task, rows[main], "training").items():
             split = split_of(key, fraction)
             found["train" if split == "sft" and not counts["sft"] else split][key] = question
         return found
 
-    def _separate(self) -> dict[str, Question]:
-        """The questions of `env.eval_task`: its own held-out split if it has one, else all."""
-        task = self._env.eval_task
+    def _separate(self, task: str) -> dict[str, Question]:
+        """The questions of a source for evaluation: its own held-out split if it has one, else
+        all."""
         if is_generated(task):
-            self._held_out_of = task
+            self._held_out_of.append(task)
             return self._generated(task, {}, {"eval": self._counts["eval"]})["eval"]
         rows = read_rows(task, self._env)
         split = next((s for s in (*_HELD_OUT, *rows) if s in rows), "")
-        self._held_out_of = f"{task}, split {split!r}" if len(rows) > 1 else task
+        self._held_out_of.append(f"{task}, split {split!r}" if len(rows) > 1 else task)
         return self._read(task, rows[split], "evaluation")
 
     def _read(self, task: str, rows: Iterable, use: str) -> dict[str, Question]:
@@ -153,14 +162,14 @@ class _Loader:
             raise UserError(f"{task} has no {what}: name another file, or other columns")
         return found
 
-    def _filled(self, questions: Iterable[Question]) -> list[Question]:
-        """The questions in `env.prompt_template`."""
-        return [with_template(question, self._env.prompt_template) for question in questions]
-
-    def _fitting(self, split: str, questions: Iterable[Question]) -> list[Question]:
-        """Those that are short enough, at most as many as are asked for."""
+    def _taken(self, split: str, questions: Iterable[Question]) -> list[Question]:
+        """The questions in `env.prompt_template`; where there are data sets, those that are short
+        enough, at most as many as are asked for."""
+        filled = [with_template(question, self._env.prompt_template) for question in questions]
+        if not self._forms:
+            return filled
         kept = []
-        for question in self._filled(questions):
+        for question in filled:
             if self._fits(split, question):
                 kept.append(question)
             else:
@@ -170,7 +179,7 @@ class _Loader:
             count = self._env.max_questions or len(kept)
         return subset(kept, count)
 
-    def _note(self, questions: dict[str, list[Question]]) -> str:
+    def _note(self, questions: dict[str, list[Question]], evaluated: list[list[Question]]) -> str:
         counted = {split: f"{len(questions[split]):,}" for split in SPLITS}
         parts = []
         if self._counts["sft"]:
@@ -178,7 +187,8 @@ class _Loader:
         if self._counts["train"]:
             parts.append(f"{counted['train']} to train on")
         if self._counts["eval"]:
-            parts.append(f"{counted['eval']} held out ({self._held_out_of})")
+            for part, source in zip(evaluated, self._held_out_of, strict=False):
+                parts.append(f"{len(part):,} held out ({source})")
         note = "; ".join(f"{task}: {form}" for task, form in self._forms.items())
         note += f"; {', '.join(parts)}"
         for use, reasons in itertools.groupby(sorted(self._left_out), lambda key: key[0]):

@@ -26,6 +26,7 @@ class Question:
       messages: a conversation that is more than one message of the user's: {'role', 'content'}
         each.
       row: all that the source says of the question, for rewards that ask for it.
+      set: the held-out source that it is of, where there are several.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Question:
     solution: str = ""
     messages: Sequence[Mapping[str, str]] = ()
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    set: str = ""
 
     @property
     def prompt(self) -> str | Sequence[Mapping[str, str]]:

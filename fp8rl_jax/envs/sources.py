@@ -70,12 +70,25 @@ def check_source(env: Any) -> None:
     else:
         with about("env.task"):
             _check_data_set(env.task, env)
-    if env.eval_task:
+    for task in eval_tasks(env):
         with about("env.eval_task"):
-            if is_generated(env.eval_task):
-                check_task(env.eval_task, {})
+            if is_generated(task):
+                check_task(task, {})
             else:
-                _check_data_set(env.eval_task, env)
+                _check_data_set(task, env)
+
+
+def eval_tasks(env: Any) -> list[str]:
+    """The sources in `env.eval_task`.
+
+    Raises:
+      UserError: one is there twice.
+    """
+    tasks = [task.strip() for task in env.eval_task.split(",") if task.strip()]
+    for task in tasks:
+        if tasks.count(task) > 1:
+            raise UserError(f"env.eval_task names {task!r} twice: leave one out")
+    return tasks
 
 
 def _check_data_set(task: str, env: Any) -> None:

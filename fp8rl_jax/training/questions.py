@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+
 from fp8rl_jax.data import ChatFormat, Tokenizer, encode_prompt, pad_prompts, pad_responses
-from fp8rl_jax.envs import Data, Question, check_source, load_questions
+from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
 from fp8rl_jax.errors import UserError
 
 
@@ -65,8 +67,12 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
     }
     if config.sft.steps:
         least["sft"] = (config.sft.batch_size, "sft.batch_size")
+    sets = eval_tasks(config.env)
     for split, (count, field) in least.items():
         found = len(data.questions[split])
+        if split == "eval" and len(sets) > 1:
+            sizes = collections.Counter(q.set for q in data.questions[split])
+            found = min(sizes[name] for name in sets)
         if found >= count:
             continue
         advice = "take more questions, or lower it"

@@ -153,9 +153,9 @@ def run_sft(
         if step + 1 in evaluate_at:
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
-            result, samples = evaluate(runtime, weights, "sft", step + 1)
-            logs.write_evaluation(result, samples)
-            display.evaluation(result)
+            evaluations = evaluate(runtime, weights, "sft", step + 1)
+            logs.write_evaluations(evaluations)
+            display.evaluations([evaluation.record for evaluation in evaluations])
         stopping = stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
             checkpoint(state)

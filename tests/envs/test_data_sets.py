@@ -97,6 +97,23 @@ def test_a_second_source_is_held_out(tmp_path):
     assert len(data.questions["train"]) == 3 and len(data.questions["eval"]) == 9
 
 
+def test_several_sources_are_held_out(tmp_path):
+    """Each is a set with its name and number of questions; nothing of any is trained on."""
+    train = jsonl(tmp_path / "one.jsonl", ROWS[:30])
+    parts = {"two": ROWS[20:], "three": ROWS[:5] + ROWS[35:]}
+    two, three = (str(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in parts.items())
+    data = _load(train, {"train": 1, "eval": 9}, eval_task=f"{two}, basic_arithmetic,{three}")
+    sets = [q.set for q in data.questions["eval"]]
+    assert sets == [two] * 9 + ["basic_arithmetic"] * 9 + [three] * 9
+    assert len(data.questions["train"]) == 15
+    held_out = f"9 held out ({two}), 9 held out (basic_arithmetic), 9 held out ({three})"
+    assert f"; 15 to train on, {held_out}; left out of training: 15 held out too" in data.note
+    alone = _load(train, {"train": 1, "eval": 9}, eval_task=f"{two},").questions["eval"]
+    assert [(q.text, q.set) for q in alone] == [(q.text, "") for q in data.questions["eval"][:9]]
+    with pytest.raises(UserError, match=r"env\.eval_task names 'chain_sum' twice"):
+        _load(train, eval_task="chain_sum, chain_sum")
+
+
 def test_shares_and_numbers(tmp_path):
     """Three tenths for fine-tuning where it is asked for; subsets do not depend on the order."""
     path = jsonl(tmp_path / "a.jsonl", ROWS)
