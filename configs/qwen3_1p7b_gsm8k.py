@@ -44,7 +44,7 @@ def get_config(case="case4"):
                 "max_prompt_tokens": 320,
                 "max_new_tokens": 768,
             },
-            "learner": {"micro_batches": 4, "remat": "full"},
+            "learner": {"gradient_accumulation_steps": 4, "remat": "full"},
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 5, "b2": 0.95},
             "sft": {"steps": 0},
             "eval": {"questions": 1319, "batch_size": 256, "every": 25},

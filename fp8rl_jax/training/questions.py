@@ -69,10 +69,11 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
         least["sft"] = (config.sft.batch_size, "sft.batch_size")
     sets = eval_tasks(config.env)
     for split, (count, field) in least.items():
-        found = len(data.questions[split])
+        found, where = len(data.questions[split]), f"the split {split!r}"
         if split == "eval" and len(sets) > 1:
             sizes = collections.Counter(q.set for q in data.questions[split])
-            found = min(sizes[name] for name in sets)
+            smallest = min(sets, key=lambda name: sizes[name])
+            found, where = sizes[smallest], f"the evaluation set {smallest!r}"
         if found >= count:
             continue
         advice = "take more questions, or lower it"
@@ -85,6 +86,5 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
                 f"{max(long)}): raise it"
             )
         raise UserError(
-            f"env.task: {found} questions are left for the split {split!r}, and {field} takes "
-            f"{count}: {advice}"
+            f"env.task: {found} questions are left for {where}, and {field} takes {count}: {advice}"
         )

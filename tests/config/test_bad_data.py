@@ -31,6 +31,7 @@ _FIELDS = {
     "too few": ("env.max_questions=1", ["1 questions are left for the split 'train'", "takes 2"]),
     "none held out": ("env.eval_fraction=0", ["'eval'", "env.eval_fraction", "env.eval_task"]),
     "no evaluation": ("env.eval_task=chain_som", ["no task 'chain_som'", "chain_sum"]),
+    "an empty set": ("env.eval_task=gsm_symbolic,chain_sum", ["set 'gsm_symbolic'", "too long"]),
     "no answer to learn": ("env.answer_key=-", ["sft.steps is 2", "set sft.steps=0"]),
     "reward": ("env.reward=gsm8k, 2*two_arguments:two", ["two_arguments:two", "(prompt, answer)"]),
 }

@@ -18,7 +18,7 @@ from fp8rl_jax.config import (
 )
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.envs import check_task
+from fp8rl_jax.envs import check_source
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
@@ -314,7 +314,7 @@ _SHAPES_ALONE = (
 
 
 def _resolve(config):
-    check_task(config.env.task, config.env.task_options.to_dict())
+    check_source(config.env)
     return resolve_config(config)
 
 
