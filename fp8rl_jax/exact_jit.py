@@ -1,10 +1,10 @@
 """`exact_jit`: the one helper that makes every top-level jit of the program.
 
 On CPU, XLA's fusions by YNNPACK choose kernels by the number of rows, which is the largest source
-of drift between a decode step and a train step. Here it gets lone products alone, and keeps to one
-order of summation for all of them (kernels/reference/products.py), per compilation. Options cannot
-be set inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options
-but this. Eager calls and other people's jits carry no zero-drift promise.
+of drift between a decode step and a train step. Here it may compile only single products, and must
+sum all of them in one order (kernels/reference/products.py), per compilation. Options cannot be set
+inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options but
+this. Eager calls and other people's jits carry no zero-drift promise.
 """
 
 from __future__ import annotations

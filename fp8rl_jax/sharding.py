@@ -1,4 +1,6 @@
-"""Sharding is a table: logical axis -> mesh axis. One device is the same program on a 1-mesh.
+"""Sharding is a table: logical axis -> mesh axis.
+
+A single device runs the same program on a mesh of size 1.
 
 Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
 (output features of every matrix, and attention heads), `expert` (batch, and storage of experts;

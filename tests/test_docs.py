@@ -1,4 +1,4 @@
-"""The examples of docs/recipes.md run, and its tables name what there is."""
+"""The examples of docs/recipes.md run, and the documents name what there is."""
 
 from __future__ import annotations
 
@@ -69,3 +69,29 @@ def test_tables_name_what_there_is():
         assert f"`{name}`" in _TEXT, name
     for name in re.findall(r"`precision\.(\w+)`", _TEXT):
         assert name in FIELDS["precision"], name
+
+
+def test_documents_name_files_and_tests_that_exist():
+    """Paths are from the root, the package or the tests; a bare name is unique enough to find."""
+    root = pathlib.Path(__file__).parents[1]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    bases = (root, root / "fp8rl_jax", root / "tests", root / "tests" / "kernels")
+    folders = [
+        root / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
+    ]
+    names = {path.name for folder in folders for path in folder.rglob("*.*")}
+    missing = []
+    for page in pages:
+        if page.name == "CHANGELOG.md":  # history
+            continue
+        text = page.read_text()
+        for path, test in re.findall(
+            r"`(?:\w+=\S+ )*(?:python |bash )?((?:\w+/)*\w+\.(?:py|sh))(?:::(\w+))?", text
+        ):
+            if path.startswith("my_"):
+                continue
+            files = [base / path for base in (*bases, page.parent) if (base / path).is_file()]
+            known = bool(files) if "/" in path else bool(files) or path in names
+            if not known or (test and f"def {test}(" not in files[0].read_text()):
+                missing.append(f"{page.name}: {path} {test}")
+    assert not missing

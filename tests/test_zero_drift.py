@@ -1,8 +1,8 @@
 """The promise: decode-time log-probabilities and logits == those of the train step, bit for bit.
 
 float32 is the strict canary: FP8 and bf16 rounding hide most last-bit differences. Recipes, shapes,
-lengths and settings are covered in pairs by tests/test_drift_space.py; here are the quick cases,
-and what that space does not have.
+lengths and settings are covered in pairs by tests/drift/test_drift_space.py; here are the quick
+cases, and what that space does not have.
 """
 
 from __future__ import annotations

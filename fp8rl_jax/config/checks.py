@@ -291,7 +291,7 @@ def _check_functions(algorithm: Algorithm, algo) -> None:
 
 
 def _check_continuous(resolved: Resolved) -> None:
-    """What continuous batching asks for, but for what the number of devices decides."""
+    """Requirements of continuous batching that do not depend on the number of devices."""
     config, recipe = resolved.config, resolved.rollout_recipe
     rollout = config.rollout
     if not rollout.slots:

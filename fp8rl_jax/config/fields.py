@@ -1,4 +1,7 @@
-"""The table of all fields of a configuration: default, meaning, and which values are allowed."""
+"""The table of all fields of a configuration: default, meaning, and which values are allowed.
+
+Those of section `model` are the fields of `models.ModelConfig`, which also checks them.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A *site* is one use of one weight. Its `SiteScaling` is frozen during an optimiser step and is an
 argument of the forward pass. Its `SiteProbe` is an argument too, all zeros, and its **cotangent**
 is what the site observed: the amax of each operand (for the policies) and counts of what
-quantisation lost (for the health metrics). So observations leave a scan over layers, a remat or a
-shard_map the way gradients do, and output gradients can be observed at all.
+quantisation lost (for the health metrics). Observations therefore pass through scan, remat and
+shard_map as gradients do, which is also the only way to observe output gradients.
 
 JAX adds cotangents where a value is used twice: every use needs its own site. Micro-batches are
 combined by `merge_probes` (amaxes by maximum, counts by sum); over a mesh, jit reduces the amax of

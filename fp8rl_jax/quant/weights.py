@@ -2,9 +2,9 @@
 
 A plain array is quantised by the product itself: drop-in for any Flax module. A `QArray` is what a
 rollout holds: the bytes are all there is. A `BoundWeight` pairs bytes with the master that is
-trained, a `StackedLayer` names a layer of a stack that a GPU kernel reads in place, `Bits` are a
-stack that a CPU cuts layers out of: where the numbers themselves came into nested loops, XLA would
-convert the whole stack in every turn of the outer one. All give the same bits on one platform.
+trained, a `StackedLayer` names a layer of a stack that a GPU kernel reads in place, `Bits` holds a
+stack as raw bits: otherwise XLA on a CPU would convert the whole stack in every iteration of the
+outer loop that takes one layer from it. All give the same bits on one platform.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Refit: learner parameters -> rollout parameters, in one jitted call per policy update; and the
 calibration of static KV scales before it.
 
-There is no name mapping and no second copy of the quantiser: it is `quantize_params`, the function
-that the learner's own forward pass uses, and a checksum of the result. The train step reports the
-checksum of the bytes that its forward pass used; equality proves that what is served is what was
-learnt (`refit_checksum_ok`).
+It calls `quantize_params`, as the learner's own forward pass does, and adds a checksum of the
+result. The train step reports the checksum of the bytes that its forward pass used; equality proves
+that what is served is what was learnt (`refit_checksum_ok`).
 
 Calibrated KV scales are one per layer and tensor. After each update the new weights run once over
 that step's prompts and responses; the largest q, k and v (after QK-norm and RoPE) of every layer

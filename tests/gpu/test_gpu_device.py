@@ -1,4 +1,4 @@
-"""What XLA knows of the device, beside the H200 that tests/helpers/deviceless.py describes.
+"""What XLA knows of the device, beside the H200 that fp8rl_jax/deviceless.py describes.
 
 JAX shows a device's description only as a serialised topology. `fields` reads protobuf's wire
 format without a schema; the names are those of XLA's GpuDeviceInfoProto, told apart by compiling
@@ -106,5 +106,5 @@ def test_device(record_property):
     record_property("topology", base64.b64encode(topology).decode())
     rows = compare(device_info(topology))
     for name, here, ours in rows:
-        print(f"{name}: here {here}, in tests/helpers/deviceless.py {ours}")
+        print(f"{name}: here {here}, in fp8rl_jax/deviceless.py {ours}")
     assert all(here == ours for _, here, ours in rows if "-" not in (here, ours))

@@ -124,7 +124,7 @@ def test_published_matrices(model, source):
 @pytest.mark.parametrize("shape", [(200, 1024, 520), (130, 1000, 1152)], ids=str)
 @pytest.mark.parametrize("kind", TILES)
 def test_tiles(kind, shape, source):
-    """Every tile of kernels/tiles.py gives the bits of the first of its kind."""
+    """Every tile of kernels/gpu/tiles.py gives the bits of the first of its kind."""
     case = Dense(kind, *shape)
     operands = case.operands(source)
     first, *others = TILES[kind]

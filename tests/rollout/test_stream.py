@@ -59,7 +59,7 @@ def _in_parts(weights, recipe, settings, prompts, requests, chunk):
     return jax.device_get(state.rollout), indices
 
 
-@pytest.mark.slow  # a quick one: tests/test_sample_command.py, test_sample_is_the_sampler
+@pytest.mark.slow  # a quick one: tests/cli/test_sample_command.py, test_sample_is_the_sampler
 @pytest.mark.parametrize("recipe", ["f32", "fp8"])
 def test_parts_have_the_bits_of_the_whole(recipe, params):
     """Tokens, masks, log-probabilities and ends, at a chunk that does not divide the slots; and
