@@ -39,6 +39,8 @@ from fp8rl_jax.training.run_directory import (
     bytes_to_write,
     check_directory,
     check_room,
+    check_unchanged,
+    keep_digest,
     no_room,
     open_run,
     state_bytes,
@@ -87,12 +89,14 @@ def train(
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
     check_directory(runtime, resume)
+    check_unchanged(pathlib.Path(config.run.dir), runtime.data_digest)
     checked = _self_check(runtime)
     directory = open_run(runtime)
+    keep_digest(directory, runtime.data_digest)
     with jax.set_mesh(runtime.mesh), Display() as display:
         try:
-            if checked is not None:
-                display.note(str(checked))
+            for line in filter(None, (runtime.data_note, checked)):
+                display.note(str(line))
             return _Run(runtime, directory, display, stop, resume).execute()
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
@@ -406,6 +410,6 @@ class _Run:
         self.display.rl_step(record)
 
     def _evaluate(self, weights, step: int) -> None:
-        result, samples = evaluate(self.runtime, weights, "rl", step)
-        self.logs.write_evaluation(result, samples)
-        self.display.evaluation(result)
+        evaluations = evaluate(self.runtime, weights, "rl", step)
+        self.logs.write_evaluations(evaluations)
+        self.display.evaluations([evaluation.record for evaluation in evaluations])

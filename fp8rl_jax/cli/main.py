@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli import algo, bench, sample_eval
+from fp8rl_jax.cli import algo, bench, data, sample_eval
 from fp8rl_jax.cli.arguments import (
     Command,
     argument,
@@ -146,6 +146,7 @@ _COMMANDS = (
         config=True,
     ),
     *sample_eval.COMMANDS,
+    *data.COMMANDS,
     Command(
         "drift",
         "where rollout and learner differ, if they do: compares the two programs bit by bit",

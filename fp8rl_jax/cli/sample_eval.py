@@ -87,6 +87,11 @@ def _policy_config(command: str, values: argparse.Namespace):
             raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
         if task:  # the options were the other task's
             config.env.task_options = type(config.env.task_options)()
+        if values.task:
+            from fp8rl_jax.envs import is_generated
+
+            one = "," not in values.task and is_generated(values.task)
+            config.env.eval_task = "" if one else values.task
         with config.env.task_options.ignore_type():
             config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
     override(config, values.overrides)
@@ -99,7 +104,8 @@ def _evaluate(values: argparse.Namespace) -> int:
     config = _policy_config("eval", values)
     from fp8rl_jax.policy.evaluate import evaluate_policy
 
-    print(json.dumps(evaluate_policy(config, note)))
+    for record in evaluate_policy(config, note):
+        print(json.dumps(record))
     return 0
 
 
@@ -165,13 +171,14 @@ COMMANDS = (
         _evaluate,
         (
             *_POLICY,
-            argument("--task", help="a task of reasoning_gym"),
+            argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md); "
+                     "or several with commas"),
             argument("--task-options", default="", metavar="NAME=VALUE,...",
                      help="keywords of the task"),
             argument("--questions", type=int, metavar="N", help="held-out questions"),
             argument("--samples", type=int, metavar="N",
                      help="sampled answers per question: pass@k up to N"),
-            argument("--reward", help="exact_match, math_equal, or module:function"),
+            argument("--reward", help="exact_match, math_equal, gsm8k, or module:function"),
             argument("--batch-size", type=int, metavar="N", help="questions at a time"),
             argument("--temperature", type=float, metavar="T", help="of the sampled answers"),
             argument("--top-p", type=float, metavar="P",

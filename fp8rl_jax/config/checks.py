@@ -12,6 +12,7 @@ import numpy as np
 
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
+from fp8rl_jax.envs import NO_ANSWER, is_generated
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
@@ -343,7 +344,13 @@ def _check_batches(config) -> None:
             f"sft.batch_size is {config.sft.batch_size}, more than sft.questions = "
             f"{config.sft.questions}: lower the one or raise the other"
         )
-    if config.env.train_questions < config.rollout.prompts_per_step:
+    if config.sft.steps and config.env.answer_key == NO_ANSWER:
+        raise UserError(
+            f"sft.steps is {config.sft.steps}, and env.answer_key = {NO_ANSWER!r} says that rows "
+            "have no answer to learn: set sft.steps=0, or name the column"
+        )
+    generated = is_generated(config.env.task)
+    if generated and config.env.train_questions < config.rollout.prompts_per_step:
         raise UserError(
             f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, more than "
             f"env.train_questions = {config.env.train_questions}"

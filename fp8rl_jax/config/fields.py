@@ -125,11 +125,33 @@ FIELDS: dict[str, dict[str, Field]] = {
         "pad_token": Field("<pad>", "padding in tokenizer.json"),
     },
     "env": {
-        "task": Field("basic_arithmetic", "a task of reasoning_gym"),
-        "task_options": Field(_OPTIONS, "keywords of that task"),
-        "reward": Field("exact_match", "exact_match, math_equal, or a function as "
-                        "'module:function'"),
-        "train_questions": Field(4096, "distinct questions for RL, in a new order each epoch", 1),
+        "task": Field("basic_arithmetic", "where questions come from: a task of reasoning_gym; "
+                      "gsm8k; a .jsonl, .jsonl.gz or .parquet file; a directory of Hugging Face's "
+                      "datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
+        "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
+        "reward": Field("exact_match", "exact_match, math_equal, gsm8k, gsm8k_strict, or a "
+                        "function as 'module:function'; several with weights as "
+                        "'exact_match, 0.5*module:function', the first of which evaluation counts"),
+        "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
+                                 "a new order each epoch", 1),
+        "question_key": Field("", "the data set's column with the question or conversation; '' for "
+                              "the first of question, prompt, problem, input"),
+        "answer_key": Field("", "the column with the answer, such as reward_model.ground_truth; '' "
+                            "for the first usual one; - for none"),
+        "answer_pattern": Field("", "regular expression whose first group, at its last match in "
+                                "that column, is the answer; '' for the text after the last ####, "
+                                "or all"),
+        "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
+        "eval_task": Field("", "held-out questions from another source than task, written "
+                           "likewise, or from several with commas; '' for the data set's own "
+                           "split test or validation, else a share of it"),
+        "eval_fraction": Field(0.1, "that share, drawn by a hash of the question", 0, 0.5),
+        "data_dir": Field("", "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
+                          "else ~/tensorflow_datasets"),
+        "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
+        "max_questions": Field(0, "questions of a data set to train on at most; 0 for all", 0),
+        "overlong": Field("drop", "a data set's questions that are too long for max_prompt_tokens: "
+                          "drop them, or error", choices=("drop", "error")),
     },
     "rollout": {
         "prompts_per_step": Field(16, "questions per RL step", 1),

@@ -13,8 +13,7 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.config.precision import SIDES, side_recipe
-from fp8rl_jax.envs import load_reward
-from fp8rl_jax.envs.rewards import RewardFunction
+from fp8rl_jax.envs import Term, load_rewards
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe, same_forward
@@ -32,7 +31,7 @@ class Resolved:
       rollout_recipe, learner_recipe: numerics of the two sides.
       reference_recipe: numerics of the reference policy's log-probabilities.
       algorithm: what section `algo` chooses.
-      reward: the function that `env.reward` names.
+      rewards: the functions that `env.reward` names, with their weights.
       positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
     """
 
@@ -42,7 +41,7 @@ class Resolved:
     learner_recipe: Recipe
     reference_recipe: Recipe
     algorithm: Algorithm
-    reward: RewardFunction
+    rewards: tuple[Term, ...]
     positions: int | None
 
     @property
@@ -105,7 +104,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
         _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),
-        load_reward(config.env.reward), positions,
+        load_rewards(config.env.reward), positions,
     )  # fmt: skip
     checks.check(resolved)
     return resolved

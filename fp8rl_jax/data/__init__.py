@@ -9,7 +9,7 @@ from fp8rl_jax.data.batching import (
     pad_responses,
     pad_rows,
 )
-from fp8rl_jax.data.chat import ChatFormat, ChatTemplate
+from fp8rl_jax.data.chat import ChatFormat, ChatTemplate, Prompt
 from fp8rl_jax.data.load import load_tokenizer, tokenizer_files
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer

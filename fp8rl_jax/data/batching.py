@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from fp8rl_jax.data.chat import ChatFormat
+from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.errors import UserError
 
@@ -46,30 +46,38 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return _not_empty([*begin, *tokenizer.encode(text)], text)
 
 
-def encode_prompt(question: str, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> list[int]:
+def encode_prompt(
+    question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None
+) -> list[int]:
     """Begin-of-sequence, the question, a line feed; or the question as a conversation.
 
     A chat template writes the special tokens itself, so nothing is put before it.
 
     Raises:
-      UserError: there is no token at all.
+      UserError: there is no token at all, or a conversation of several messages without a chat
+        template.
     """
     if chat is not None:
         return _not_empty(tokenizer.encode(chat.render(question)), question)
+    if not isinstance(question, str):
+        raise UserError(
+            f"env.task: a prompt is a conversation of {len(question)} messages, and data.chat is "
+            "False: set data.chat=True, with a tokenizer that has a chat template"
+        )
     return encode_text(question + _END, tokenizer)
 
 
-def _not_empty(ids: list[int], text: str) -> list[int]:
+def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
     if not ids:
         raise UserError(
-            f"data.tokenizer: the prompt {text.removesuffix(_END)[:60]!r} has no token under this "
-            "tokenizer: write another prompt, or take another tokenizer"
+            f"data.tokenizer: the prompt {str(prompt).removesuffix(_END)[:60]!r} has no token "
+            "under this tokenizer: write another prompt, or take another tokenizer"
         )
     return ids
 
 
 def pad_prompts(
-    questions: Sequence[str], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
+    questions: Sequence[Prompt], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Questions -> right-padded (P, slots) int32 and lengths (P,) int32.
 
@@ -82,7 +90,7 @@ def pad_prompts(
         question = questions[rows.index(longest)]
         raise UserError(
             f"a prompt takes {len(longest)} tokens and rollout.max_prompt_tokens is {slots}: "
-            f"raise it to {len(longest)}, or choose shorter questions ({question[:60]!r})"
+            f"raise it to {len(longest)}, or choose shorter questions ({str(question)[:60]!r})"
         )
     return pad_rows(rows, slots, tokenizer.pad_id)
 

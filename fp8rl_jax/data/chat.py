@@ -23,6 +23,8 @@ import jinja2.sandbox
 
 from fp8rl_jax.errors import UserError
 
+Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'content'} each
+
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}`: the text between, unchanged."""
@@ -118,8 +120,12 @@ class ChatFormat:
     system: str = ""
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def render(self, question: str) -> str:
-        """The conversation up to the beginning of the answer."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": question})
+    def render(self, question: Prompt) -> str:
+        """The conversation up to the beginning of the answer; one with a system message of its own
+        keeps it."""
+        messages = (
+            [{"role": "user", "content": question}] if isinstance(question, str) else question
+        )
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
         return self.template.render(messages, **self.variables)

@@ -1,4 +1,16 @@
-"""Prompts and rewards."""
+"""Questions and rewards."""
 
-from fp8rl_jax.envs.rewards import load_reward, score
-from fp8rl_jax.envs.tasks import Question, check_task, make_questions, split_of
+from fp8rl_jax.envs.load import Data, load_questions
+from fp8rl_jax.envs.question import SPLITS, Question, split_of
+from fp8rl_jax.envs.rewards import (
+    Term,
+    extract_of,
+    load_reward,
+    load_rewards,
+    reward_names,
+    score,
+    score_terms,
+)
+from fp8rl_jax.envs.rows import NO_ANSWER
+from fp8rl_jax.envs.sources import check_source, eval_tasks, is_generated
+from fp8rl_jax.envs.tasks import check_task, make_questions

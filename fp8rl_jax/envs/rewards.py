@@ -1,16 +1,24 @@
-"""Rewards: a built-in rule, or a user's own Python function."""
+"""Rewards: built-in rules and a user's own Python functions, one or a weighted sum of several.
+
+A reward may have an attribute `extract`, a function from a response to its answer as text (None if
+it has none): equal texts are one vote when the majority of several responses is evaluated.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
-from fp8rl_jax.envs.tasks import Question
+from fp8rl_jax.envs.final_number import gsm8k, gsm8k_answer, gsm8k_strict, gsm8k_strict_answer
+from fp8rl_jax.envs.question import Question
 from fp8rl_jax.errors import UserError
 
-RewardFunction = Callable[[str, str, str], float]
+RewardFunction = Callable[..., float]
+Extract = Callable[[str], str | None]
 _log = logging.getLogger(__name__)
 
 
@@ -18,6 +26,10 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     """1 if the response is the answer, surrounding white space aside; else 0."""
     del prompt
     return float(response.strip() == answer.strip())
+
+
+def _stripped(response: str) -> str | None:
+    return response.strip() or None
 
 
 def math_equal(prompt: str, response: str, answer: str) -> float:
@@ -35,6 +47,14 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
     return float(math_verify.verify(gold, given))
 
 
+def _first_parsed(response: str) -> str | None:
+    """The text of math-verify's first parsed value."""
+    import math_verify
+
+    parsed = math_verify.parse(response)
+    return str(parsed[0]) if parsed else None
+
+
 def _is_number(parsed: Any) -> bool:
     """Whether math-verify read a number, and not an expression that has its value.
 
@@ -50,18 +70,88 @@ def _is_number(parsed: Any) -> bool:
     return len(numbers) == len(divisors) == 1 and plain and not parsed.doit().is_Integer
 
 
-_BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "math_equal": math_equal}
+_BUILT_IN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "math_equal": math_equal,
+    "gsm8k": gsm8k,
+    "gsm8k_strict": gsm8k_strict,
+}
+for _reward, _extract in (
+    (exact_match, _stripped), (math_equal, _first_parsed), (gsm8k, gsm8k_answer),
+    (gsm8k_strict, gsm8k_strict_answer),
+):  # fmt: skip
+    vars(_reward)["extract"] = _extract
+
+
+def extract_of(reward: RewardFunction) -> Extract | None:
+    """The reward's `extract`, for which a response that makes it raise has no answer; None if the
+    reward has none."""
+    function = getattr(reward, "extract", None)
+    if function is None:
+        return None
+
+    def extract(response: str) -> str | None:
+        try:
+            return function(response)
+        except Exception as error:  # a user's function may raise anything; the run goes on
+            _log.warning("extract raised %s: %s", type(error).__name__, error)
+            return None
+
+    return extract
+
+
+class Term(NamedTuple):
+    """One reward of `env.reward`: its name as written there, its weight, and the function."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+
+
+def load_rewards(text: str) -> tuple[Term, ...]:
+    """The rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
+
+    Raises:
+      UserError: of `load_reward`, or a weight is no number, or a name is there twice.
+    """
+    terms: list[Term] = []
+    for part in text.split(","):
+        weight, times, name = part.strip().rpartition("*")
+        if any(term.name == name.strip() for term in terms):
+            raise UserError(f"env.reward is {text!r}, with {name.strip()!r} twice: leave one out")
+        terms.append(Term(name.strip(), _weight(weight, text) if times else 1.0, load_reward(name)))
+    return tuple(terms)
+
+
+def _weight(text: str, whole: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not value:
+        raise UserError(
+            f"env.reward is {whole!r}, and {text.strip()!r} is no weight: write a number other "
+            "than 0, as in 'exact_match, 0.5*module:function'"
+        )
+    return value
+
+
+def reward_names(text: str) -> list[str]:
+    """The names in `env.reward`, without weights."""
+    return [part.rpartition("*")[2].strip() for part in text.split(",")]
 
 
 def load_reward(name: str) -> RewardFunction:
     """A built-in reward by name, or ``"module:function"``.
 
-    The function takes (prompt, response, answer) as text and returns a number. Modules are looked
-    for in the current directory too.
+    The function takes (prompt, response, answer) as text, and `row` if its fourth argument has
+    that name: the row of the data set, or the item of reasoning_gym, as a mapping. It returns a
+    number. Modules are looked for in the current directory too.
 
     Raises:
-      UserError: the name is no built-in one and cannot be imported.
+      UserError: the name is no built-in one and cannot be imported, or takes other arguments.
     """
+    name = name.strip()
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     if not all(name.partition(":")):
@@ -71,7 +161,26 @@ def load_reward(name: str) -> RewardFunction:
     function = user_code.load(name, "env.reward:")
     if not callable(function):
         raise UserError(f"env.reward: {name!r} is not a function; name one")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some written in C
+        return function
+    try:
+        signature.bind("", "", "", **({"row": {}} if _takes_row(function) else {}))
+    except TypeError:
+        raise UserError(
+            f"env.reward: {name!r} takes {signature}; write a function of (prompt, response, "
+            "answer), or of (prompt, response, answer, row)"
+        ) from None
     return function
+
+
+def _takes_row(function: RewardFunction) -> bool:
+    """Whether a function's fourth argument is called `row`."""
+    try:
+        return list(inspect.signature(function).parameters)[3:4] == ["row"]
+    except (TypeError, ValueError):
+        return False
 
 
 def score(
@@ -82,10 +191,12 @@ def score(
     A value that is no finite number counts as a raise.
     """
     values, errors = [], 0
+    takes_row = _takes_row(reward)
     for question, response in zip(questions, responses, strict=True):
+        more = {"row": question.row} if takes_row else {}
         try:
-            value = float(reward(question.text, response, question.answer))
-            if value != value or value in (float("inf"), float("-inf")):
+            value = float(reward(question.text, response, question.answer, **more))
+            if not math.isfinite(value):
                 raise ValueError(f"the reward is {value}")
         except Exception as error:  # a user's function may raise anything; the run goes on
             errors += 1
@@ -93,3 +204,16 @@ def score(
             _log.warning("reward raised %s: %s", type(error).__name__, error)
         values.append(value)
     return values, errors
+
+
+def score_terms(
+    terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
+) -> tuple[list[float], dict[str, list[float]], int]:
+    """Weighted sums of the rewards, each reward by its name without its weight, and how many calls
+    raised."""
+    by_name, errors = {}, 0
+    for term in terms:
+        by_name[term.name], raised = score(term.function, questions, responses)
+        errors += raised
+    weighted = [[term.weight * value for value in by_name[term.name]] for term in terms]
+    return [sum(rest, first) for first, *rest in zip(*weighted, strict=True)], by_name, errors

@@ -1,35 +1,18 @@
 """Questions from reasoning_gym, split into fine-tuning, training and evaluation by their text.
 
-A question's split is a hash of its text, so no question can stand in two splits, whatever seed
-made it. (Seeds alone do not separate: neighbouring seeds of reasoning_gym overlap, and small
-tasks repeat their questions.)
+Seeds alone do not separate: neighbouring seeds of reasoning_gym overlap, and small tasks repeat
+their questions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import hashlib
 import itertools
 
+from fp8rl_jax.envs.question import SPLITS, Question, split_of
 from fp8rl_jax.errors import UserError
 
-SPLITS = ("sft", "train", "eval")
 _ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: seeds this far apart are apart
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """One question with its reference answer."""
-
-    text: str
-    answer: str
-
-
-def split_of(text: str) -> str:
-    """'eval' for a tenth of all texts, 'sft' for three tenths, 'train' for the rest."""
-    digit = hashlib.sha256(text.encode()).digest()[0] % 10
-    return "eval" if digit == 0 else "sft" if digit <= 3 else "train"
 
 
 def check_task(name: str, options: dict) -> None:
@@ -40,7 +23,10 @@ def check_task(name: str, options: dict) -> None:
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
         hint = f"did you mean {near[0]!r}?" if near else "see reasoning_gym's list of datasets"
-        raise UserError(f"env.task: reasoning_gym has no task {name!r}; {hint}")
+        raise UserError(
+            f"env.task: reasoning_gym has no task {name!r}; {hint} (`fp8rl data list` names all "
+            "tasks and data sets)"
+        )
     try:
         reasoning_gym.create_dataset(name, size=1, seed=0, **options)[0]
     except Exception as error:  # tasks check their options with exceptions of many types
@@ -87,7 +73,7 @@ def make_questions(
         text, split = item["question"], split_of(item["question"])
         bucket = found[split]
         if len(bucket) < wanted[split] and text not in bucket:
-            bucket[text] = Question(text, str(item["answer"]))
+            bucket[text] = Question(text, str(item["answer"]), row=item)
             without_new = 0
         else:
             without_new += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_collections
 
-from fp8rl_jax.envs import make_questions
+from fp8rl_jax.envs import load_questions
 from fp8rl_jax.policy.load import Note, load_policy
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.runtime import make_runtime
@@ -15,8 +15,9 @@ from fp8rl_jax.training.runtime import make_runtime
 
 def evaluate_policy(
     config: ml_collections.ConfigDict, note: Note = lambda text: None
-) -> dict[str, Any]:
-    """Accuracy of the policy in `run.dir` on held-out questions of `env.task`.
+) -> list[dict[str, Any]]:
+    """Accuracy of the policy in `run.dir` on held-out questions of `env.task`, or of each set of
+    `env.eval_task`.
 
     Prompt slots are as many as the questions need. Of a run, the random bits are those of the
     evaluation at its newest checkpoint.
@@ -26,22 +27,22 @@ def evaluate_policy(
       note: told what is being done.
 
     Returns:
-      The record of `evaluate`, with the names of checkpoint, task and recipe.
+      The records of `evaluate`, with the names of checkpoint, task and recipe.
 
     Raises:
       UserError: something in the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
-    asked = make_questions(
-        config.env.task, config.env.task_options.to_dict(), {"eval": config.eval.questions},
-        config.run.seed,
-    )["eval"]  # fmt: skip
-    with load_policy(runtime, [q.text for q in asked], note, as_questions=True) as policy:
+    data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
+    if data.note:
+        note(data.note)
+    asked = data.questions["eval"]
+    with load_policy(runtime, [q.prompt for q in asked], note, as_questions=True) as policy:
         runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
-        record, _ = evaluate(runtime, policy.weights, policy.phase, policy.step)
-    return {
+        found = evaluate(runtime, policy.weights, policy.phase, policy.step)
+    about = {
         "checkpoint": config.run.dir,
         "task": config.env.task,
         "precision": runtime.rollout_recipe.name,
-        **record,
     }
+    return [{**about, **evaluation.record} for evaluation in found]

@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 import optax
 
-from fp8rl_jax.data import encode_prompt, encode_text, pad_rows
+from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.policy.source import is_released
@@ -52,7 +52,7 @@ class Policy:
 @contextlib.contextmanager
 def load_policy(
     runtime: Runtime,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     note: Note = lambda text: None,
     as_questions: bool = False,
 ) -> Iterator[Policy]:
@@ -60,7 +60,7 @@ def load_policy(
 
     Args:
       runtime: made from the configuration of the policy (`load_config` or `directory_config`).
-      prompts: texts.
+      prompts: texts; of a task also conversations.
       note: told where the weights come from.
       as_questions: prompts are a task's questions; else those of a released model are text to go
         on with.

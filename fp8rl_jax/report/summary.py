@@ -69,7 +69,11 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
     first = "warmup" if (path / "warmup.jsonl").is_file() else "sft"  # its former name
     names = (first, "metrics", "eval", "samples")
-    return RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
+    run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
+    # Of several held-out sets the first is shown.
+    first_set = run.eval[0].get("set") if run.eval else None
+    run.eval[:] = [row for row in run.eval if row.get("set") == first_set]
+    return run
 
 
 def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import score
+from fp8rl_jax.envs import Question, extract_of, score
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime
 
 
-def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, list[dict]]:
-    """Accuracy on every held-out question.
+class Evaluation(NamedTuple):
+    """The record of a set of questions for eval.jsonl, and the first `run.samples` transcripts
+    (first sampled answers)."""
+
+    record: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluation]:
+    """Accuracy on every held-out question, of each set by itself.
 
     Each question is answered in one program: greedily, and `eval.samples` times at
-    `eval.temperature`.
+    `eval.temperature`. Of several rewards the first decides.
 
     Args:
       runtime: of `make_runtime`.
@@ -25,15 +34,31 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
       phase, step: written into the record; they also choose the random bits.
 
     Returns:
-      The record for eval.jsonl, and the first `run.samples` transcripts (first sampled answers).
-      accuracy_greedy and accuracy_sampled are mean rewards; `sample_metrics` says what the others
-      are. NAME_se is the standard error of NAME, with a question's samples as one cluster.
+      One for each set. In a record accuracy_greedy and accuracy_sampled are mean rewards;
+      `sample_metrics` says what the others are. NAME_se is the standard error of NAME, with a
+      question's samples as one cluster.
     """
+    when = {"phase": phase, "step": step}
+    sets = itertools.groupby(runtime.questions["eval"], key=lambda question: question.set)
+    found = []
+    for index, (name, questions) in enumerate(sets):
+        # Below 1 << 31 are the steps' numbers: the first set's key is that of the only one.
+        key = runtime.keys["eval"]
+        key = jax.random.fold_in(key, (1 << 31) + index) if index else key
+        key = jax.random.fold_in(key, step + (phase == "rl") * (1 << 30))
+        head = {**when, "set": name} if name else when
+        found.append(_evaluate(runtime, weights, list(questions), key, head))
+    return found
+
+
+def _evaluate(
+    runtime: Runtime, weights, questions: list[Question], key: jax.Array, head: dict[str, Any]
+) -> Evaluation:
+    """Accuracy on a set; `head` begins each record."""
     config = runtime.config
     start = time.perf_counter()
-    questions = runtime.questions["eval"]
     size = config.eval.batch_size
-    key = jax.random.fold_in(runtime.keys["eval"], step + (phase == "rl") * (1 << 30))
+    reward = runtime.rewards[0].function
     group = 1 + config.eval.samples
     temperature = np.full((size, group), config.eval.temperature, np.float32)
     temperature[:, 0] = 0.0
@@ -49,7 +74,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         )
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
         responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
-        values, failed = score(runtime.reward, [q for q in part for _ in range(group)], responses)
+        values, failed = score(reward, [q for q in part for _ in range(group)], responses)
         rewards += values
         texts += responses
         errors += failed
@@ -60,13 +85,12 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
     # The first batch compiles, so it is left out where there are others.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
-        "phase": phase,
-        "step": step,
+        **head,
         "accuracy_greedy": float(greedy.mean()),
         "accuracy_greedy_se": standard_error(greedy),
         "accuracy_sampled": float(sampled.mean()),
         "accuracy_sampled_se": standard_error(sampled.mean(1)),
-        **sample_metrics(sampled, sampled_texts, getattr(runtime.reward, "extract", None)),
+        **sample_metrics(sampled, sampled_texts, extract_of(reward)),
         "questions": len(questions),
         "response_len_mean": length / sampled.size,
         "reward_errors": errors,
@@ -76,8 +100,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
     answered = zip(questions, texts[1::group], sampled[:, 0], strict=True)
     samples = [
         {
-            "phase": phase,
-            "step": step,
+            **head,
             "prompt": question.text,
             "response": response,
             "answer": question.answer,
@@ -85,4 +108,4 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> tuple[dict, li
         }
         for question, response, reward in itertools.islice(answered, config.run.samples)
     ]
-    return record, samples
+    return Evaluation(record, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from fp8rl_jax.errors import UserError
@@ -82,17 +83,20 @@ class RunLogs:
         self._writers[name].write(record)
         self._show(name, record)
 
-    def write_evaluation(self, record: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        """Appends the two results of `evaluate`."""
-        self.write("eval", record)
-        for sample in samples:
-            self.write("samples", sample)
+    def write_evaluations(self, evaluations: Iterable[tuple[dict[str, Any], list[dict]]]) -> None:
+        """Appends what `evaluate` returns."""
+        for record, samples in evaluations:
+            self.write("eval", record)
+            for sample in samples:
+                self.write("samples", sample)
 
     def _show(self, name: str, record: dict[str, Any], again: bool = False) -> None:
         """Hands a record's numbers to the loggers; `again`: it was written before a resumption."""
         if name == "samples":
             return
         prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record['phase']}"
+        if "set" in record:
+            prefix += f"/{record['set']}"
         numbers = {
             f"{prefix}/{key}": value
             for key, value in record.items()

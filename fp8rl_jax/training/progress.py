@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -86,11 +87,14 @@ class Display:
             self._last_line = now
             self.note(f"{self._name} {step}/{self._total}  {status}")
 
-    def evaluation(self, record: dict) -> None:
-        """A line for an evaluation."""
-        self._accuracy = f"{record['accuracy_sampled']:.3f}/{record['accuracy_greedy']:.3f}"
-        self.note(
-            f"  held out after {record['phase']} step {record['step']}: "
-            f"sampled {record['accuracy_sampled']:.3f}, greedy {record['accuracy_greedy']:.3f} "
-            f"({record['questions']} questions)"
-        )
+    def evaluations(self, records: Sequence[dict]) -> None:
+        """A line for each set's evaluation; the accuracy beside the steps is the first's."""
+        first = records[0]
+        self._accuracy = f"{first['accuracy_sampled']:.3f}/{first['accuracy_greedy']:.3f}"
+        for record in records:
+            name = f" of {record['set']}" if "set" in record else ""
+            self.note(
+                f"  held out{name} after {record['phase']} step {record['step']}: "
+                f"sampled {record['accuracy_sampled']:.3f}, greedy {record['accuracy_greedy']:.3f} "
+                f"({record['questions']} questions)"
+            )

@@ -31,8 +31,9 @@ WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
-    "precision.self_check",
+    "precision.self_check", "env.data_dir", "env.download",
 )  # fmt: skip
+_DIGEST = "data.sha256"
 
 
 def check_directory(resolved: Resolved, resume: bool) -> None:
@@ -89,6 +90,30 @@ def open_run(resolved: Resolved) -> pathlib.Path:
     except OSError as error:
         raise no_room(directory, error) from None
     return directory
+
+
+def check_unchanged(directory: pathlib.Path, digest: str) -> None:
+    """Raises UserError if the run in `directory` began with other rows of its data set."""
+    saved = directory / _DIGEST
+    if digest and saved.exists() and saved.read_text().strip() != digest:
+        raise UserError(
+            f"env.task: the data set has changed since the run in {directory} began: put it back, "
+            "or choose another --config.run.dir"
+        )
+
+
+def keep_digest(directory: pathlib.Path, digest: str) -> None:
+    """Notes the rows of a run's data set for `check_unchanged`; nothing without one.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    if not digest:
+        return
+    try:
+        (directory / _DIGEST).write_text(digest + "\n")
+    except OSError as error:
+        raise no_room(directory, error) from None
 
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:

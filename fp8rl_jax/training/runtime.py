@@ -19,8 +19,8 @@ from fp8rl_jax import learner, sharding
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
-from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, pad_responses
-from fp8rl_jax.envs import Question, make_questions
+from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts
+from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
@@ -49,6 +49,7 @@ from fp8rl_jax.rollout import (
     make_sampler,
 )
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
+from fp8rl_jax.training.questions import load_data
 
 
 class Served(NamedTuple):
@@ -75,6 +76,7 @@ class Runtime(Resolved):
       chat: how a question becomes a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
       cache_slots: of each sequence in the KV cache; 0 for prompt + response.
+      data_note, data_digest: of `Data`.
     """
 
     mesh: Mesh
@@ -82,6 +84,8 @@ class Runtime(Resolved):
     chat: ChatFormat | None
     questions: dict[str, list[Question]]
     cache_slots: int = 0
+    data_note: str = ""
+    data_digest: str = ""
 
     @functools.cached_property
     def keys(self) -> dict[str, jax.Array]:
@@ -335,8 +339,10 @@ class Runtime(Resolved):
 
     def pad_prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
         """Prompt tokens (P, Tp) and lengths (P,) of questions."""
-        texts = [question.text for question in questions]
-        return pad_prompts(texts, self.tokenizer, self.config.rollout.max_prompt_tokens, self.chat)
+        prompts = [question.prompt for question in questions]
+        return pad_prompts(
+            prompts, self.tokenizer, self.config.rollout.max_prompt_tokens, self.chat
+        )
 
     def generate(
         self,
@@ -407,9 +413,12 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
-    questions = _questions(config, tokenizer, chat) if with_questions else {}
+    data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
-    return Runtime(**vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=questions)
+    return Runtime(
+        **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
+        data_note=data.note, data_digest=data.digest,
+    )  # fmt: skip
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
@@ -422,23 +431,6 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
             "data.chat=False, or name the directory of a model that has one"
         )
     return ChatFormat(tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict())
-
-
-def _questions(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, list[Question]]:
-    """The task's questions by split; UserError for one that does not fit its slots."""
-    counts = {
-        "sft": config.sft.questions if config.sft.steps else 0,
-        "train": config.env.train_questions,
-        "eval": config.eval.questions,
-    }
-    questions = make_questions(
-        config.env.task, config.env.task_options.to_dict(), counts, config.run.seed
-    )
-    everything = [q.text for split in questions.values() for q in split]
-    pad_prompts(everything, tokenizer, config.rollout.max_prompt_tokens, chat)
-    demonstrations = [q.answer for q in questions["sft"]]
-    pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
-    return questions
 
 
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:

@@ -32,6 +32,7 @@ class Samples:
       rollout: the responses, on the host.
       prompts, lengths: (P, Tp) int32 and (P,) int32.
       rewards: (P, G) float64.
+      by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
     """
 
@@ -40,6 +41,7 @@ class Samples:
     prompts: np.ndarray
     lengths: np.ndarray
     rewards: np.ndarray
+    by_name: dict[str, np.ndarray]
     counts: np.ndarray
 
     def groups(self, chosen: np.ndarray) -> Samples:
@@ -48,7 +50,8 @@ class Samples:
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
         return Samples(
             [self.questions[i] for i in chosen], _take(self.rollout, rows), self.prompts[chosen],
-            self.lengths[chosen], self.rewards[chosen], self.counts[chosen],
+            self.lengths[chosen], self.rewards[chosen],
+            {name: values[chosen] for name, values in self.by_name.items()}, self.counts[chosen],
         )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ def sample_step(
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
         rounds.append(_round(runtime, weights, stream.next(), key, len(rounds), record, show))
     everything = _joined(rounds)
-    record.add_rollout(everything.rollout, everything.rewards)
+    record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
     if not config.algo.dynamic_sampling:
         return everything
     # Groups that count come first, each kind in the order of sampling.
@@ -110,7 +113,8 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show)
     counts = np.ones(len(questions), bool)
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
-    return Samples(list(questions), rollout, prompts, lengths, values, counts)
+    by_name = {name: x.reshape(-1, group) for name, x in rewards.by_name.items()}
+    return Samples(list(questions), rollout, prompts, lengths, values, by_name, counts)
 
 
 def _joined(rounds: list[Samples]) -> Samples:
@@ -125,7 +129,9 @@ def _joined(rounds: list[Samples]) -> Samples:
         *(np.concatenate([getattr(r, f) for r in rollouts]) for f in _ROW_FIELDS),
         taps={n: np.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps},
     )
-    return Samples([q for r in rounds for q in r.questions], rollout, **arrays)
+    by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
+    questions = [q for r in rounds for q in r.questions]
+    return Samples(questions, rollout, by_name=by_name, **arrays)
 
 
 _ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")

@@ -18,6 +18,7 @@ import numpy as np
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
+from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
@@ -43,18 +44,20 @@ _FIELDS = (
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
 
 
-def cache_directory(config) -> pathlib.Path:
-    """Where the result of this configuration's stage is kept."""
+def cache_directory(config, data_digest: str = "") -> pathlib.Path:
+    """Where the result of this configuration's stage is kept; `data_digest` is `Data.digest`."""
     flat = flatten(config)
     parts = {
         name: value
         for name, value in flat.items()
         if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
     }
+    if data_digest:
+        parts["data"] = data_digest
     if config.model.checkpoint:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-    files += files_of_functions([config.env.reward, *config.precision.values()])
+    files += files_of_functions([*reward_names(config.env.reward), *config.precision.values()])
     name = cache_name("sft", parts, files)
     return pathlib.Path(config.run.cache_dir or user_cache()) / name
 
@@ -66,7 +69,7 @@ def _kept(state: TrainState) -> dict:
 
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
-    directory = cache_directory(runtime.config)
+    directory = cache_directory(runtime.config, runtime.data_digest)
     if not directory.is_dir():
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
@@ -87,7 +90,7 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
     """Keeps the result of a finished stage; complete or not at all."""
-    directory = cache_directory(runtime.config)
+    directory = cache_directory(runtime.config, runtime.data_digest)
     if directory.exists():
         return
     temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
@@ -150,9 +153,9 @@ def run_sft(
         if step + 1 in evaluate_at:
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
             weights, _, _ = runtime.refit_state(state)
-            result, samples = evaluate(runtime, weights, "sft", step + 1)
-            logs.write_evaluation(result, samples)
-            display.evaluation(result)
+            evaluations = evaluate(runtime, weights, "sft", step + 1)
+            logs.write_evaluations(evaluations)
+            display.evaluations([evaluation.record for evaluation in evaluations])
         stopping = stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
             checkpoint(state)
@@ -180,8 +183,8 @@ def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> st
 
 def _demonstrations(runtime: Runtime, questions) -> Batch:
     prompts, lengths = runtime.pad_prompts(questions)
-    answers = [q.answer for q in questions]
+    demonstrations = [q.demonstration for q in questions]
     slots = runtime.config.rollout.max_new_tokens
-    targets, mask = pad_responses(answers, runtime.tokenizer, slots)
+    targets, mask = pad_responses(demonstrations, runtime.tokenizer, slots)
     ones = np.ones(len(questions), np.float32)
     return to_device(runtime.batch(prompts, lengths, targets, mask, ones), runtime)

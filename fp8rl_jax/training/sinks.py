@@ -90,8 +90,9 @@ class MLflow:
             mlflow.log_params(flat)
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        # MLflow's names hold no '@'.
-        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in numbers.items()}, step=step)
+        # MLflow's names hold no '@', and of some systems no ':'.
+        named = {k.replace("@", "_at_").replace(":", "_"): v for k, v in numbers.items()}
+        self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, score
+from fp8rl_jax.envs import Question, score_terms
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
@@ -31,6 +31,7 @@ class Rewards:
         """`questions`: one for each response."""
         self._runtime, self._questions = runtime, questions
         self.values = np.zeros(len(questions))
+        self.by_name = {term.name: np.zeros(len(questions)) for term in runtime.rewards}
         self.errors = 0
         self._scored = np.zeros(len(questions), bool)
 
@@ -38,8 +39,11 @@ class Rewards:
         """Rewards the responses that are `done` (B,) and have no reward yet."""
         rows = np.flatnonzero(done & ~self._scored)
         texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
-        found, errors = score(self._runtime.reward, [self._questions[r] for r in rows], texts)
+        questions = [self._questions[r] for r in rows]
+        found, by_name, errors = score_terms(self._runtime.rewards, questions, texts)
         self.values[rows] = found
+        for name, values in by_name.items():
+            self.by_name[name][rows] = values
         self.errors += errors
         self._scored[rows] = True
 
@@ -57,8 +61,11 @@ class StepRecord(dict[str, Any]):
         yield
         self[name] = self.get(name, 0.0) + time.perf_counter() - begin
 
-    def add_rollout(self, rollout: Rollout, rewards: np.ndarray) -> None:
-        """Rewards (P, G), and lengths of responses; after `time_rollout`."""
+    def add_rollout(
+        self, rollout: Rollout, rewards: np.ndarray, by_name: dict[str, np.ndarray]
+    ) -> None:
+        """Rewards (P, G), those of several terms by name, and lengths of responses; after
+        `time_rollout`."""
         lengths = rollout.mask.sum(1)
         self.update(
             reward_mean=float(rewards.mean()),
@@ -69,6 +76,8 @@ class StepRecord(dict[str, Any]):
             truncated_frac=float(1 - rollout.finished.mean()),
             tokens_per_s_rollout=float(lengths.sum() / self["time_rollout"]),
         )
+        if len(by_name) > 1:
+            self.update({f"reward/{n}": float(v.mean()) for n, v in by_name.items()})
 
     def add_updates(self, updates: Sequence[dict], tokens: float, runtime: Runtime) -> None:
         """What the step's updates computed; after `time_learner`.

@@ -18,7 +18,7 @@ from fp8rl_jax.config import (
 )
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.envs import check_task
+from fp8rl_jax.envs import check_source
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
@@ -303,7 +303,7 @@ def test_former_names_are_read(tmp_path, capsys):
 _PUBLISHED = {
     "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
     "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
-    "moonlight_16b": "moonlight_16b_a3b",
+    "moonlight_16b": "moonlight_16b_a3b", "qwen3_1p7b_gsm8k": "qwen3_1p7b",
 }  # fmt: skip
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
@@ -314,7 +314,7 @@ _SHAPES_ALONE = (
 
 
 def _resolve(config):
-    check_task(config.env.task, config.env.task_options.to_dict())
+    check_source(config.env)
     return resolve_config(config)
 
 
@@ -338,6 +338,7 @@ def test_published_runs_are_valid(name, case):
     """
     overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED[name]}")
     config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
+    config.data.chat_options = type(config.data.chat_options)()  # they go with data.chat
     learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
     assert config.precision.rollout == "fp8"
     assert config.precision.learner == learner.get(case, "fp8")

@@ -259,7 +259,10 @@ def test_a_module_in_the_current_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["nearly_exact", "module:", ":function", ""])
 def test_a_name_that_is_neither(name):
-    with pytest.raises(UserError, match=r"write one of exact_match, math_equal, or 'module:func"):
+    with pytest.raises(
+        UserError,
+        match=r"write one of exact_match, math_equal, gsm8k, gsm8k_strict, or 'module:func",
+    ):
         load_reward(name)
 
 

@@ -67,6 +67,9 @@ def _make(root, *, config=None, metrics=None, samples=None):
     return root
 
 
+_OTHER_SET = {"set": "b", "accuracy_greedy": 0.99, "accuracy_sampled": 0.99, "questions": 7}
+
+
 def _recipes(rollout, learner):
     return _CONFIG | {"precision": {"rollout": rollout, "learner": learner}}
 
@@ -171,6 +174,14 @@ def test_summary_figures(tmp_path):
     assert s["time_step_first"] == 33.5 and s["time_rollout"] == 2.0  # the first step left out
     assert s["reward_first"] == pytest.approx(0.1) and s["reward_last"] == pytest.approx(1.2)
     assert s["refit_checks"] == 12 and s["refit_failures"] == 0
+
+
+def test_of_several_evaluation_sets_the_first_is_shown(tmp_path):
+    run = _make(tmp_path / "run")
+    alone = summary.summarise(run)
+    both = [row | more for row in _evaluations() for more in ({"set": "a"}, _OTHER_SET)]
+    _write(run / "eval.jsonl", both)
+    assert summary.summarise(run) == alone
 
 
 def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, drawn):

@@ -1,0 +1,171 @@
+"""What `env.task` names: a generator of reasoning_gym, or a data set, and the rows of a data set.
+
+A data set is a file, a directory, a prepared or downloadable data set of tensorflow-datasets, or a
+user's function that returns rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fp8rl_jax import user_code
+from fp8rl_jax.envs import files, tfds, tfds_prepare
+from fp8rl_jax.envs.rows import Rows
+from fp8rl_jax.envs.tasks import check_task
+from fp8rl_jax.errors import UserError
+
+_TFDS = "tfds:"
+
+
+def _kind(task: str) -> str:
+    """'generated', 'tfds', 'function' or 'path', by the name alone."""
+    if task == tfds_prepare.GSM8K or task.startswith(_TFDS):
+        return "tfds"
+    if files.looks_like_a_path(task):
+        return "path"
+    if ":" in task:
+        return "function"
+    if not os.path.exists(task):
+        return "generated"
+    from reasoning_gym.factory import DATASETS
+
+    return "generated" if task in DATASETS else "path"
+
+
+def is_generated(task: str) -> bool:
+    """Whether the task is one of reasoning_gym's, by its name alone."""
+    return _kind(task) == "generated"
+
+
+@contextlib.contextmanager
+def about(field: str) -> Iterator[None]:
+    """Errors within it begin with the name of a field."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{field}: {str(error).removeprefix('env.task: ')}") from None
+
+
+def check_source(env: Any) -> None:
+    """Raises UserError if questions cannot come from where section `env` of a configuration says;
+    reads no rows."""
+    if "{question}" not in env.prompt_template:
+        raise UserError(
+            f"env.prompt_template is {env.prompt_template!r}; write a text with {{question}} in it"
+        )
+    try:
+        re.compile(env.answer_pattern)
+    except re.error as error:
+        raise UserError(
+            f"env.answer_pattern is {env.answer_pattern!r}, and no regular expression ({error}); "
+            r"write one, such as 'Answer: (\d+)'"
+        ) from None
+    if is_generated(env.task):
+        check_task(env.task, env.task_options.to_dict())
+    else:
+        with about("env.task"):
+            _check_data_set(env.task, env)
+    for task in eval_tasks(env):
+        with about("env.eval_task"):
+            if is_generated(task):
+                check_task(task, {})
+            else:
+                _check_data_set(task, env)
+
+
+def eval_tasks(env: Any) -> list[str]:
+    """The sources in `env.eval_task`.
+
+    Raises:
+      UserError: one is there twice.
+    """
+    tasks = [task.strip() for task in env.eval_task.split(",") if task.strip()]
+    for task in tasks:
+        if tasks.count(task) > 1:
+            raise UserError(f"env.eval_task names {task!r} twice: leave one out")
+    return tasks
+
+
+def _check_data_set(task: str, env: Any) -> None:
+    kind = _kind(task)
+    if kind == "function":
+        _function(task)
+    elif kind == "path":
+        if not tfds.is_prepared(_path(task)):
+            files.find(task)
+    else:
+        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
+        directory = tfds.find(name, root)
+        if directory is not None:
+            tfds.check_format(directory)
+        elif env.download:
+            tfds_prepare.check_known(name)
+        else:
+            raise UserError(
+                f"{name} is not prepared in {root}, and env.download is False: "
+                f"{tfds_prepare.ways(name)}"
+            )
+
+
+def _path(task: str) -> pathlib.Path:
+    return pathlib.Path(task).expanduser()
+
+
+def read_rows(task: str, env: Any) -> dict[str, Rows]:
+    """{split: rows} of a data set, each row with its place; downloads what is missing.
+
+    Raises:
+      UserError: of `check_source`, or there is no network.
+    """
+    _check_data_set(task, env)
+    kind = _kind(task)
+    if kind == "function":
+        return _rows_of_function(task)
+    if kind == "tfds":
+        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
+        return tfds.read(tfds.find(name, root) or tfds_prepare.prepare(name, root))
+    if tfds.is_prepared(_path(task)):
+        return tfds.read(_path(task))
+    return {split: files.read(paths) for split, paths in files.find(task).items()}
+
+
+def _function(task: str) -> Callable:
+    function = user_code.load(task, "the function")
+    if not callable(function):
+        raise UserError(f"{task!r} is not a function; name one that returns rows")
+    return function
+
+
+def _rows_of_function(task: str) -> dict[str, Rows]:
+    """What a user's function returns: rows, or {split: rows}."""
+    function = _function(task)
+    try:
+        value = function()
+    except Exception as error:  # whatever a user's code raises
+        raise UserError(
+            f"{task!r} fails with {type(error).__name__}: {error}; it takes no argument and "
+            "returns rows"
+        ) from None
+    parts = value if isinstance(value, Mapping) else {"train": value}
+    return {split: _checked(f"{task} {split}", rows) for split, rows in parts.items()}
+
+
+def _checked(place: str, rows: Any) -> Rows:
+    """The rows of a user's function, if they are mappings."""
+    try:
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                raise UserError(
+                    f"{place}, row {number} is {type(row).__name__}; return dicts, such as "
+                    "{'question': TEXT, 'answer': TEXT}"
+                )
+            yield f"{place}, row {number}", row
+    except UserError:
+        raise
+    except Exception as error:  # not iterable, or the user's generator fails
+        raise UserError(f"{place} fails with {type(error).__name__}: {error}") from None

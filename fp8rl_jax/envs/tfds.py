@@ -1,0 +1,142 @@
+"""Prepared data sets of tensorflow-datasets, read from array_record files without TensorFlow.
+
+One is found by its directory, DATA_DIR/NAME[/CONFIG]/VERSION, without importing anything.
+`tfds_prepare` makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8rl_jax.envs.rows import Rows
+from fp8rl_jax.errors import UserError
+
+FORMAT = "array_record"
+JSON_COLUMNS = "fp8rl_json_columns"  # of the metadata: columns that are kept as JSON
+_NAME = re.compile(
+    r"(?P<name>[a-z][a-z0-9_]*)(/(?P<config>[\w.+-]+))?(:(?P<version>\d+\.\d+\.\d+))?"
+)
+
+
+def data_dir(setting: str) -> pathlib.Path:
+    """Where prepared data sets are: `env.data_dir`, else $TFDS_DATA_DIR, else
+    ~/tensorflow_datasets."""
+    default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return pathlib.Path(setting or default).expanduser()
+
+
+def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
+    """{NAME or NAME/CONFIG: directory of the newest version} of all data sets below `root`."""
+    found: dict[str, pathlib.Path] = {}
+    for depth in ("*/*", "*/*/*"):
+        for info in root.glob(f"{depth}/dataset_info.json"):
+            name = info.parent.parent.relative_to(root).as_posix()
+            if _version(info.parent) > _version(found.get(name)):
+                found[name] = info.parent
+    return found
+
+
+def _version(directory: pathlib.Path | None) -> tuple[int, ...]:
+    """(1, 0, 0) of '.../1.0.0'; () of anything else."""
+    parts = directory.name.split(".") if directory else [""]
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+
+
+def is_prepared(directory: pathlib.Path) -> bool:
+    """Whether this is the directory of a prepared data set: DATA_DIR/NAME[/CONFIG]/VERSION."""
+    return (directory / "dataset_info.json").exists() and (directory / "features.json").exists()
+
+
+def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
+    """The directory of a prepared data set; None if there is none.
+
+    Raises:
+      UserError: the name is malformed, or there are several configs and none is named.
+    """
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        raise UserError(f"'tfds:{name}' is not understood; write tfds:NAME[/CONFIG]")
+    plain, config, version = parts["name"], parts["config"], parts["version"]
+    there = all_prepared(root)
+    names = [n for n in there if n == plain or n.startswith(f"{plain}/")]
+    if config is not None:
+        names = [n for n in names if n == f"{plain}/{config}"]
+    if len(names) > 1:
+        raise UserError(f"{root} has {', '.join(sorted(names))}: name one, such as tfds:{names[0]}")
+    if not names:
+        return None
+    directory = there[names[0]]
+    if version is not None:
+        directory = directory.with_name(version)
+        return directory if is_prepared(directory) else None
+    return directory
+
+
+def check_format(directory: pathlib.Path) -> None:
+    """Raises UserError if a prepared data set is in a format that only TensorFlow reads."""
+    try:
+        form = json.loads((directory / "dataset_info.json").read_bytes()).get("fileFormat")
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"{directory}/dataset_info.json is damaged: prepare it again") from None
+    if form != FORMAT:
+        raise UserError(
+            f"{directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "
+            "prepare it as array_record in another directory (`fp8rl data prepare NAME --out=DIR`) "
+            "and name that by env.data_dir"
+        )
+
+
+def read(directory: pathlib.Path) -> dict[str, Rows]:
+    """{split: rows} of a prepared data set; texts are decoded.
+
+    Raises:
+      UserError: of `check_format`, or a row cannot be read.
+    """
+    check_format(directory)
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder_from_directory(str(directory))
+    except Exception as error:  # whatever a damaged file makes protobuf and others raise
+        raise UserError(
+            f"{directory} cannot be read ({first_line(error)}): prepare it again"
+        ) from None
+    encoded = (builder.info.metadata or {}).get(JSON_COLUMNS, ())
+    return {split: _rows(builder, split, encoded) for split in builder.info.splits}
+
+
+def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
+    place = f"{builder.data_dir} {split}"
+    try:
+        source = builder.as_data_source(split)
+        for number in range(len(source)):
+            place = f"{builder.data_dir} {split}, row {number + 1}"
+            row = _plain(source[number])
+            yield place, {k: json.loads(v) if k in encoded else v for k, v in row.items()}
+    except UnicodeDecodeError:
+        raise UserError(f"{place} has a text that is not UTF-8: prepare it again") from None
+    except Exception as error:  # array_record raises RuntimeError and others on a damaged file
+        raise UserError(f"{place} cannot be read ({first_line(error)}): prepare it again") from None
+
+
+def _plain(value: Any) -> Any:
+    """Python's own types for numpy's, text for bytes."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, Mapping):
+        return {name: _plain(v) for name, v in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        return _plain(value) if isinstance(value, bytes | list) else value
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and what it says first."""
+    said = str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *said])[:200]

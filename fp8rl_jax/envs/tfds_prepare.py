@@ -1,0 +1,219 @@
+"""Data sets of tensorflow-datasets are downloaded or made of local files, without TensorFlow.
+
+Before a download the network is tried for seconds: tensorflow-datasets itself tries for minutes.
+
+array_record keeps rows as tf.train.Example, which has no float64 and no None: what is neither text
+nor a whole number is kept as JSON, and the metadata say which columns that are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import http.client
+import io
+import json
+import pathlib
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS, first_line
+from fp8rl_jax.errors import UserError
+
+GSM8K = "gsm8k"
+_PROBE_SECONDS = 5.0
+_GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/README.md"
+_OTHER_URL = "https://storage.googleapis.com/tfds-data"
+
+
+def check_known(name: str) -> None:
+    """Raises UserError if tensorflow-datasets has no data set NAME[/CONFIG][:VERSION]."""
+    if _plain(name) == GSM8K:
+        return
+    known = known_names()
+    if _plain(name) not in known:
+        near = difflib.get_close_matches(_plain(name), known, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`fp8rl data list` names them"
+        raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
+
+
+def known_names() -> list[str]:
+    """The data sets that tensorflow-datasets has builders for."""
+    import tensorflow_datasets as tfds
+
+    return sorted({*tfds.list_builders(with_community_datasets=False), GSM8K})
+
+
+def _plain(name: str) -> str:
+    return re.split("[/:]", name)[0]
+
+
+def ways(name: str) -> str:
+    """Three ways to get a data set without a network."""
+    return (
+        f"copy a prepared directory {_plain(name)} there, or name a local file "
+        f"(--config.env.task=train.jsonl), or run `fp8rl data prepare {name}` on a machine with a "
+        "network"
+    )
+
+
+def prepare(name: str, root: pathlib.Path) -> pathlib.Path:
+    """Downloads and prepares a data set by its builder; returns its directory.
+
+    Raises:
+      UserError: the name is not known, or there is no network, or the builder fails.
+    """
+    check_known(name)
+    url = _GSM8K_URL if _plain(name) == GSM8K else _OTHER_URL
+    if not _reachable(url):
+        raise UserError(
+            f"{name} is not prepared in {root}, and {url.split('/')[2]} cannot be "
+            f"reached to download it: {ways(name)}"
+        )
+    return _run(_builder(name, root), ways(name))
+
+
+def _builder(name: str, root: pathlib.Path) -> Any:
+    import tensorflow_datasets as tfds
+
+    if _plain(name) == GSM8K:
+        from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered by tfds itself
+
+        return Gsm8k(data_dir=str(root), file_format=FORMAT)
+    try:
+        return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
+    except Exception as error:  # configs that do not exist, packages that a builder needs
+        raise UserError(
+            f"tensorflow-datasets refuses {name!r} ({first_line(error)}); write tfds:NAME[/CONFIG]"
+        ) from None
+
+
+def _run(builder: Any, advice: str) -> pathlib.Path:
+    """Lets a builder write its files; returns their directory."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints beside its progress bars
+            builder.download_and_prepare()
+    except Exception as error:  # network, disk, rows, or a builder that needs TensorFlow
+        raise UserError(
+            f"{builder.data_dir} could not be prepared ({first_line(error)}): {advice}"
+        ) from None
+    return pathlib.Path(builder.data_dir)
+
+
+def _reachable(url: str) -> bool:
+    """Whether the host answers within seconds; also where looking up its name would hang."""
+    answers = []
+
+    def ask() -> None:
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
+                answers.append(True)
+        except urllib.error.HTTPError:  # an answer, too
+            answers.append(True)
+        except (OSError, http.client.HTTPException):
+            pass
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(1.5 * _PROBE_SECONDS)
+    return bool(answers)
+
+
+class _LocalFiles:
+    """What a builder downloads by, giving it files that are here.
+
+    Attributes:
+      downloaded_size: bytes that came over the network.
+    """
+
+    downloaded_size = 0
+
+    def __init__(self, files: Mapping[str, pathlib.Path]):
+        self._files = dict(files)
+
+    def download_and_extract(self, urls: Mapping[str, str]) -> dict[str, pathlib.Path]:
+        """The files of the splits that there are."""
+        return {split: self._files[split] for split in urls if split in self._files}
+
+
+def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
+    """GSM8K of its JSONL files, by tensorflow-datasets' own builder; returns its directory.
+
+    Args:
+      files: {'train': ..., 'test': ...} as published.
+      root: of prepared data sets.
+
+    Raises:
+      UserError: the builder cannot read them.
+    """
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    builder = _builder(GSM8K, root)
+    builder._make_download_manager = lambda **_: _LocalFiles(files)
+    return _run(builder, "name its files as published, train.jsonl and test.jsonl")
+
+
+def prepare_rows(
+    name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]], root: pathlib.Path
+) -> pathlib.Path:
+    """A data set of that name with these rows by split, in their order; returns its directory.
+
+    Raises:
+      UserError: the name is none for a data set, or it cannot be written.
+    """
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise UserError(
+            f"fp8rl data prepare: {name!r} is no name for a data set; write small letters, digits "
+            "and _"
+        )
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    types = _types([row for part in rows.values() for row in part])
+    features = {
+        column: np.int64 if kind is int else tfds.features.Text() for column, kind in types.items()
+    }
+    encoded = [column for column, kind in types.items() if kind is None]
+
+    def written(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            column: json.dumps(row.get(column), ensure_ascii=False, default=str)
+            if kind is None
+            else row[column]
+            for column, kind in types.items()
+        }
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features),
+                metadata=tfds.core.MetadataDict({JSON_COLUMNS: encoded}), disable_shuffling=True,
+            )  # fmt: skip
+
+        def _split_generators(self, dl_manager):
+            return {split: enumerate(map(written, part)) for split, part in rows.items()}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    Builder.name = name
+    return _run(Builder(data_dir=str(root), file_format=FORMAT), "look at --from and --out")
+
+
+def _types(rows: Sequence[Mapping[str, Any]]) -> dict[str, type | None]:
+    """{column: str or int, where all rows have one; None for what is kept as JSON}."""
+    found: dict[str, type | None] = {}
+    for column in dict.fromkeys(column for row in rows for column in row):
+        kinds = {type(row.get(column)) for row in rows}
+        small = kinds == {int} and all(-(2**63) <= row[column] < 2**63 for row in rows)
+        found[column] = str if kinds == {str} else int if small else None
+    return found

@@ -1,0 +1,90 @@
+"""A run's questions: as many as its configuration asks for, and short enough for their slots."""
+
+from __future__ import annotations
+
+import collections
+
+from fp8rl_jax.data import ChatFormat, Tokenizer, encode_prompt, pad_prompts, pad_responses
+from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
+from fp8rl_jax.errors import UserError
+
+
+def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
+    """The questions of a run by split.
+
+    Raises:
+      UserError: a source cannot be read, one question does not fit its slots (those of a data set
+        are left out instead, unless `env.overlong` is 'error'), or there are too few.
+    """
+    check_source(config.env)
+    counts = {
+        "sft": config.sft.questions if config.sft.steps else 0,
+        "train": config.env.train_questions,
+        "eval": config.eval.questions,
+    }
+    lengths = _Lengths(config, tokenizer, chat)
+    drop = config.env.overlong == "drop"
+    data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None)
+    if data.note and drop:
+        _check_counts(config, data, lengths)
+        return data
+    pad_prompts(
+        [q.prompt for split in data.questions.values() for q in split],
+        tokenizer, config.rollout.max_prompt_tokens, chat,
+    )  # fmt: skip
+    demonstrations = [q.demonstration for q in data.questions["sft"]]
+    pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
+    if data.note:
+        _check_counts(config, data, lengths)
+    return data
+
+
+class _Lengths:
+    """Which questions fit, and how many tokens those have that do not, by the field's name."""
+
+    def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
+        self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
+        self.too_long: dict[str, list[int]] = {}
+
+    def fit(self, split: str, question: Question) -> bool:
+        """Whether the prompt, and a demonstration with its end token, have room."""
+        prompt = encode_prompt(question.prompt, self._tokenizer, self._chat)
+        lengths = {"max_prompt_tokens": len(prompt)}
+        if split == "sft":
+            lengths["max_new_tokens"] = len(self._tokenizer.encode(question.demonstration)) + 1
+        for field, length in lengths.items():
+            if length > self._rollout[field]:
+                self.too_long.setdefault(field, []).append(length)
+                return False
+        return True
+
+
+def _check_counts(config, data: Data, lengths: _Lengths) -> None:
+    """Raises UserError if a data set gives fewer questions than a step takes."""
+    least = {
+        "train": (config.rollout.prompts_per_step, "rollout.prompts_per_step"),
+        "eval": (1, "an evaluation"),
+    }
+    if config.sft.steps:
+        least["sft"] = (config.sft.batch_size, "sft.batch_size")
+    sets = eval_tasks(config.env)
+    for split, (count, field) in least.items():
+        found, where = len(data.questions[split]), f"the split {split!r}"
+        if split == "eval" and len(sets) > 1:
+            sizes = collections.Counter(q.set for q in data.questions[split])
+            smallest = min(sets, key=lambda name: sizes[name])
+            found, where = sizes[smallest], f"the evaluation set {smallest!r}"
+        if found >= count:
+            continue
+        advice = "take more questions, or lower it"
+        if split == "eval":
+            advice = "raise env.eval_fraction, or name another source by env.eval_task"
+        for name, long in lengths.too_long.items():
+            advice = (
+                f"{len(long):,} are too long for rollout.{name} = {config.rollout[name]} (half of "
+                f"these take up to {sorted(long)[len(long) // 2]} tokens, the longest "
+                f"{max(long)}): raise it"
+            )
+        raise UserError(
+            f"env.task: {found} questions are left for {where}, and {field} takes {count}: {advice}"
+        )

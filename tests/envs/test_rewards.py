@@ -1,0 +1,178 @@
+"""The reward of GSM8K against a table, weighted sums of rewards, and rewards that take the row."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from fp8rl_jax.envs import (
+    Question,
+    extract_of,
+    load_reward,
+    load_rewards,
+    reward_names,
+    score,
+    score_terms,
+)
+from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
+from fp8rl_jax.errors import UserError
+
+_LONG = "So we add 12 and 30, then 5. " * 400
+# (response, answer, reward, reward of the strict form)
+_PAIRS = [
+    ("#### 72", "72", 1, 1),
+    ("#### 72.0", "72", 1, 1),
+    ("#### 72.", "72", 1, 1),
+    ("#### 72", "72.00", 1, 1),
+    ("#### 1,072", "1072", 1, 1),
+    ("#### 1072", "1,072", 1, 1),
+    ("#### $18", "18", 1, 1),
+    ("#### 18$", "18", 1, 1),
+    ("#### -5", "-5", 1, 1),
+    ("#### −5", "-5", 1, 1),
+    ("#### -0", "0", 1, 1),
+    ("#### 0.5", "1/2", 1, 1),
+    ("####72", "72", 1, 0),
+    ("####\n72", "72", 1, 0),
+    ("work\n#### 72\nThat is 6 dozen.", "72", 1, 1),
+    ("#### 10\nno, wait\n#### 72", "72", 1, 1),
+    ("#### 72\nno, wait\n#### 10", "72", 0, 0),
+    ("#### 10 #### 72", "72", 1, 1),
+    ("#### seventy-two", "72", 0, 0),
+    ("#### \nThe answer is 72", "72", 1, 0),
+    ("72", "72", 1, 0),
+    ("The answer is 72.", "72", 1, 0),
+    ("6 dozen are 6*12=72", "72", 1, 0),
+    ("72 is the answer to question 3", "72", 0, 0),
+    (r"so \boxed{72}, as question 3 says", "72", 1, 0),
+    (r"\boxed{10} or rather \boxed{72}.", "72", 1, 0),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1, 0),
+    (r"\boxed{\$1{,}072.50}", "1072.5", 1, 0),
+    (r"\boxed{none} of 72", "72", 1, 0),
+    ("1/2", "0.5", 1, 0),
+    ("144/2", "72", 0, 0),
+    ("72/0", "72", 0, 0),
+    ("10-7=3", "3", 1, 0),
+    ("10 - 7", "-7", 0, 0),
+    ("temperature: (-4)", "-4", 1, 0),
+    ("50%", "50", 1, 0),
+    ("it costs 12,345.67, as agreed", "12345.67", 1, 0),
+    (".5", "1/2", 1, 0),
+    ("", "72", 0, 0),
+    ("no number", "72", 0, 0),
+    (_LONG + "#### 72", "72", 1, 1),
+    ("#### 72 " + _LONG, "72", 1, 0),
+    ("9" * 10_000, "9", 0, 0),
+    ("1," * 5_000 + "072", "1072", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "value", "strict"), _PAIRS, ids=range(len(_PAIRS)))
+def test_gsm8k(response, answer, value, strict):
+    """Compared as numbers, not as text; the strict form wants the mark, near the end."""
+    assert gsm8k("question", response, answer) == value
+    assert gsm8k_strict("question", response, answer) == strict
+
+
+def test_an_answer_without_a_number_is_an_error(caplog):
+    """Else a run on the wrong data set would earn nothing and not say why."""
+    assert score(gsm8k, [Question("q", "Paris")], ["Paris"]) == ([0.0], 1)
+    assert "the answer 'Paris' holds no number" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer"),
+    [
+        ("exact_match", " 72\n", "72"),
+        ("exact_match", "7 2", "7 2"),
+        ("exact_match", " \n", None),
+        ("math_equal", "The answer is $72$.", "72"),
+        ("math_equal", r"\boxed{\frac{1}{2}}", "1/2"),
+        ("math_equal", "none", None),
+        ("gsm8k", "6*12=72, so\n#### 72.0", "72"),
+        ("gsm8k", "1,072 or 1072.0", "1072"),
+        ("gsm8k", "0.5", "1/2"),
+        ("gsm8k", "none", None),
+        ("gsm8k_strict", "3\n#### $1,072", "1072"),
+        ("gsm8k_strict", "72", None),
+    ],
+)
+def test_extract(name, response, answer):
+    """Responses that are equal for the reward have one text, the vote of a majority."""
+    assert extract_of(load_reward(name))(response) == answer
+
+
+def test_extract_of_a_function(module, caplog):
+    """A user's function has none unless it is given; one that raises finds no answer."""
+    module(
+        "def plain(prompt, response, answer):\n    return 1\n"
+        "def last(prompt, response, answer):\n    return 1\n"
+        "last.extract = lambda response: response.split()[-1]\n"
+    )
+    assert extract_of(load_reward("rewards_of_rows:plain")) is None
+    extract = extract_of(load_reward("rewards_of_rows:last"))
+    assert extract("it is 5") == "5" and extract("") is None
+    assert "extract raised IndexError" in caplog.text
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes `rewards_of_rows`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str) -> None:
+        (tmp_path / "rewards_of_rows.py").write_text(source)
+
+    yield write
+    sys.modules.pop("rewards_of_rows", None)
+
+
+def test_the_row_is_the_fourth_argument(module):
+    """By its name; rewards of three arguments go on as before."""
+    module(
+        "def level(prompt, response, answer, row):\n    return row['level']\n"
+        "def length(prompt, response, answer):\n    return len(response)\n"
+        "def scaled(prompt, response, answer, by=2):\n    return by\n"
+    )
+    questions = [Question("q", "a", row={"level": 3}), Question("q", "a", row={})]
+    terms = load_rewards("rewards_of_rows:level, rewards_of_rows:length,rewards_of_rows:scaled")
+    values, by_name, errors = score_terms(terms, questions, ["ab", "c"])
+    assert by_name == {
+        "rewards_of_rows:level": [3, 0], "rewards_of_rows:length": [2, 1],
+        "rewards_of_rows:scaled": [2, 2],
+    }  # fmt: skip
+    assert (values, errors) == ([7.0, 3.0], 1)
+
+
+def test_weights():
+    """A sum with weights; one reward alone is itself, without rounding."""
+    question = [Question("q", "0.1")]
+    terms = load_rewards("exact_match, -0.5*gsm8k, 2e-1 * gsm8k_strict")
+    assert [(term.name, term.weight) for term in terms] == [
+        ("exact_match", 1.0), ("gsm8k", -0.5), ("gsm8k_strict", 0.2),
+    ]  # fmt: skip
+    assert score_terms(terms, question, ["0.1"])[0] == [1.0 - 0.5]
+    assert reward_names("exact_match, 0.5*a.b:c") == ["exact_match", "a.b:c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("much*gsm8k", "and 'much' is no weight: write a number other than 0"),
+        ("0*gsm8k", "'0' is no weight"),
+        ("nan*gsm8k", "'nan' is no weight"),
+        ("gsm8k, 2*gsm8k", "with 'gsm8k' twice"),
+        ("gsm8k,", "env.reward is ''; write one of exact_match"),
+        ("gsm8k, near", "env.reward is 'near'; write one of"),
+        (
+            "rewards_of_rows:two",
+            r"takes \(prompt, answer\); write a function of \(prompt, response",
+        ),
+        ("rewards_of_rows:four", r"takes \(a, b, c, d\)"),
+    ],
+)
+def test_what_cannot_be_a_reward(text, message, module):
+    module("def two(prompt, answer):\n    pass\ndef four(a, b, c, d):\n    pass\n")
+    with pytest.raises(UserError, match=message):
+        load_rewards(text)

@@ -1,0 +1,86 @@
+"""Evaluation of several sets: records, random keys, and what is shown of them."""
+
+from __future__ import annotations
+
+import io
+import types
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from fp8rl_jax.config import default_config
+from fp8rl_jax.envs import Question, load_rewards
+from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.logs import RunLogs, read_jsonl
+from fp8rl_jax.training.progress import Display
+
+
+class _Runtime(types.SimpleNamespace):
+    """A policy that answers 1, 2, 1, 1, ...; it keeps the keys that it was given."""
+
+    def generate(self, sampler, weights, questions, key, temperature):
+        self.used.append(jax.random.key_data(key).tolist())
+        rows = len(temperature)
+        tokens = np.where(np.arange(rows) % 4 == 1, 2, 1)[:, None]
+        mask = np.ones((rows, 1), bool)
+        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {}), None, None
+
+    def decode(self, tokens, mask):
+        return [str(token) for token in tokens[:, 0]]
+
+
+def _runtime(**sets: int) -> _Runtime:
+    config = default_config()
+    config.eval.update(batch_size=2, samples=3)
+    questions = [
+        Question(f"{n} {i}", "1", set=n) for n, count in sets.items() for i in range(count)
+    ]
+    return _Runtime(
+        config=config, keys={"eval": jax.random.key(3)}, questions={"eval": questions},
+        rewards=load_rewards("exact_match, 2*gsm8k"), eval_sampler=None, used=[],
+    )  # fmt: skip
+
+
+def test_one_set_has_no_name():
+    runtime = _runtime(**{"": 3})
+    ((record, samples),) = evaluate(runtime, None, "rl", 5)
+    assert "set" not in record and record["questions"] == 3
+    assert all("set" not in sample for sample in samples)
+    # The first reward decides; two of three samples are right, and so is the majority.
+    assert (record["accuracy_greedy"], record["maj@3"]) == (1.0, 1.0)
+    np.testing.assert_allclose(record["pass@1"], 2 / 3)
+
+
+def test_several_sets(tmp_path):
+    """Each has its records and its own random bits; those of the first are the only one's."""
+    alone, runtime = _runtime(a=3), _runtime(a=3, b=1)
+    runtime.config.run.loggers = ""
+    evaluate(alone, None, "rl", 5)
+    found = evaluate(runtime, None, "rl", 5)
+    assert [(e.record["set"], e.record["questions"]) for e in found] == [("a", 3), ("b", 1)]
+    assert runtime.used[:2] == alone.used
+    assert len({str(key) for key in runtime.used}) == 3
+    logs = RunLogs(tmp_path, None, runtime.config)
+    logs.write_evaluations(found)
+    logs.close()
+    assert [r["set"] for r in read_jsonl(tmp_path / "eval.jsonl")] == ["a", "b"]
+    assert [s["set"] for s in read_jsonl(tmp_path / "samples.jsonl")] == ["a"] * 3 + ["b"]
+
+
+def test_the_first_set_is_shown():
+    text = io.StringIO()
+    display = Display(Console(file=text, highlight=False))
+    record = {"phase": "rl", "step": 2, "accuracy_greedy": 0.5, "questions": 4}
+    display.evaluations(
+        [
+            record | {"set": "a", "accuracy_sampled": 0.25},
+            record | {"set": "b", "accuracy_sampled": 0.75},
+        ]
+    )
+    display.phase("SFT", 9, 0)
+    display.sft_step({"step": 9, "loss": 1.0})
+    assert "held out of a after rl step 2: sampled 0.250" in text.getvalue()
+    assert "held out of b after rl step 2: sampled 0.750" in text.getvalue()
+    assert "accuracy 0.250/0.500" in text.getvalue()

@@ -1,0 +1,50 @@
+"""Rewards of several terms over the rounds of dynamic sampling."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from fp8rl_jax.config import default_config
+from fp8rl_jax.data import Stream
+from fp8rl_jax.envs import Question, load_rewards
+from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.training.sample_step import sample_step
+from fp8rl_jax.training.step_record import StepRecord
+
+
+class _Runtime(types.SimpleNamespace):
+    """A policy that answers right in the second of two samples, from its second round on."""
+
+    def generate(self, sampler, weights, questions, key, temperature, watch, first_id):
+        rows = len(temperature)
+        tokens = (np.arange(rows) % 2 * (first_id > 0))[:, None]
+        mask = np.ones((rows, 1), bool)
+        prompts, lengths = np.zeros((len(questions), 1)), np.ones(len(questions))
+        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {}), prompts, lengths
+
+    def decode(self, tokens, mask):
+        return [f"step 5 is {token}" for token in tokens[:, 0]]
+
+
+def test_terms_over_all_rounds():
+    """`reward/NAME` and `reward_mean` are means over all sampled responses, also of groups that
+    were discarded; the rewards of a step are weighted sums."""
+    config = default_config()
+    config.rollout.update(prompts_per_step=2, group_size=2)
+    config.algo.dynamic_sampling = True
+    rewards = load_rewards("gsm8k, -0.5*math_equal")
+    runtime = _Runtime(config=config, rewards=rewards, sampler=None)
+    stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
+    record = StepRecord(1)
+    samples = sample_step(runtime, None, stream, jax.random.key(0), record, lambda progress: None)
+    assert (record["dynamic_rounds"], record["dynamic_discarded_groups"]) == (2, 2)
+    assert record["reward/gsm8k"] == 0.25
+    weighted = record["reward/gsm8k"] - 0.5 * record["reward/math_equal"]
+    assert record["reward_mean"] == pytest.approx(weighted)
+    np.testing.assert_array_equal(samples.by_name["gsm8k"], [[0, 1], [0, 1]])
+    terms = samples.by_name["gsm8k"] - 0.5 * samples.by_name["math_equal"]
+    np.testing.assert_array_equal(samples.rewards, terms)
