@@ -361,7 +361,6 @@ def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _, counts = train_counting(overrides(whole, **fields))
-    assert counts.pop("calibrate", 2) == 2, "batches of SFT have another shape"
     assert set(counts.values()) == {1}
     train.train(load_config(str(CONFIG), overrides(parts, **{**fields, "run.steps": 2})))
     train.train(load_config(str(CONFIG), overrides(parts, **fields)), resume=True)

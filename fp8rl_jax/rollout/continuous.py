@@ -28,7 +28,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import PAGE, ModelConfig, PagedCache, forward, init_paged_cache, least_pages
@@ -313,9 +313,12 @@ class ContinuousSampler:
                 preemptions=state.schedule.preemptions,
             )  # fmt: skip
 
-        begin = loop.prefill
-        if mesh is not None and devices > 1:
+        begin, layout = loop.prefill, {}
+        if mesh is not None:
             rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+            # The state keeps its shardings from call to call, so one program advances it.
+            layout = {"out_shardings": NamedSharding(mesh, rows)}
+        if mesh is not None and devices > 1:
             specs: Any = (rows, replicated, rows, rows, rows, replicated)
             of_requests = Requests(*specs)
 
@@ -327,8 +330,8 @@ class ContinuousSampler:
             begin = by_device(begin, rows, of_requests)
             advance = by_device(advance, replicated, of_requests, replicated, rows)
         self._prepare = loop.loop.prepare_once()
-        self._begin = exact_jit(begin)
-        self._advance = exact_jit(advance, donate_argnums=3)
+        self._begin = exact_jit(begin, **layout)
+        self._advance = exact_jit(advance, donate_argnums=3, **layout)
 
     def __call__(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope,
