@@ -99,8 +99,9 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     """
     checks.check_fields(config)
     model, positions = read_model(config)
-    recipes = (side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES)
-    rollout, learner = recipes
+    rollout, learner = (
+        side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES
+    )
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
         _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),

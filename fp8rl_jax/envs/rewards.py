@@ -115,12 +115,23 @@ def load_rewards(text: str) -> tuple[Term, ...]:
       UserError: of `load_reward`, or a weight is no number, or a name is there twice.
     """
     terms: list[Term] = []
-    for part in text.split(","):
-        weight, times, name = part.strip().rpartition("*")
-        if any(term.name == name.strip() for term in terms):
-            raise UserError(f"env.reward is {text!r}, with {name.strip()!r} twice: leave one out")
-        terms.append(Term(name.strip(), _weight(weight, text) if times else 1.0, load_reward(name)))
+    for weight, name in _parts(text):
+        if any(term.name == name for term in terms):
+            raise UserError(f"env.reward is {text!r}, with {name!r} twice: leave one out")
+        value = 1.0 if weight is None else _weight(weight, text)
+        terms.append(Term(name, value, load_reward(name)))
     return tuple(terms)
+
+
+def reward_names(text: str) -> list[str]:
+    """The names in `env.reward`, without weights."""
+    return [name for _, name in _parts(text)]
+
+
+def _parts(text: str) -> list[tuple[str | None, str]]:
+    """(weight as written, None without one; name) of each reward in `env.reward`."""
+    found = (part.strip().rpartition("*") for part in text.split(","))
+    return [(weight if times else None, name.strip()) for weight, times, name in found]
 
 
 def _weight(text: str, whole: str) -> float:
@@ -134,11 +145,6 @@ def _weight(text: str, whole: str) -> float:
             "than 0, as in 'exact_match, 0.5*module:function'"
         )
     return value
-
-
-def reward_names(text: str) -> list[str]:
-    """The names in `env.reward`, without weights."""
-    return [part.rpartition("*")[2].strip() for part in text.split(",")]
 
 
 def load_reward(name: str) -> RewardFunction:

@@ -22,6 +22,8 @@ from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import Rewards, StepRecord
 
+_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")  # of a Rollout
+
 
 @dataclasses.dataclass
 class Samples:
@@ -72,7 +74,7 @@ def sample_step(
       key: of this step.
       record: gets times and what was sampled.
       show: told while a rollout goes on, where the sampler does that.
-    """  # fmt: skip
+    """
     config = runtime.config
     wanted, rounds = config.rollout.prompts_per_step, []
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
@@ -132,9 +134,6 @@ def _joined(rounds: list[Samples]) -> Samples:
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
     return Samples(questions, rollout, by_name=by_name, **arrays)
-
-
-_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:

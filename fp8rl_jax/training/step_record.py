@@ -90,8 +90,9 @@ class StepRecord(dict[str, Any]):
           tokens: of the step's responses.
           runtime: names layers.
         """
-        for name in set(_MEANS) & set(updates[0]):
-            self[name] = float(np.mean([metrics[name] for metrics in updates]))
+        for name in _MEANS:
+            if name in updates[0]:
+                self[name] = float(np.mean([metrics[name] for metrics in updates]))
         self["checksum"] = int(updates[0]["checksum"])
         for index, metrics in enumerate(updates):
             suffix = f"/{index + 1}" if index else ""
