@@ -9,14 +9,13 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import CONFIG, overrides, reproducible, train_counting
+from train_process import finish, kill_after_records, start, wait_for_records
 
 from fp8rl_jax import cli, train
 from fp8rl_jax.cli.interrupt import Interrupt
@@ -28,27 +27,6 @@ from fp8rl_jax.training.sft import cache_directory
 
 # Relative differences that other CPUs and versions make. Sampled tokens differ after a while.
 _GOLDEN = {"loss": 2e-2, "entropy": 5e-2, "reward_mean": 0.25, "grad_norm": 0.3}
-
-
-def _start(directory: pathlib.Path, *more: str, cached: bool = True, **fields):
-    """A `fp8rl train` process; `cached` shares compiled programs with the other tests."""
-    environment = {k: v for k, v in os.environ.items() if cached or "CACHE" not in k}
-    environment["PYTHONPATH"] = os.pathsep.join([str(CONFIG.parent), *sys.path])  # its reward
-    command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG)]
-    return subprocess.Popen(
-        [*command, *overrides(directory, **fields), *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        cwd=pathlib.Path(__file__).parent.parent,
-    )
-
-
-def _finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=1800)
-    assert process.returncode == 0, output
-    return output
 
 
 def test_files_and_metrics(tiny_run):
@@ -154,15 +132,6 @@ def test_sfts_that_differ_have_other_caches(field, tmp_path):
     assert directories[0] == directories[2] != directories[1]
 
 
-def _kill_after(process: subprocess.Popen, run: pathlib.Path, name: str, lines: int) -> None:
-    path = run / f"{name}.jsonl"
-    deadline = time.monotonic() + 1800
-    while len(read_jsonl(path)) < lines:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 class _Died(BaseException):
     """Stands for a process that ends at once."""
 
@@ -204,11 +173,8 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
 )
 def test_killed_and_resumed_is_the_same(fields, tiny_run, tmp_path):
     """SIGKILL after the fourth RL step (checkpoints are at 2 and 4), then --resume."""
-    process = _start(tmp_path, **fields)
-    _kill_after(process, tmp_path / "run", "metrics", 3)
-    process.kill()
-    process.communicate()
-    _finish(_start(tmp_path, "--resume", **fields))
+    kill_after_records(start(tmp_path, **fields), tmp_path, "metrics", 3)
+    finish(start(tmp_path, "--resume", **fields))
     directory, _ = tiny_run
     ours = reproducible(tmp_path)
     for record in ours["metrics"]:
@@ -220,16 +186,31 @@ def test_killed_and_resumed_is_the_same(fields, tiny_run, tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_and_resumed_with_dynamic_sampling(tmp_path):
+    """SIGKILL after the fourth RL step. Steps differ in how many questions they take, so the
+    resumed run goes on where the questions of the saved step ended."""
+    fields = {"env.reward": "dense_reward:an_eighth", "algo.dynamic_sampling": True}
+    finish(start(tmp_path / "whole", **fields))
+    whole = reproducible(tmp_path / "whole")
+    rounds = [record["dynamic_rounds"] for record in whole["metrics"]]
+    assert len(rounds) == 6 and len(set(rounds)) > 1 and max(rounds) > 1
+    killed = tmp_path / "killed"
+    kill_after_records(start(killed, **fields), killed, "metrics", 4)
+    finish(start(killed, "--resume", **fields))
+    assert reproducible(killed) == whole
+
+
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves(tiny_run, tmp_path):
     """SIGTERM, from fine-tuning on, ends the process with status 0; --resume gives the same run."""
-    process = _start(tmp_path)
-    _kill_after(process, tmp_path / "run", "sft", 2)
+    process = start(tmp_path)
+    wait_for_records(process, tmp_path, "sft", 2)
     process.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in _finish(process)
+    assert "stopped by SIGTERM" in finish(process)
     assert len(read_jsonl(tmp_path / "run" / "sft.jsonl")) >= 2
     # On a busy machine the signal comes late.
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 6
-    _finish(_start(tmp_path, "--resume"))
+    finish(start(tmp_path, "--resume"))
     directory, _ = tiny_run
     assert reproducible(tmp_path) == reproducible(directory)
 
@@ -240,13 +221,13 @@ def test_killed_at_a_random_moment(tiny_run, tmp_path, attempt):
     """SIGKILL at any moment, compilation and checkpointing included, twice in a row."""
     rng = random.Random(os.getpid() + attempt)
     for resume in ([], ["--resume"]):
-        process = _start(tmp_path, *resume, cached=False)
+        process = start(tmp_path, *resume, cached=False)
         try:
             process.communicate(timeout=rng.uniform(5, 60))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-    _finish(_start(tmp_path, *(["--resume"] if (tmp_path / "run").exists() else [])))
+    finish(start(tmp_path, *(["--resume"] if (tmp_path / "run").exists() else [])))
     directory, _ = tiny_run
     assert reproducible(tmp_path) == reproducible(directory)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
-import time
 
 import pytest
 from data_files import ROWS, jsonl
 from tiny_run import CONFIG, overrides, reproducible
+from train_process import finish, kill_after_records, start
 
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
@@ -58,21 +55,6 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
         train.train(config, resume=True)
 
 
-def _start(directory: pathlib.Path, *more: str, **fields) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG)]
-    paths = [str(CONFIG.parent), *sys.path]
-    return subprocess.Popen(
-        [*command, *overrides(directory, **fields), *more],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
-
-
-def _finish(process: subprocess.Popen) -> None:
-    output, _ = process.communicate(timeout=1800)
-    assert process.returncode == 0, output
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_over_a_tfds_set(tmp_path):
     """SIGKILL after the fourth RL step, then --resume: the records of the run in one piece."""
@@ -82,15 +64,9 @@ def test_killed_and_resumed_over_a_tfds_set(tmp_path):
     fields = {
         "env.task": "tfds:sums", "env.data_dir": tmp_path, "sft.questions": 8, "sft.batch_size": 8,
     }  # fmt: skip
-    _finish(_start(tmp_path / "whole", **fields))
+    finish(start(tmp_path / "whole", **fields))
     killed = tmp_path / "killed"
-    process = _start(killed, **fields)
-    deadline = time.monotonic() + 1800
-    while len(read_jsonl(killed / "run" / "metrics.jsonl")) < 4:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
-    _finish(_start(killed, "--resume", **fields))
+    kill_after_records(start(killed, **fields), killed, "metrics", 4)
+    finish(start(killed, "--resume", **fields))
     assert reproducible(killed) == reproducible(tmp_path / "whole")
     assert len(reproducible(killed)["metrics"]) == 6
