@@ -92,7 +92,7 @@ def plan_config(
         return plan_rollout(
             Loop(resolved.model, on_gpu, sampler), learner, mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
-            reference=config.algo.kl_coef > 0,
+            reference=resolved.algorithm.needs_reference,
         )  # fmt: skip
 
     own = resolved.rollout_recipe

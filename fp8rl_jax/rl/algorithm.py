@@ -18,7 +18,7 @@ from fp8rl_jax.rl.aggregation import AGGREGATIONS, Aggregation
 from fp8rl_jax.rl.corrections import CORRECTIONS, Correction
 from fp8rl_jax.rl.kl import ESTIMATORS, Estimator
 from fp8rl_jax.rl.losses import LOSSES, TokenLoss
-from fp8rl_jax.rl.shaping import informative_groups, overlong_penalty
+from fp8rl_jax.rl.shaping import overlong_penalty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,6 @@ def prepare(
         "advantage_std": float(advantages[mask].std()) if mask.any() else 0.0,
         "advantage_abs_max": float(np.abs(advantages).max()),
         "advantage_nonzero_frac": _mean(advantages != 0, mask),
-        "informative_groups_frac": float(informative_groups(raw).mean()),
         "kept_tokens_frac": _mean(keep, mask),
         "kept_sequences_frac": float(keep.any(axis=1).sum() / max(mask.any(axis=1).sum(), 1)),
     }
