@@ -30,7 +30,9 @@ from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
+from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
@@ -85,23 +87,27 @@ def train(
     """
     runtime = make_runtime(config)
     logger_names(config)
-    check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
+    directory = pathlib.Path(config.run.dir)
+    check_room(directory, bytes_to_write(runtime))
     if config.sft.steps:
         check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
-    check_directory(runtime, resume)
-    check_unchanged(pathlib.Path(config.run.dir), runtime.data_digest)
-    checked = _self_check(runtime)
-    directory = open_run(runtime)
-    keep_digest(directory, runtime.data_digest)
-    with jax.set_mesh(runtime.mesh), Display() as display:
-        try:
-            for line in filter(None, (runtime.data_note, checked)):
-                display.note(str(line))
-            return _Run(runtime, directory, display, stop, resume).execute()
-        except OSError as error:
-            if error.errno not in WRITE_ERRORS:
-                raise
-            raise no_room(directory, error) from error
+    with RunLock(directory) as lock, jax.set_mesh(runtime.mesh):
+        check_directory(runtime, resume)
+        check_unchanged(directory, runtime.data_digest)
+        changes = check_environment(directory, config)
+        checked = _self_check(runtime)
+        open_run(runtime)
+        keep_digest(directory, runtime.data_digest)
+        keep_environment(directory, config)
+        with Display() as display:
+            try:
+                for line in filter(None, (runtime.data_note, changes, checked)):
+                    display.note(str(line))
+                return _Run(runtime, lock, display, stop, resume).execute()
+            except OSError as error:
+                if error.errno not in WRITE_ERRORS:
+                    raise
+                raise no_room(directory, error) from error
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -130,13 +136,15 @@ def _policy(state: TrainState) -> dict:
 class _Run:
     """One execution of the job: what the phases share."""
 
-    def __init__(self, runtime: Runtime, directory: pathlib.Path, display, stop, resume):
+    def __init__(self, runtime: Runtime, lock: RunLock, display, stop, resume):
         self.resume = resume
         self.drifted = False  # a first update has shown drift where there must be none
         self.runtime, self.config = runtime, runtime.config
-        self.directory, self.display, self.stop = directory, display, stop
+        self.lock, self.directory = lock, pathlib.Path(self.config.run.dir)
+        self.display, self._stop = display, stop
+        self.stopped_by: str | None = None
         keep = self.config.run.keep_checkpoints
-        self.checkpoints = Checkpoints(directory / "checkpoints", keep)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
         self.optimizer, self.schedule = optimizer_of_phase(self.config, "rl")
         self.logs: RunLogs
         self.phase = "sft"
@@ -144,19 +152,24 @@ class _Run:
     def execute(self) -> Outcome:
         with contextlib.ExitStack() as stack:
             stack.callback(self.checkpoints.close)
-            self.stop()  # from here on a signal waits for the end of a step
+            self._stop()  # from here on a signal waits for the end of a step
             state = self._restore()
             stack.callback(self.logs.close)
             self._describe()
             if self.phase == "sft":
                 state = self._sft(state)
-            if not self.stop():
+            if self.phase == "rl" and not self.stop():
                 state = self._rl(state)
-        if stopped_by := self.stop():
-            at = f"{self.phase} step {int(state.step)}"
-            self.display.note(f"stopped by {stopped_by} after {at}, saved; --resume goes on")
-            return Outcome(False, stopped_by, None)
-        return Outcome(True, None, write_report(self.directory))
+        if self.phase == "rl" and int(state.step) == self.config.run.steps:
+            return Outcome(True, None, write_report(self.directory))
+        at = f"{self.phase} step {int(state.step)}"
+        self.display.note(f"stopped by {self.stopped_by} after {at}, saved; --resume goes on")
+        return Outcome(False, self.stopped_by, None)
+
+    def stop(self) -> str | None:
+        """What stops the run, or None. Asked where the state is saved, or is saved for it."""
+        self.stopped_by = self.stopped_by or self._stop()
+        return self.stopped_by
 
     def _describe(self) -> None:
         rt, model = self.runtime, self.runtime.model
@@ -182,6 +195,7 @@ class _Run:
             "offsets": self.logs.offsets(),
             "drifted": self.drifted,
         }
+        self.lock.check()
         try:
             self.checkpoints.save(number, state, meta)
         except Exception as error:  # tensorstore reports a full disk as ValueError

@@ -1,16 +1,18 @@
-"""SIGTERM and Ctrl-C during a run: it ends at the next step's end, with a checkpoint."""
+"""SIGTERM, SIGHUP and Ctrl-C during a run: it ends at the next step's end, with a checkpoint."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class Interrupt:
     """Notes signals from its first call on, while it is entered.
 
     A call names the signal that was received, or None. Before the first call, and at a second
-    Ctrl-C, a signal does what it did before.
+    Ctrl-C, a signal does what it did before; one that was ignored (`nohup`) stays so.
     """
 
     def __init__(self):
@@ -19,7 +21,9 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._note)
+            for number in _SIGNALS
+            if signal.getsignal(number) != signal.SIG_IGN
         }
         return self
 

@@ -1,14 +1,17 @@
 """The command line: `fp8rl COMMAND ...`.
 
-Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 1 ours, a traceback,
-a bound that `fp8rl drift --fail-above` was given and found exceeded, or a kernel that failed in
-`fp8rl bench kernels`.
+Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 75 a run that a signal
+stopped, with a checkpoint; 130 ended at once by Ctrl-C, 141 by a closed standard output; 1 anything
+else: an error of ours, a run that met NaN, a bound of `fp8rl drift --fail-above` that was exceeded,
+a kernel that failed in `fp8rl bench kernels`. docs/usage.md has the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,7 +27,11 @@ from fp8rl_jax.cli.arguments import (
     writing,
 )
 from fp8rl_jax.cli.interrupt import Interrupt
+from fp8rl_jax.cli.output import is_gone, keep_talking, silence
 from fp8rl_jax.errors import NonFiniteError, UserError
+
+_STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
+_INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def _train(values: argparse.Namespace) -> int:
@@ -32,9 +39,11 @@ def _train(values: argparse.Namespace) -> int:
     from fp8rl_jax.report.summary import summarise
     from fp8rl_jax.train import train
 
-    with Interrupt() as interrupt:
-        outcome = train(config, values.resume, interrupt)
-    if outcome.report is not None:
+    with keep_talking():
+        with Interrupt() as interrupt:
+            outcome = train(config, values.resume, interrupt)
+        if not outcome.finished:
+            return _STOPPED
         summary = summarise(config.run.dir)
         for line in (summary["sentence"], *summary["notes"], f"report: {outcome.report}"):
             print(line)
@@ -264,4 +273,19 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the console script `fp8rl`."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        silence(sys.stdout)
+        status = _CLOSED
+    except OSError as error:
+        if not is_gone(sys.stdout):
+            raise
+        silence(sys.stdout)
+        print(f"error: standard output cannot be written ({error.strerror})", file=sys.stderr)
+        status = 2
+    sys.exit(status)

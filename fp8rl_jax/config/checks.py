@@ -23,6 +23,9 @@ from fp8rl_jax.rl import Algorithm
 if TYPE_CHECKING:
     from fp8rl_jax.config.resolve import Resolved
 
+# Fields are used in float32, whose subnormal numbers compiled programs take for 0.
+_TINY, _HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first field whose value is out of bounds."""
@@ -31,6 +34,12 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             span = " in (0, 1]" if path.endswith(".top_p") else ""
             raise UserError(f"{path} is {value}; write a finite number{span}")
+        if isinstance(value, float) and value and not _TINY <= abs(value) <= _HUGE:
+            found = "infinite" if abs(value) > _HUGE else "0"
+            raise UserError(
+                f"{path} is {value}, which is {found} in float32; write 0, or a number from "
+                f"{_TINY:.2g} to {_HUGE:.2g} in size"
+            )
     for path, field in all_fields().items():
         value = flat[path]
         if field.least is not None and value < field.least:

@@ -164,7 +164,7 @@ FIELDS: dict[str, dict[str, Field]] = {
                        "slots can fill and the device holds (fp8rl plan --rollout)", 0),
         "prefill_chunk": Field(64, "with slots: tokens of a prompt that are prefilled between two "
                                "decode steps", 1),
-        "temperature": Field(1.0, "sampling temperature, above 0"),
+        "temperature": Field(1.0, "sampling temperature, above 0", most=100.0),
         "top_k": Field(0, "sample from the k most likely tokens; 0 for all", 0),
         "top_p": Field(1.0, "sample from the most likely tokens that have this much probability; "
                        "1.0 for all"),
@@ -244,7 +244,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "batch_size": Field(256, "questions at a time", 1),
         "samples": Field(1, "sampled answers per question, beside the greedy one: pass@k up to "
                          "this k", 1),
-        "temperature": Field(1.0, "of the sampled answers, above 0"),
+        "temperature": Field(1.0, "of the sampled answers, above 0", most=100.0),
         "top_p": Field(1.0, "sampled answers come from the most likely tokens that have this much "
                        "probability; 1.0 for all"),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated", 1),

@@ -143,6 +143,8 @@ def _known(path: str) -> bool:
 
 
 def _unknown(path: str, where: str) -> UserError:
+    if path in FIELDS:
+        return UserError(f"{where}: {path} is a section; write --config.{path}.FIELD=VALUE")
     if "." not in path:
         fields = [name for name in all_fields() if name.endswith("." + path)]
         near = fields or difflib.get_close_matches(path, FIELDS, 1)

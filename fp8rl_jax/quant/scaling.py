@@ -210,7 +210,27 @@ def _read(node: ast.expr) -> ScalingPolicy:
 
 def _load(text: str) -> ScalingPolicy:
     policy = user_code.call(text, "scaling policy", ScalingPolicy)
-    return check_policy(dataclasses.replace(policy, name=text))
+    policy = check_policy(dataclasses.replace(policy, name=text))
+    _check_scales(policy)
+    return policy
+
+
+def _check_scales(policy: ScalingPolicy) -> None:
+    """Raises UserError if a scale of a probe, before or after an update, is not finite and
+    positive."""
+    amax = jnp.array([[0.0, 1e-30], [1e-3, 1.0], [448.0, 1e30]], jnp.float32)
+    state = policy.init(amax.shape)
+    for when in ("at the start", "after an update"):
+        for fp8_max in (448.0, 57344.0):
+            scales = np.asarray(policy.scale(state, amax, fp8_max))
+            if bad := np.argwhere(~(np.isfinite(scales) & (scales > 0))).tolist():
+                at = tuple(bad[0])
+                raise UserError(
+                    f"scaling policy {policy.name!r}: {when} scale() returned {scales[at]:g} for "
+                    f"an amax of {float(amax[at]):g} and fp8_max={fp8_max:g}; return a finite "
+                    "number above 0"
+                )
+        state = policy.update(state, amax)
 
 
 def check_policy(policy: ScalingPolicy) -> ScalingPolicy:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
 from typing import Any
 
@@ -23,16 +24,30 @@ from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import checksum
 
 
-class Checkpoints:
-    """The checkpoints of one directory, by increasing number."""
+class _OtherState(ValueError):
+    """The state that was saved has other arrays than the one asked for."""
 
-    def __init__(self, directory: pathlib.Path, keep: int):
+
+class Checkpoints:
+    """The checkpoints of one directory, by increasing number.
+
+    Args:
+      directory: made if it is not there.
+      keep: how many of the newest ones stay.
+      own: nothing else writes there, so what killed processes have left is removed: checkpoints
+        that were not complete, and those above `keep`.
+    """
+
+    def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
         logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports every phase of a save
         self._directory = directory.resolve()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, create=True
-        )
+            max_to_keep=keep, enable_async_checkpointing=False, create=True,
+            cleanup_tmp_directories=own,
+        )  # fmt: skip
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        for number in sorted(self._manager.all_steps())[:-keep] if own else ():
+            self._manager.delete(number)
 
     def latest(self) -> int | None:
         """Number of the newest complete checkpoint."""
@@ -68,7 +83,7 @@ class Checkpoints:
         meta = self.read_meta(number)
         try:
             if meta.get("structure") != _structure(like):
-                raise ValueError("it is of another model or optimiser")
+                raise _OtherState()
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             state = self._manager.restore(number, args=args)["state"]
@@ -79,19 +94,45 @@ class Checkpoints:
             raise self._unreadable(number, error) from None
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
+        """The sentence. What is only out of reach is not called damaged."""
         path = self._directory / str(number)
+        if isinstance(error, _OtherState):
+            return UserError(
+                f"{path} holds a state of another model or optimiser than this configuration gives "
+                "here: continue with the configuration and the versions that the run began with"
+            )
+        obstacle = error if isinstance(error, MemoryError) else _obstacle(path)
+        reason = " ".join(str(obstacle or error).split())[:160]
+        named = f"{type(obstacle or error).__name__}: {reason}"
+        if obstacle:
+            return UserError(f"{path} cannot be read ({named}): mend that and try again")
         others = [n for n in self._manager.all_steps() if n < number]
-        back = f"delete that directory to go back to checkpoint {max(others)}" if others else (
+        back = f"move that directory away to go back to checkpoint {max(others)}" if others else (
             "start again with another run.dir"
         )  # fmt: skip
-        reason = " ".join(str(error).split())[:160]
-        return UserError(
-            f"{path} is no complete checkpoint of this run ({type(error).__name__}: {reason}); "
-            + back
-        )
+        return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _obstacle(path: pathlib.Path) -> OSError | None:
+    """What the operating system says against reading the files of a directory, if anything."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    try:
+        for root, _, names in os.walk(path, onerror=fail):
+            for name in names:
+                with open(os.path.join(root, name), "rb") as file:
+                    while file.read(1 << 24):
+                        pass
+    except FileNotFoundError:  # not out of reach, but not there
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
 def _structure(state: Any) -> str:

@@ -28,6 +28,11 @@ from fp8rl_jax.training.runtime import Runtime
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
 WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
+_REMEDIES = {
+    errno.EACCES: "change its permissions", errno.EPERM: "change its permissions",
+    errno.EROFS: "mount it writable", errno.ENAMETOOLONG: "take a shorter name",
+    errno.ENOTDIR: "it, or a directory above it, is a file", errno.EEXIST: "it is a file",
+}  # fmt: skip
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
@@ -186,10 +191,14 @@ def bytes_to_write(runtime: Runtime) -> int:
     run, size = runtime.config.run, state_bytes(runtime)
     checkpoints = os.path.join(run.dir, "checkpoints")
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
-    there = sum(name.isdecimal() for name in names)
+    there = [int(name) for name in names if name.isdecimal()]
     has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
     stays = runtime.algorithm.needs_reference and not has_reference
-    return max(1, run.keep_checkpoints + 1 - there) * size + (size // 3 if stays else 0)
+    sft = runtime.config.sft
+    left = run.steps - max([0, *(number - sft.steps for number in there)])
+    saves = 1 + -(-left // run.checkpoint_every) + (0 if there else sft.steps and sft.evaluations)
+    more = max(1, min(run.keep_checkpoints + 1 - len(there), saves))
+    return more * size + (size // 3 if stays else 0)
 
 
 def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
@@ -214,6 +223,6 @@ def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> 
     """The sentence for a write that failed."""
     full = error.errno in _FULL
     reason = "no room is left" if full else error.strerror or str(error)
-    return UserError(
-        f"{field}: cannot write in {directory}: {reason}; free some room, or set {field} elsewhere"
-    )
+    remedy = _REMEDIES.get(error.errno or 0, "free some room" if full else "")
+    advice = f"{remedy}, or set {field} elsewhere" if remedy else f"set {field} elsewhere"
+    return UserError(f"{field}: cannot write in {directory}: {reason}; {advice}")

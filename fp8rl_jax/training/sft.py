@@ -7,9 +7,11 @@ resumes like the RL phase.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
+import socket
 import time
 
 import jax
@@ -43,6 +45,8 @@ _FIELDS = (
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
 
+_TWO_DAYS = 2 * 24 * 3600.0
+
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path:
     """Where the result of this configuration's stage is kept; `data_digest` is `Data.digest`."""
@@ -75,10 +79,11 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
     try:
         kept = checkpoints.restore(0, _kept(like))
-    except UserError:
+    except UserError as error:
+        reason = str(error).partition(";")[0]
         raise UserError(
-            f"the cached fine-tuning {directory.resolve()} is damaged: delete that directory, and "
-            "it runs again"
+            f"the cached fine-tuning cannot be used: {reason}; move {directory.resolve()} away, "
+            "and fine-tuning runs again"
         ) from None
     finally:
         checkpoints.close()
@@ -93,9 +98,12 @@ def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> N
     directory = cache_directory(runtime.config, runtime.data_digest)
     if directory.exists():
         return
-    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(directory.parent)
+    own = f"{socket.gethostname()}.{os.getpid()}"
+    temporary = directory.with_name(f"{directory.name}.{own}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     checkpoints = Checkpoints(temporary / "checkpoint", keep=1)
     checkpoints.save(0, _kept(state), {})
     checkpoints.close()
@@ -105,6 +113,16 @@ def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> N
         temporary.rename(directory)
     except OSError:  # another run finished the same stage first
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_left_behind(parent: pathlib.Path) -> None:
+    """Removes what killed processes did not finish: of this host, and whatever is two days old."""
+    for path in parent.glob("sft-*.tmp"):
+        host, _, pid = path.name.partition(".")[2].removesuffix(".tmp").rpartition(".")
+        dead = host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
+        with contextlib.suppress(FileNotFoundError):
+            if dead or time.time() - path.stat().st_mtime > _TWO_DAYS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def run_sft(

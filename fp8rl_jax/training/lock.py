@@ -1,0 +1,161 @@
+"""A lock on a run directory: one process writes there at a time.
+
+The file `lock` names the process that holds it. Where the file system has flock, the kernel frees
+the lock when its process ends, however it ends. Elsewhere the process writes to the file every
+`_HEARTBEAT` seconds; a lock counts as left behind when its process on this host is gone, or when
+the file is older than `_DEAD_AFTER` seconds by the file system's own clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import tempfile
+import threading
+import time
+from typing import Any
+
+from fp8rl_jax.errors import UserError
+
+_NAME = "lock"
+_HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
+_NO_FLOCK = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+class RunLock:
+    """The lock of a directory while it is entered.
+
+    Raises (on entering):
+      UserError: another process holds it.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self._path = directory / _NAME
+        self._ended = threading.Event()
+        self._file: int | None = None
+
+    def __enter__(self) -> RunLock:
+        while True:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._file)
+                raise self._held() from None
+            except OSError as error:
+                os.close(self._file)
+                if error.errno not in _NO_FLOCK:
+                    raise
+                self._file = None
+                self._enter_by_heartbeat()
+                return self
+            if _same_file(self._file, self._path):  # and not one that its holder has removed since
+                break
+            os.close(self._file)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, _owner(), 0)
+        return self
+
+    def _enter_by_heartbeat(self) -> None:
+        owner = _read(self._path)
+        if owner and not _is_own(owner) and not self._is_left_behind(owner):
+            raise self._held()
+        self._write()
+        time.sleep(0.5)  # of two processes that find a lock left behind, the later one has it
+        self.check()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _is_left_behind(self, owner: dict[str, Any]) -> bool:
+        if owner.get("host") == socket.gethostname():
+            return not _is_alive(owner)
+        with tempfile.TemporaryFile(dir=self._path.parent) as now:
+            age = os.fstat(now.fileno()).st_mtime - self._path.stat().st_mtime
+        return age > _DEAD_AFTER
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(f"{_NAME}.{socket.gethostname()}.{os.getpid()}.tmp")
+        temporary.write_bytes(_owner())
+        os.replace(temporary, self._path)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_HEARTBEAT):
+            with contextlib.suppress(OSError):
+                if _is_own(_read(self._path)):
+                    os.utime(self._path)
+
+    def check(self) -> None:
+        """Raises UserError if the lock was lost: the directory was removed, or another process took
+        the lock while this one stood still."""
+        held = (
+            _same_file(self._file, self._path)
+            if self._file is not None
+            else _is_own(_read(self._path))
+        )
+        if not held:
+            raise UserError(
+                f"run.dir: {self._path.parent} was removed, or is another process's now: this run "
+                "stops without writing there; continue it with --resume"
+            )
+
+    def _held(self) -> UserError:
+        owner = _read(self._path)
+        by = "another process"
+        if owner:
+            by = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+        return UserError(
+            f"run.dir: {self._path.parent} is in use by {by}: wait until it has ended, or choose "
+            "another --config.run.dir"
+        )
+
+    def __exit__(self, *exc) -> None:
+        self._ended.set()
+        with contextlib.suppress(UserError, OSError):
+            self.check()
+            self._path.unlink()
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _owner() -> bytes:
+    """What a lock says of this process."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start(os.getpid())}
+    return json.dumps(owner | {"since": since}).encode()
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        owner = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _same_file(file: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except OSError:
+        return False
+
+
+def _start(pid: object) -> str:
+    """When a process of this host began, in ticks since the machine did; '' if it is not there."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether a process of this host is there, and not another one under its number."""
+    return bool(owner.get("start")) and _start(owner.get("pid")) == owner["start"]
+
+
+def _is_own(owner: dict[str, Any]) -> bool:
+    here = owner.get("host") == socket.gethostname()
+    return here and owner.get("pid") == os.getpid() and _is_alive(owner)
