@@ -34,6 +34,7 @@ from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.memory import check_train_memory
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.run_directory import (
@@ -87,6 +88,7 @@ def train(
     """
     runtime = make_runtime(config)
     logger_names(config)
+    check_train_memory(runtime, runtime.mesh)
     directory = pathlib.Path(config.run.dir)
     check_room(directory, bytes_to_write(runtime))
     if config.sft.steps:
@@ -212,6 +214,8 @@ class _Run:
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
+            if self.logs.moved_to:
+                self.display.note(f"what was logged before is in {self.logs.moved_to}")
             if not self.config.sft.steps:
                 return self._begin_rl(params, None)
             return rt.new_state(params, optimizer_of_phase(self.config, "sft")[0])

@@ -49,10 +49,9 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def files_of_functions(values: Iterable) -> list[pathlib.Path]:
-    """The files of a user's functions, where values name any as 'module:function'."""
-    names = (v.partition(":")[0] for v in values if isinstance(v, str) and ":" in v)
-    modules = (importlib.util.find_spec(name) for name in names)
+def files_of_functions(names: Iterable[str]) -> list[pathlib.Path]:
+    """The files of functions that are named as 'module:function'."""
+    modules = (importlib.util.find_spec(name.partition(":")[0]) for name in names)
     return [pathlib.Path(m.origin) for m in modules if m and m.origin]
 
 

@@ -103,6 +103,12 @@ def _hyphenated(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
+ALLOW_IMPORT = argument(
+    "--allow-import", default="", metavar="NAME,...",
+    help="modules, or module:function, that the run's config.json may import",
+)  # fmt: skip
+
+
 def words(text: str) -> list[str]:
     """The words of 'one,two'; none of ''."""
     return [word.strip() for word in text.split(",")] if text else []

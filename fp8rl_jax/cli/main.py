@@ -17,12 +17,14 @@ from collections.abc import Sequence
 
 from fp8rl_jax.cli import algo, bench, data, sample_eval
 from fp8rl_jax.cli.arguments import (
+    ALLOW_IMPORT,
     Command,
     argument,
     found_programs,
     keep_programs,
     note,
     read_config,
+    words,
     writable,
     writing,
 )
@@ -138,7 +140,8 @@ def _convert(values: argparse.Namespace) -> int:
     from fp8rl_jax.policy.export import export_run, is_run
 
     if is_run(values.paths[0]):
-        print(export_run(*values.paths, values.dtype, values.max_shard_gb, note))
+        permitted = words(values.allow_import)
+        print(export_run(*values.paths, values.dtype, values.max_shard_gb, permitted, note))
     else:
         print(hf.convert(*values.paths, values.dtype, values.max_shard_gb))
     return 0
@@ -212,6 +215,7 @@ _COMMANDS = (
             argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
             argument("--max-shard-gb", type=float, default=5.0, metavar="X",
                      help="size of a file above which there are several (default: 5)"),
+            ALLOW_IMPORT,
         ),
     ),
     Command(

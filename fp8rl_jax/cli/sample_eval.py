@@ -8,7 +8,15 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from fp8rl_jax.cli.arguments import Command, argument, config_file, keep_programs, note
+from fp8rl_jax.cli.arguments import (
+    ALLOW_IMPORT,
+    Command,
+    argument,
+    config_file,
+    keep_programs,
+    note,
+    words,
+)
 from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
@@ -23,6 +31,7 @@ _POLICY = (
     argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer"),
     argument("--seed", type=int, metavar="S", help="seed of sampling, and of the questions"),
     argument("--precision", metavar="RECIPE", help="fp8, bf16, f32, ..."),
+    ALLOW_IMPORT,
 )  # fmt: skip
 _FIELD_OF = {
     "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
@@ -62,7 +71,7 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
                 "a run, or of a Hugging Face model"
             )
-        config = directory_config(values.checkpoint)
+        config = directory_config(values.checkpoint, words(values.allow_import))
     else:
         config = load_config(config_file(command, values))
     given = vars(values)
@@ -122,10 +131,12 @@ def _sample(values: argparse.Namespace) -> int:
     from fp8rl_jax.policy.generate import generate
     from fp8rl_jax.policy.load import load_policy
     from fp8rl_jax.policy.source import usual_temperature
+    from fp8rl_jax.training.memory import check_sample_memory
     from fp8rl_jax.training.runtime import make_runtime
 
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
     runtime = make_runtime(config, with_questions=False)
+    check_sample_memory(runtime, runtime.mesh, len(prompts))
     with load_policy(runtime, prompts, note) as policy:
         writer = _Writer(prompts)
         timing = generate(policy, temperature, writer.show, writer.finished)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -114,11 +115,13 @@ class ChatFormat:
       template: of the tokenizer.
       system: content of a system message before the question; '' for none.
       variables: more names for the template.
+      now: what the template's `strftime_now` writes; the present if None.
     """
 
     template: ChatTemplate
     system: str = ""
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    now: datetime.datetime | None = None
 
     def render(self, question: Prompt) -> str:
         """The conversation up to the beginning of the answer; one with a system message of its own
@@ -128,4 +131,7 @@ class ChatFormat:
         )
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
-        return self.template.render(messages, **self.variables)
+        variables = dict(self.variables)
+        if self.now is not None:
+            variables["strftime_now"] = functools.partial(datetime.datetime.strftime, self.now)
+        return self.template.render(messages, **variables)

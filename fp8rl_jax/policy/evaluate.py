@@ -10,6 +10,7 @@ import ml_collections
 from fp8rl_jax.envs import load_questions
 from fp8rl_jax.policy.load import Note, load_policy
 from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.memory import check_eval_memory
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -33,6 +34,7 @@ def evaluate_policy(
       UserError: something in the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
+    check_eval_memory(runtime, runtime.mesh)
     data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
     if data.note:
         note(data.note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 
@@ -28,6 +28,7 @@ def export_run(
     target: str | pathlib.Path,
     dtype: str,
     max_shard_gb: float,
+    permitted: Collection[str],
     note: Callable[[str], None],
 ) -> pathlib.Path:
     """Writes the parameters of a run's newest checkpoint, and the tokenizer that it began with.
@@ -37,6 +38,7 @@ def export_run(
     Args:
       directory: of the run.
       target, dtype, max_shard_gb: as for `hf.convert`.
+      permitted: for `run_config`.
       note: told which weights they are, and what is missing.
 
     Returns:
@@ -47,7 +49,7 @@ def export_run(
     """
     path, target = pathlib.Path(directory), pathlib.Path(target)
     check_target(target, max_shard_gb)
-    config = run_config(path)
+    config = run_config(path, permitted)
     config.run.dir, config.mesh = str(path), default_config().mesh
     runtime = make_runtime(config, with_questions=False)
     with jax.set_mesh(runtime.mesh):

@@ -16,6 +16,7 @@ import ml_collections
 import numpy as np
 import optax
 
+from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import TrainState
@@ -107,7 +108,8 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
             "--checkpoint or --config.run.dir"
         )
     config = runtime.config
-    saved_as = run_config(directory)
+    # What the configuration of this program names was permitted, or it would not be here.
+    saved_as = run_config(directory, named_functions(config))
     sides = as_saved(saved_as), as_saved(config)
     difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
     if difference:

@@ -7,6 +7,7 @@ the tokenizer and the sampling settings that it has. `config.run.dir` names the 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Collection
 
 import ml_collections
 
@@ -19,8 +20,8 @@ from fp8rl_jax.training.run_directory import run_config
 _NEW_TOKENS = 256
 
 
-def directory_config(directory: str) -> ml_collections.ConfigDict:
-    """The configuration of a run, or of a Hugging Face model.
+def directory_config(directory: str, permitted: Collection[str] = ()) -> ml_collections.ConfigDict:
+    """The configuration of a run, or of a Hugging Face model; `permitted` is for `run_config`.
 
     Raises:
       UserError: the directory is neither.
@@ -30,7 +31,7 @@ def directory_config(directory: str) -> ml_collections.ConfigDict:
     if released is not None:
         config = _released_config(directory, released)
     elif (path / "config.json").is_file():
-        config = run_config(path)
+        config = run_config(path, permitted)
     else:
         raise UserError(
             f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "

@@ -6,38 +6,28 @@ before it.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
-import re
-import time
 from typing import Any
 
 import jax
 import ml_collections
 
+from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
-from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.user_cache import files_of_functions, machine, source_digest
 
 _NAME = "environment.json"
+_STARTED = datetime.datetime.now().replace(microsecond=0)
 _LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers",
 )  # fmt: skip
-_FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:\w+")
-
-
-def _functions(config: ml_collections.ConfigDict) -> list[str]:
-    """The user's functions that a configuration names."""
-    algo, env = config.algo, config.env
-    names = [*reward_names(env.reward), env.task, *env.eval_task.split(","), algo.loss,
-             *algo.correction.split(","), *config.precision.values()]  # fmt: skip
-    texts = (name.strip() for name in names if isinstance(name, str))
-    return [text for text in texts if _FUNCTION.fullmatch(text)]
 
 
 def _digests(files: list[pathlib.Path]) -> dict[str, str]:
@@ -64,7 +54,7 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
             "flags": os.environ.get("XLA_FLAGS", ""),
         },
         "tokenizer": _digests(tokenizer_files(config.data.tokenizer, config.model.checkpoint)),
-        "functions": _digests(files_of_functions(_functions(config))),
+        "functions": _digests(files_of_functions(named_functions(config))),
     }
 
 
@@ -73,6 +63,32 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def check_process() -> None:
+    """Raises UserError if JAX has no device here, or calculates in float64."""
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX_ENABLE_X64 is on, and float32 would become float64: unset it, or "
+            "jax.config.update('jax_enable_x64', False)"
+        )
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"JAX finds no device (JAX_PLATFORMS={asked!r}: {reason}): write JAX_PLATFORMS=cpu, "
+            "or install the plugin of that platform"
+        ) from None
+
+
+def begun(directory: pathlib.Path) -> datetime.datetime:
+    """When the run in a directory was started for the first time; now if there is none."""
+    try:
+        return datetime.datetime.fromisoformat(_read(directory)[0]["started"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        return _STARTED
 
 
 def check_environment(directory: pathlib.Path, config: ml_collections.ConfigDict) -> str | None:
@@ -110,7 +126,7 @@ def check_environment(directory: pathlib.Path, config: ml_collections.ConfigDict
 
 def keep_environment(directory: pathlib.Path, config: ml_collections.ConfigDict) -> None:
     """Adds an entry for this start."""
-    started = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "process": os.getpid()}
+    started = {"started": _STARTED.isoformat(" "), "process": os.getpid()}
     starts = [*_read(directory), started | environment(config)]
     temporary = directory / f"{_NAME}.tmp"
     temporary.write_text(json.dumps(starts, indent=2) + "\n")

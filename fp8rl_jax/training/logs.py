@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -58,10 +59,14 @@ class RunLogs:
     NAMES = ("metrics", "sft", "eval", "samples")
 
     def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None, config):
-        """Opens the files; cuts them to `offsets` (sizes in bytes by name), None for empty.
+        """Opens the files; cuts them to `offsets` (sizes in bytes by name).
+
+        With None they start empty, and what a former run has left in them is kept: it moves to
+        `earlier-1`, `earlier-2`, ... of the directory, and `moved_to` names that.
 
         `config` names the loggers and is handed to them.
         """
+        self.moved_to = self._move_away(directory) if offsets is None else None
         if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
             former.rename(directory / "sft.jsonl")
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
@@ -77,6 +82,19 @@ class RunLogs:
         for name, writer in self._writers.items():
             for record in read_jsonl(writer.path):
                 self._show(name, record, again=True)
+
+    def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
+        """The directory that the files of a former run are in now; None if there were none."""
+        names = (directory / f"{name}.jsonl" for name in self.NAMES)
+        former = [path for path in names if path.exists() and path.stat().st_size]
+        if not former:
+            return None
+        numbers = (directory / f"earlier-{number}" for number in itertools.count(1))
+        target = next(path for path in numbers if not path.exists())
+        target.mkdir()
+        for path in former:
+            path.rename(target / path.name)
+        return target
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Appends a record to one of NAMES; its numbers go to the loggers too."""

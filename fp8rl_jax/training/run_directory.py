@@ -13,10 +13,12 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Collection
 
 import ml_collections
 
 from fp8rl_jax.config import default_config, flatten, saved_config
+from fp8rl_jax.config.functions import check_permitted
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
@@ -155,14 +157,23 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         ) from None
 
 
-def run_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
+def run_config(
+    directory: pathlib.Path, permitted: Collection[str] = ()
+) -> ml_collections.ConfigDict:
     """The configuration of the run in a directory.
 
+    Args:
+      directory: of the run.
+      permitted: functions or modules that it may name; see `check_permitted`.
+
     Raises:
-      UserError: its config.json is damaged, or has a field that is not known.
+      UserError: its config.json is damaged, or has a field that is not known, or names a function
+        that is not permitted.
     """
     saved = directory / "config.json"
-    return saved_config(read_saved_config(saved), str(saved))
+    config = saved_config(read_saved_config(saved), str(saved))
+    check_permitted(config, permitted, str(saved))
+    return config
 
 
 def first_difference(theirs: dict, ours: dict):
@@ -203,6 +214,13 @@ def bytes_to_write(runtime: Runtime) -> int:
 
 def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
     """Raises UserError if `directory` cannot be made, written, or has too little room."""
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{field}: the name {os.fsencode(directory)!r} is no UTF-8 in this locale: set "
+            "PYTHONUTF8=1 or LC_ALL=C.UTF-8, or take another name"
+        ) from None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

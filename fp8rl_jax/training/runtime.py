@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,8 @@ from fp8rl_jax.rollout import (
     make_sampler,
 )
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
+from fp8rl_jax.training.environment import begun, check_process
+from fp8rl_jax.training.memory import check_rollout_memory
 from fp8rl_jax.training.questions import load_data
 
 
@@ -407,9 +410,12 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     Raises:
       UserError: something in the configuration cannot work.
     """
+    check_process()
     resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
+    if with_questions:
+        check_rollout_memory(resolved, mesh)
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
@@ -430,7 +436,10 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
             f"data.chat is True, and the tokenizer {data.tokenizer!r} has no chat template: set "
             "data.chat=False, or name the directory of a model that has one"
         )
-    return ChatFormat(tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict())
+    return ChatFormat(
+        tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict(),
+        begun(pathlib.Path(config.run.dir)),
+    )  # fmt: skip
 
 
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from fp8rl_jax.config import flatten
+from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
-from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
@@ -61,7 +61,7 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path:
     if config.model.checkpoint:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-    files += files_of_functions([*reward_names(config.env.reward), *config.precision.values()])
+    files += files_of_functions(named_functions(config))
     name = cache_name("sft", parts, files)
     return pathlib.Path(config.run.cache_dir or user_cache()) / name
 

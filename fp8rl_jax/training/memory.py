@@ -1,0 +1,78 @@
+"""Sizes that no machine holds are refused before anything is allocated.
+
+What is counted must be there at once, so a refusal is never wrong; that there is room for all else
+is not promised. `fp8rl plan --rollout` has the estimate in full.
+"""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from fp8rl_jax.config.resolve import Resolved
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import PAGE
+from fp8rl_jax.rollout.memory_plan import device_memory, gib, page_bytes, train_bytes
+
+
+def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
+    """Raises UserError if a rollout of training is larger than the devices."""
+    rollout = resolved.config.rollout
+    what = "rollout.prompts_per_step x rollout.group_size"
+    _check_sampling(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
+
+
+def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
+    """Raises UserError if the train state, or an evaluation beside it, is larger than the
+    devices."""
+    state = train_bytes(
+        resolved.model, resolved.learner_recipe, mesh, resolved.algorithm.needs_reference
+    )
+    _check(
+        state, "the train state (parameters and optimiser moments in float32)",
+        "take a smaller model, or raise mesh.fsdp",
+    )  # fmt: skip
+    check_eval_memory(resolved, mesh, state)
+
+
+def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:
+    """Raises UserError if an evaluation, with `beside` bytes of other things on each device, is
+    larger than the devices."""
+    settings = resolved.config.eval
+    what = "eval.batch_size x (eval.samples + 1)"
+    _check_sampling(resolved, mesh, settings.batch_size, 1 + settings.samples, what, beside)
+
+
+def check_sample_memory(resolved: Resolved, mesh: Mesh, prompts: int) -> None:
+    """Raises UserError if the answers to so many prompts are larger than the devices."""
+    _check_sampling(resolved, mesh, prompts, 1, "prompts", slots=0)
+
+
+def _check_sampling(
+    resolved: Resolved,
+    mesh: Mesh,
+    prompts: int,
+    group: int,
+    what: str,
+    beside: int = 0,
+    slots: int | None = None,
+) -> None:
+    """The KV cache and the logits of `prompts` x `group` responses, prompts kept once."""
+    rollout, model = resolved.config.rollout, resolved.model
+    slots = rollout.slots if slots is None else slots
+    page, rows = page_bytes(model, resolved.rollout_recipe), prompts * group
+    if slots:
+        cache = rollout.pages * page  # 0: as many as fit
+        fields = f"rollout.slots = {slots:,} and rollout.pages = {rollout.pages:,}"
+    else:
+        tokens = prompts * rollout.max_prompt_tokens + rows * rollout.max_new_tokens
+        cache = tokens * page // PAGE
+        fields = f"{what} = {rows:,} and rollout.max_new_tokens = {rollout.max_new_tokens:,}"
+    logits = 4 * (slots or rows) * model.vocab_size
+    needed = (cache + logits) // mesh.size + beside
+    _check(needed, f"the KV cache and the logits of {fields}", "lower these")
+
+
+def _check(needed: int, what: str, remedy: str) -> None:
+    memory = device_memory()
+    if memory is not None and needed > memory:
+        raise UserError(f"{what} need {gib(needed)}, and a device here has {gib(memory)}: {remedy}")
