@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from tiny_run import CONFIG, overrides, reproducible, train_counting
 from train_process import finish, kill_after_records, start, wait_for_records
 
@@ -21,6 +23,7 @@ from fp8rl_jax import cli, train
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import NonFiniteError
+from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sft import cache_directory
@@ -167,6 +170,33 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
     assert reproducible(tmp_path) == reproducible(tiny_run[0])
 
 
+_ASKED = 1 + 8 + 1 + 6  # at the start, after each update of fine-tuning, before RL, after RL steps
+
+
+@pytest.mark.parametrize("asked", [slow(k) if k not in (9, 12) else k for k in range(1, _ASKED)])
+def test_stopped_at_any_point(tiny_run, tmp_path, capsys, asked):
+    """A signal that is first seen at the k-th question: what is said to be saved is saved."""
+    calls = []
+
+    def stop() -> str | None:
+        calls.append(None)
+        return "SIGTERM" if len(calls) > asked else None
+
+    outcome = train.train(load_config(str(CONFIG), overrides(tmp_path)), stop=stop)
+    if asked == _ASKED - 1:  # at the end of the last step
+        assert outcome.finished and reproducible(tmp_path) == reproducible(tiny_run[0])
+        return
+    assert not outcome.finished and outcome.stopped_by == "SIGTERM"
+    said = re.search(
+        r"stopped by SIGTERM after (sft|rl) step (\d+), saved", capsys.readouterr().out
+    )
+    assert said
+    number = int(said[2]) + (8 if said[1] == "rl" else 0)
+    assert Checkpoints(tmp_path / "run" / "checkpoints", keep=2).latest() == number
+    steps = len(reproducible(tmp_path)["sft"]) + len(reproducible(tmp_path)["metrics"])
+    assert steps == number
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"rollout.slots": 5}], ids=["static", "continuous batching"]
@@ -201,12 +231,13 @@ def test_killed_and_resumed_with_dynamic_sampling(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_leaves(tiny_run, tmp_path):
-    """SIGTERM, from fine-tuning on, ends the process with status 0; --resume gives the same run."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_saves_and_leaves(tiny_run, tmp_path, name):
+    """From fine-tuning on a signal ends the process with status 75; --resume gives the same run."""
     process = start(tmp_path)
     wait_for_records(process, tmp_path, "sft", 2)
-    process.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in finish(process)
+    process.send_signal(getattr(signal, name))
+    assert f"stopped by {name}" in finish(process, status=75)
     assert len(read_jsonl(tmp_path / "run" / "sft.jsonl")) >= 2
     # On a busy machine the signal comes late.
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 6

@@ -71,7 +71,8 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
                 "a run, or of a Hugging Face model"
             )
-        config = directory_config(values.checkpoint, words(values.allow_import))
+        needed = ("precision", "env") if command == "eval" else ("precision",)
+        config = directory_config(values.checkpoint, words(values.allow_import), needed)
     else:
         config = load_config(config_file(command, values))
     given = vars(values)

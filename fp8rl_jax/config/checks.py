@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,7 +18,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import least_pages
-from fp8rl_jax.quant import same_forward
+from fp8rl_jax.quant import check_scales, same_forward
 from fp8rl_jax.rl import Algorithm
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ def check(resolved: Resolved) -> None:
     _check_rollout(resolved)
     _check_continuous(resolved)
     _check_batches(config)
+    _check_policies(resolved)
+
+
+def _check_policies(resolved: Resolved) -> None:
+    """Tries the scaling policies that are the user's own on numbers."""
+    for side in ("rollout_recipe", "learner_recipe"):
+        for operand in getattr(resolved, side).operands.values():
+            if re.search(r":|\buser\b", operand.policy.name):
+                check_scales(operand.policy)
 
 
 def _check_experts(config, experts: int) -> None:

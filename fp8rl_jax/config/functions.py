@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import ml_collections
 
+from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.envs import reward_names
 from fp8rl_jax.errors import UserError
 
@@ -30,27 +31,35 @@ def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
     }
 
 
-def check_permitted(
-    config: ml_collections.ConfigDict, permitted: Collection[str], where: str
+def permit(
+    config: ml_collections.ConfigDict,
+    permitted: Collection[str],
+    where: str,
+    needed: Collection[str],
 ) -> None:
     """A configuration that was found beside weights is data: what it names is not imported unless
-    the user has said so.
+    the user has said so. Fields of sections that are not needed go back to their defaults.
 
     Args:
-      config: that was read from a directory.
+      config: that was read from a directory; changed in place.
       permitted: 'module:function', or 'module' for all in it.
       where: the file it was read from.
+      needed: sections whose functions will be called.
 
     Raises:
-      UserError: it names a function that is not permitted.
+      UserError: a section that is needed names a function that is not permitted.
     """
-    refused = {
-        name: field
-        for name, field in named_functions(config).items()
-        if name not in permitted and name.partition(":")[0] not in permitted
-    }
+    refused = {}
+    for name, path in named_functions(config).items():
+        section, _, field = path.partition(".")
+        if name in permitted or name.partition(":")[0] in permitted:
+            continue
+        if section in needed:
+            refused[name] = path
+        else:
+            config[section][field] = FIELDS[section][field].default
     if refused:
-        names = ", ".join(f"{name} ({field})" for name, field in refused.items())
+        names = ", ".join(f"{name} ({path})" for name, path in refused.items())
         modules = ",".join(dict.fromkeys(name.partition(":")[0] for name in refused))
         raise UserError(
             f"{where} names code that would be imported and called: {names}; if you trust it, add "

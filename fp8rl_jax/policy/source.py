@@ -20,8 +20,11 @@ from fp8rl_jax.training.run_directory import run_config
 _NEW_TOKENS = 256
 
 
-def directory_config(directory: str, permitted: Collection[str] = ()) -> ml_collections.ConfigDict:
-    """The configuration of a run, or of a Hugging Face model; `permitted` is for `run_config`.
+def directory_config(
+    directory: str, permitted: Collection[str] = (), needed: Collection[str] = ("precision",)
+) -> ml_collections.ConfigDict:
+    """The configuration of a run, for which `permitted` and `needed` are those of `run_config`, or
+    of a Hugging Face model.
 
     Raises:
       UserError: the directory is neither.
@@ -31,7 +34,7 @@ def directory_config(directory: str, permitted: Collection[str] = ()) -> ml_coll
     if released is not None:
         config = _released_config(directory, released)
     elif (path / "config.json").is_file():
-        config = run_config(path, permitted)
+        config = run_config(path, permitted, needed)
     else:
         raise UserError(
             f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "

@@ -20,6 +20,7 @@ from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.rule import grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
+    check_scales,
     delayed,
     dynamic,
     get_scaling_policy,

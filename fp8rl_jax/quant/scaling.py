@@ -210,14 +210,12 @@ def _read(node: ast.expr) -> ScalingPolicy:
 
 def _load(text: str) -> ScalingPolicy:
     policy = user_code.call(text, "scaling policy", ScalingPolicy)
-    policy = check_policy(dataclasses.replace(policy, name=text))
-    _check_scales(policy)
-    return policy
+    return check_policy(dataclasses.replace(policy, name=text))
 
 
-def _check_scales(policy: ScalingPolicy) -> None:
+def check_scales(policy: ScalingPolicy) -> None:
     """Raises UserError if a scale of a probe, before or after an update, is not finite and
-    positive."""
+    positive. Runs the policy's functions, where `check_policy` traces them."""
     amax = jnp.array([[0.0, 1e-30], [1e-3, 1.0], [448.0, 1e30]], jnp.float32)
     state = policy.init(amax.shape)
     for when in ("at the start", "after an update"):

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ _LIBRARIES = (
 )  # fmt: skip
 
 
-def _digests(files: list[pathlib.Path]) -> dict[str, str]:
+def _digests(files: Iterable[pathlib.Path]) -> dict[str, str]:
     return {
         str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         for file in files
@@ -53,7 +54,11 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
             "machine": machine(),
             "flags": os.environ.get("XLA_FLAGS", ""),
         },
-        "tokenizer": _digests(tokenizer_files(config.data.tokenizer, config.model.checkpoint)),
+        "tokenizer": _digests(
+            file
+            for file in tokenizer_files(config.data.tokenizer, config.model.checkpoint)
+            if file.name != "config.json"  # of the model: its shapes are compared by themselves
+        ),
         "functions": _digests(files_of_functions(named_functions(config))),
     }
 

@@ -18,7 +18,7 @@ from collections.abc import Collection
 import ml_collections
 
 from fp8rl_jax.config import default_config, flatten, saved_config
-from fp8rl_jax.config.functions import check_permitted
+from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
@@ -158,13 +158,16 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
 
 
 def run_config(
-    directory: pathlib.Path, permitted: Collection[str] = ()
+    directory: pathlib.Path,
+    permitted: Collection[str] = (),
+    needed: Collection[str] = ("precision",),
 ) -> ml_collections.ConfigDict:
     """The configuration of the run in a directory.
 
     Args:
       directory: of the run.
-      permitted: functions or modules that it may name; see `check_permitted`.
+      permitted: functions or modules that it may name; see `permit`.
+      needed: sections whose functions will be called, 'env' for evaluation.
 
     Raises:
       UserError: its config.json is damaged, or has a field that is not known, or names a function
@@ -172,7 +175,7 @@ def run_config(
     """
     saved = directory / "config.json"
     config = saved_config(read_saved_config(saved), str(saved))
-    check_permitted(config, permitted, str(saved))
+    permit(config, permitted, str(saved), needed)
     return config
 
 

@@ -154,7 +154,7 @@ def test_checkpoint_of_another_model(run_dir):
 
 
 def test_damaged_sft_cache(made_run, tmp_path, monkeypatch, capsys):
-    """Another run.dir would meet the same cache again: the cache is named, to be deleted."""
+    """Another run.dir would meet the same cache again: the cache is named, to be moved away."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     without_self_check(monkeypatch)
@@ -168,7 +168,7 @@ def test_damaged_sft_cache(made_run, tmp_path, monkeypatch, capsys):
     os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
     assert cli.run(train_command("run.dir=second")) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert_words(message, ["error: ", str(cache), "delete"])
+    assert_words(message, ["error: ", str(cache), "away"])
     assert "another run.dir" not in message
 
 

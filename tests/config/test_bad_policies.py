@@ -17,6 +17,7 @@ from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import get_scaling_policy, recipe_names
 
 pytestmark = bad.REFUSALS
@@ -122,6 +123,24 @@ def test_sentence_is_in_the_users_words(text, refused_fields):
     message = refused_fields(f"precision.weight_policy={text}")
     jargon = ["object at 0x", "<unknown>", "not supported between", "to unpack", "unhashable"]
     assert [word for word in jargon if word in message] == []
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("lambda s, a, m: jnp.full(a.shape, jnp.nan, jnp.float32)", "at the start .* nan"),
+        ("lambda s, a, m: jnp.zeros(a.shape, jnp.float32)", "at the start .* returned 0 "),
+        ("lambda s, a, m: -m / (1 + a)", "returned -448 for an amax of 0"),
+        ("lambda s, a, m: m / a", "returned inf for an amax of 0"),
+        ("lambda s, a, m: m / (1 + s) - (s > 1)", "after an update .* amax of 448"),
+    ],
+)
+def test_scales_that_are_no_numbers(scale, words, module):
+    """A scale of the probe that is not finite and positive names the policy, and the amax."""
+    name = module(_policy(scale=scale))
+    fields = [f"precision.{side}=fp8_delayed" for side in ("rollout", "learner")]
+    with pytest.raises(UserError, match=f"'{name}:f': .*{words}"):
+        resolve_config(load_config("tiny.py", [*fields, f"precision.gradient_policy={name}:f"]))
 
 
 # Policies and recipes as functions.

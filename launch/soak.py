@@ -1,0 +1,264 @@
+"""Small runs under random faults, each compared with an undisturbed one.
+
+    bash launch/soak.sh HOURS [--seed=N] [--directory=DIR]
+
+A run is started, disturbed at a random moment and resumed until it has finished: signals, SIGKILL,
+a full disk (where a tmpfs can be mounted), slow rewards, damaged checkpoints, a second process on
+its directory, and a clock that jumps. Then its records and the checksum of its last checkpoint must
+be those of an undisturbed run, every exit status must be the documented one, and no process may be
+left. A line tells of each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+_HERE = pathlib.Path(__file__).resolve().parent
+_NOT_REPRODUCIBLE = ("time_", "tokens_per_s_", "calibrate_frac")
+_SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGHUP": signal.SIGHUP}
+_ROOM = 64 << 20  # of the disk that is filled
+
+
+class Wrong(Exception):
+    """Something that must not happen."""
+
+
+class Run:
+    """One run directory, and the processes that work on it."""
+
+    def __init__(self, root: pathlib.Path, name: str, clock: str = ""):
+        self.directory = root / name
+        self.slow = root / f"{name}.slow"
+        self.output = ""
+        self._root = root
+        self._environment = {
+            **os.environ, "JAX_PLATFORMS": "cpu", "SOAK_SLOW": str(self.slow), "SOAK_CLOCK": clock,
+            "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")]),
+            "SOAK": str(root),
+        }  # fmt: skip
+
+    def start(self, *more: str) -> subprocess.Popen:
+        resume = ["--resume"] if (self.directory / "config.json").exists() else []
+        fields = {"run.dir": self.directory, "run.cache_dir": f"{self.directory}.cache"}
+        return subprocess.Popen(
+            [sys.executable, str(_HERE / "soak_child.py"), "train",
+             "--config", str(_HERE / "soak_config.py"),
+             *(f"--config.{name}={value}" for name, value in fields.items()), *resume, *more],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def end(self, process: subprocess.Popen, expected: tuple[int, ...]) -> int:
+        """The status of a process, which must be one of those expected."""
+        self.output, _ = process.communicate(timeout=1200)
+        status = process.returncode
+        if status not in expected:
+            raise Wrong(f"status {status}, expected {expected}: {self.output[-2000:]}")
+        if "Traceback" in self.output:
+            raise Wrong(f"a traceback: {self.output[-2000:]}")
+        return status
+
+    def records(self) -> dict[str, list[dict]]:
+        """What the run has logged, without times."""
+        found = {}
+        for name in ("metrics", "sft", "eval", "samples"):
+            lines = (self.directory / f"{name}.jsonl").read_text().splitlines()
+            found[name] = [
+                {k: v for k, v in json.loads(line).items() if not k.startswith(_NOT_REPRODUCIBLE)}
+                for line in lines
+            ]
+        return found
+
+    def checkpoints(self) -> list[pathlib.Path]:
+        """Complete ones, the oldest first."""
+        directory = self.directory / "checkpoints"
+        numbers = (p for p in directory.iterdir() if p.name.isdecimal())
+        return sorted(numbers, key=lambda p: int(p.name)) if directory.is_dir() else []
+
+
+class Soak:
+    """Faults, one after the other; `counts` says how many of which."""
+
+    def __init__(self, root: pathlib.Path, seed: int):
+        self.draw = random.Random(seed)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.root, self.longest = root, 60.0
+
+    def undisturbed(self) -> dict[str, list[dict]]:
+        """The records that every run must have."""
+        run = Run(self.root, "undisturbed")
+        begin = time.monotonic()
+        run.end(run.start(), (0,))
+        self.longest = time.monotonic() - begin
+        return run.records()
+
+    def disturbed(self, number: int, most: int) -> tuple[Run, list[str]]:
+        """A run that has finished after some faults, and their names."""
+        clock = str(number) if self.draw.random() < 0.3 else ""
+        run = Run(self.root, f"run-{number}", clock)
+        faults = ["clock"] if clock else []
+        self.counts.update(faults)
+        for _ in range(self.draw.randint(1, most)):
+            names = [*_SIGNALS, "SIGKILL", "slow", "damage", "second", "disk"]
+            fault = self.draw.choice(names)
+            if self._fault(run, fault):
+                faults.append(fault)
+                self.counts[fault] += 1
+            if self._finished(run):
+                break
+        if not self._finished(run):
+            run.end(run.start(), (0,))
+        return run, faults
+
+    def _finished(self, run: Run) -> bool:
+        return (run.directory / "report.html").exists()
+
+    def _wait(self, process: subprocess.Popen) -> bool:
+        """A random while; False if the process has ended by itself."""
+        deadline = time.monotonic() + self.draw.uniform(0, self.longest)
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                return False
+            time.sleep(0.05)
+        return process.poll() is None
+
+    def _fault(self, run: Run, name: str) -> bool:
+        """Disturbs the run once; False if it was too late, or cannot be done here."""
+        if name == "damage":
+            return self._damage(run)
+        if name == "disk":
+            return self._fill_disk(run)
+        process = run.start()
+        if not self._wait(process):
+            run.end(process, (0,))
+            return False
+        if name == "slow":
+            run.slow.touch()
+            time.sleep(self.draw.uniform(0, 5))
+            run.slow.unlink()
+            run.end(process, (0,))
+        elif name == "second":
+            status = run.end(run.start(), (0, 2))
+            if status == 0 and process.poll() is None:
+                raise Wrong("two processes worked on one directory")
+            run.end(process, (0, 2))
+        else:
+            number = _SIGNALS.get(name, signal.SIGKILL)
+            process.send_signal(number)
+            # At once before the run waits for a step's end, and at the end of the last step.
+            run.end(process, (75, 0, -number, 128 + number))
+        return True
+
+    def _damage(self, run: Run) -> bool:
+        """Flips a byte of the newest checkpoint: refused, or without effect."""
+        if self._finished(run) or not (run.directory / "checkpoints").is_dir():
+            return False
+        checkpoints = run.checkpoints()
+        if not checkpoints:
+            return False
+        newest = checkpoints[-1]
+        file = self.draw.choice([p for p in newest.rglob("*") if p.is_file() and p.stat().st_size])
+        content = bytearray(file.read_bytes())
+        content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
+        file.write_bytes(content)
+        status = run.end(run.start(), (0, 2))
+        if status == 2:
+            if str(newest) not in run.output:
+                raise Wrong(f"the damaged checkpoint is not named: {run.output[-2000:]}")
+            if len(checkpoints) > 1:
+                shutil.move(newest, self.root / f"damaged-{time.monotonic_ns()}")
+            else:
+                shutil.rmtree(run.directory)
+        return True
+
+    def _fill_disk(self, run: Run) -> bool:
+        """Runs on a small disk, which is filled at a random moment."""
+        if run.directory.exists() or os.geteuid() != 0:
+            return False
+        run.directory.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "tmpfs", str(run.directory)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            run.directory.rmdir()
+            return False
+        try:
+            process = run.start()
+            ballast = run.directory / "ballast"
+            if self._wait(process):
+                with open(ballast, "wb") as file:
+                    try:
+                        while True:
+                            file.write(bytes(1 << 16))
+                            file.flush()
+                    except OSError:
+                        pass
+            run.end(process, (0, 2))
+            ballast.unlink(missing_ok=True)
+            if not self._finished(run):
+                run.end(run.start(), (0,))
+            kept = self.root / f"{run.directory.name}.kept"
+            shutil.copytree(run.directory, kept)
+        finally:
+            subprocess.run(["umount", str(run.directory)], check=True)
+        run.directory.rmdir()
+        kept.rename(run.directory)
+        return True
+
+    def orphans(self) -> list[str]:
+        """Processes of this soak that are still there."""
+        found = []
+        marker = f"SOAK={self.root}".encode()
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if marker in (process / "environ").read_bytes().split(b"\0"):
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("hours", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("runs/soak"))
+    parser.add_argument("--most-faults", type=int, default=4, help="of a run")
+    values = parser.parse_args()
+    root = values.directory.resolve()
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    soak = Soak(root, values.seed)
+    end = time.monotonic() + 3600 * values.hours
+    expected = soak.undisturbed()
+    print(f"an undisturbed run takes {soak.longest:.0f} s", flush=True)
+    number = wrong = 0
+    while time.monotonic() < end:
+        number += 1
+        begin, faults = time.monotonic(), ["?"]
+        try:
+            run, faults = soak.disturbed(number, values.most_faults)
+            verdict = "equal" if run.records() == expected else "DIFFERENT"
+            if left := soak.orphans():
+                verdict += f"; left behind: {left}"
+        except Wrong as problem:
+            verdict = f"WRONG: {problem}"
+        wrong += verdict != "equal"
+        seconds = time.monotonic() - begin
+        print(f"run {number}: {', '.join(faults) or 'no fault'}: {verdict} ({seconds:.0f} s)",
+              flush=True)  # fmt: skip
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(soak.counts.items()))
+    print(f"{number} runs, {sum(soak.counts.values())} faults ({counts}); {wrong} not as expected")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
