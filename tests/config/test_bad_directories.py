@@ -3,6 +3,7 @@ caches, no room on the disk. The manner of the refusals is asserted by helpers/r
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -29,7 +30,7 @@ from fp8rl_jax.training import sft
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import state_bytes
+from fp8rl_jax.training.run_directory import no_room, state_bytes
 from fp8rl_jax.training.runtime import make_runtime
 
 pytestmark = REFUSALS
@@ -81,6 +82,36 @@ def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
     assert "room" in refused(*train_command(), "--resume")
     monkeypatch.setattr(shutil, "disk_usage", usage(size))
     assert begins(*train_command(), "--resume")
+
+
+def test_room_for_the_checkpoints_that_are_still_to_come(refused, run_dir, monkeypatch):
+    """A run that keeps many checkpoints needs room for no more than it will write: here those
+    before RL, and after its only step."""
+    size = state_bytes(make_runtime(load_config("tiny.py")))
+    usage = lambda free: lambda _: namedtuple("usage", "total used free")(10**9, 0, free)
+    many = train_command("run.keep_checkpoints=16")
+    monkeypatch.setattr(shutil, "disk_usage", usage(2 * size - 1))
+    assert "room" in refused(*many, "--resume")
+    monkeypatch.setattr(shutil, "disk_usage", usage(2 * size))
+    assert begins(*many, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, ["no room is left", "free some room"]),
+        (errno.EACCES, ["Permission denied", "permissions"]),
+        (errno.EROFS, ["Read-only", "writable"]),
+        (errno.ENAMETOOLONG, ["name too long", "shorter"]),
+        (errno.ENOTDIR, ["Not a directory", "is a file"]),
+        (errno.EIO, ["Input/output error", "set run.dir elsewhere"]),
+    ],
+)
+def test_the_remedy_follows_from_the_cause(number, words):
+    """Room is to be freed only where room is what is missing."""
+    message = str(no_room(pathlib.Path("here"), OSError(number, os.strerror(number))))
+    assert_words(message, words)
+    assert ("free some room" in message) == (number == errno.ENOSPC)
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])

@@ -142,13 +142,20 @@ def test_run_logs_are_cut_to_their_offsets(tmp_path):
 
 
 def test_run_logs_without_offsets_start_empty(tmp_path):
-    """A run that starts anew in a directory drops the lines of one that left no checkpoint."""
-    for offsets in (None, {}):
+    """A run that starts anew keeps the lines of one that left no checkpoint aside, each time."""
+    former = {}
+    for number in (1, 2):
         logs = RunLogs(tmp_path, None, default_config())
-        _fill(logs, range(2))
+        assert logs.moved_to == (None if number == 1 else tmp_path / "earlier-1")
+        _fill(logs, range(2 * number))
         logs.close()
-        RunLogs(tmp_path, offsets, default_config()).close()
-        assert not any(_steps(tmp_path).values())
+        former[number] = _steps(tmp_path)
+    logs = RunLogs(tmp_path, None, default_config())
+    logs.close()
+    assert logs.moved_to == tmp_path / "earlier-2"
+    assert not any(_steps(tmp_path).values())
+    assert {k: _steps(tmp_path / f"earlier-{k}") for k in (1, 2)} == former
+    assert RunLogs(tmp_path, {}, default_config()).moved_to is None
 
 
 def test_run_logs_write_tensorboard_events(tmp_path):
