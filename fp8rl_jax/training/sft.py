@@ -41,7 +41,9 @@ _FIELDS = (
     "rollout.max_new_tokens",
 )
 # Fields that no number of a run depends on.
-WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
+WITHOUT_EFFECT = (
+    "model.check_finite", "precision.zero_drift", "precision.health", "precision.self_check",
+)  # fmt: skip
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path:
