@@ -46,7 +46,7 @@ class Fields:
         Raises:
           UserError: absent without a default, or of another type.
         """
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
         value = default if value is None else value
         if value is None:
             raise UserError(
@@ -57,7 +57,7 @@ class Fields:
         if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
             raise self.error(name, f"write {wanted}")
         most = LARGEST if kind is int else _LARGEST_FLOAT
-        if abs(value) > most:
+        if not isinstance(value, bool) and abs(value) > most:
             raise self.error(name, f"write {wanted} of at most {most}")
         return kind(value)
 

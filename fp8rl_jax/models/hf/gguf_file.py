@@ -75,7 +75,8 @@ class GGUF:
             self._rows = {}  # {name: (type, bytes of a row)}
             for tensor in header.tensors:
                 kind = gguf.GGMLQuantizationType(tensor.kind)
-                row = check_inside(tensor, *gguf.GGML_QUANT_SIZES[kind], self._data.size)
+                block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+                row = check_inside(tensor, block, block_bytes, self._data.size)
                 self._rows[_name(tensor.name)] = kind, row
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): fix its name") from None

@@ -111,7 +111,7 @@ class _Cursor:
     """A place in the bytes of a file; reading moves it on."""
 
     def __init__(self, data: np.ndarray):
-        self._data, self.at, self._elements = memoryview(data), 0, 0
+        self._data, self.at, self._elements = memoryview(data), 0, 0  # type: ignore[arg-type]
 
     def take(self, count: int) -> bytes:
         if count > len(self._data) - self.at:
