@@ -7,7 +7,7 @@ from collections.abc import Iterator
 _LONGEST = 4000
 # What a terminal obeys instead of showing it: controls, marks of direction, halves of pairs.
 _OBEYED = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 

@@ -32,14 +32,14 @@ def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
     return pathlib.Path(path).read_bytes()
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes | str) -> Any:
     """The value of a JSON text; NaN and Infinity are numbers in it, as for `json`.
 
     Raises:
       ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
     """
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except MemoryError:

@@ -20,7 +20,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 
-from fp8rl_jax.data.chat_limits import LimitedEnvironment, Limits, TooMuch
+from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 from fp8rl_jax.errors import UserError
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'content'} each
@@ -84,7 +84,7 @@ class ChatTemplate:
         self._tokens, self._where = dict(special_tokens), where
         try:
             environment = _environment()
-            self._limits = environment.extensions[Limits.identifier]
+            self._limits = environment.limits
             self._template = environment.limited_template(source)
         except _NO_JINJA as error:
             said = str(error)[:300] or type(error).__name__
@@ -110,11 +110,8 @@ class ChatTemplate:
                 names, messages=[dict(m) for m in messages], add_generation_prompt=True
             )
         except Exception as error:  # a template runs any code: type errors and so on
-            said = (
-                error
-                if isinstance(error, _Refusal | TooMuch)
-                else f"{type(error).__name__}: {error}"
-            )
+            known = isinstance(error, _Refusal | TooMuch)
+            said = error if known else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self._where}: the chat template refuses the conversation ({said}); change the "
                 "system prompt or the template's variables"

@@ -322,6 +322,6 @@ def test_imports_are_light(module):
     assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}
     ours = {name for name in names if name.startswith("fp8rl_jax")}
     assert {".".join(name.split(".")[:2]) for name in ours} <= {
-        "fp8rl_jax.errors", "fp8rl_jax.summary", "fp8rl_jax.report",
+        "fp8rl_jax.errors", "fp8rl_jax.json_file", "fp8rl_jax.summary", "fp8rl_jax.report",
     }  # fmt: skip
     assert "matplotlib.pyplot" not in names

@@ -57,7 +57,7 @@ class Fields:
         if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
             raise self.error(name, f"write {wanted}")
         most = LARGEST if kind is int else _LARGEST_FLOAT
-        if not isinstance(value, bool) and abs(value) > most:
+        if isinstance(value, int | float) and abs(value) > most:
             raise self.error(name, f"write {wanted} of at most {most}")
         return kind(value)
 
