@@ -39,6 +39,9 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
+_LARGEST = 10**300  # of a whole number in the place of a float
+
+
 # Sections and fields that had another name.
 _RENAMED = {
     "warmup": "sft",
@@ -143,6 +146,7 @@ def _known(path: str) -> bool:
 
 
 def _unknown(path: str, where: str) -> UserError:
+    path = path[:100]  # of a damaged file: the search for similar names takes its square
     if "." not in path:
         fields = [name for name in all_fields() if name.endswith("." + path)]
         near = fields or difflib.get_close_matches(path, FIELDS, 1)
@@ -161,7 +165,7 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     if isinstance(default, float):
-        return isinstance(value, int | float)
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) < _LARGEST)
     return isinstance(value, type(default))
 
 

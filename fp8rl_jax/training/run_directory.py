@@ -144,13 +144,15 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         content = read_json(path)
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
-        return upgraded(content, str(path)) if sections else content
+        content = upgraded(content, str(path)) if sections else content
+        ml_collections.ConfigDict(content)  # refuses names that no field can have
+        return content
     except OSError as error:
         raise UserError(
             f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or name "
             "another run"
         ) from None
-    except (ValueError, AttributeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"run.dir: {path} is damaged ({error}): put the file back, or choose another "
             "--config.run.dir"
