@@ -127,7 +127,7 @@ def _row(value: Any) -> dict:
         raise ValueError("it is no record")
     for key, number in value.items():
         if isinstance(number, int) and number.bit_length() > _LARGEST_BITS:
-            value[key] = math.copysign(math.inf, number)
+            value[key] = math.inf if number > 0 else -math.inf
     step = value.get("step", 0)
     if not isinstance(step, int | float) or not abs(step) < 2**53:
         raise ValueError("its step is no number")

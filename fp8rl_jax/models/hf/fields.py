@@ -121,7 +121,9 @@ def read_fields(directory: pathlib.Path) -> Fields:
     try:
         values = read_json(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): fix its permissions") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): put the file there, and make it readable"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):
