@@ -293,6 +293,15 @@ def test_a_tokenizer_that_fills_texts_up(tmp_path):
     _refused(lambda: PretrainedTokenizer(path), "tokenizer.json", "padding with length")
 
 
+def test_a_library_that_panics(tmp_path):
+    """A panic of Rust's is no Exception."""
+    path = tiny_checkpoint.write(tmp_path / "model")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token of it"
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    _refused(lambda: PretrainedTokenizer(path), "tokenizer.json", "out of range")
+
+
 def test_names_of_a_tokenizer_that_cannot_be():
     import types
 
