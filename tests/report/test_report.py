@@ -329,12 +329,11 @@ def test_imports_are_light(module):
     assert "matplotlib.pyplot" not in names
 
 
-@pytest.mark.usefixtures("drawn")
-def test_hostile_records_are_shown_as_they_are(tmp_path):
+def test_hostile_records_are_shown_as_they_are(tmp_path, drawn):
     """Marks of direction, controls, halves of pairs and a very long line; names that are TeX."""
     attack = "a\u202eb\x9b31m\x7f\r\u2066\ud800<b>" + "x" * 3_000_000
     samples = [{"phase": "rl", "step": 1, "prompt": attack, "response": [attack], "answer": None}]
-    rows = [_metrics(i) | {"fp8_saturated_frac/$\\frac{": 0.1} for i in (1, 2)]
+    rows = [_metrics(i) | {"fp8_saturated_frac/$\\frac{$": 0.1} for i in (1, 2)]
     rows[1] |= {"loss": 1e308, "reward_mean": 10**400, "time_$x": 1.0, "time_rollout": "soon"}
     root = _make(tmp_path / "run", samples=samples, metrics=rows)
     page = report.write_report(root)
@@ -344,6 +343,7 @@ def test_hostile_records_are_shown_as_they_are(tmp_path):
     assert r"a\u202eb\x9b31m\x7f\r\u2066\ud800&lt;b&gt;" in text
     assert "characters left out" in text and "<b>" not in text
     assert all(c.isprintable() or c == "\n" for c in text)
+    assert [label for label in drawn if r"\$\frac{\$" in label]
 
 
 @pytest.mark.parametrize(
