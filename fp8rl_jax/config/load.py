@@ -207,7 +207,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 
 def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
     """Sets all fields that presets decide; an unknown name is left to the check of fields."""
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         for field in PRESET_FIELDS:
             config.algo[field] = PRESETS[name].fields.get(field, FIELDS["algo"][field].default)
 
