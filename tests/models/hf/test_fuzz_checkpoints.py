@@ -17,8 +17,6 @@ from fp8rl_jax.models.hf.gguf_file import GGUF
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, read_rows
 from fp8rl_jax.models.hf.tables import model_tensors
 
-COUNTS = [FEW, slow(MANY)]
-
 
 def _check(source, config, fp8: bool) -> None:
     """What comes between the files and the first allocation."""
@@ -47,7 +45,7 @@ def test_safetensors(count, tmp_path):
     fuzz("safetensors", read, good, count)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [slow(MANY)])
 def test_index(count, tmp_path):
     write(tmp_path / "model", {}, fp8_tensors("qwen3"), shards=2)
     file = tmp_path / "model" / reader.INDEX
@@ -60,7 +58,7 @@ def test_index(count, tmp_path):
     fuzz("index", read, good, count)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [FEW, slow(MANY)])
 def test_config_json(count, tmp_path):
     good = []
     for name in ("qwen3", "llama", "qwen3_moe", "deepseek_v3"):
