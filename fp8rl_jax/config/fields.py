@@ -76,6 +76,7 @@ FIELDS: dict[str, dict[str, Field]] = {
                             "'' for random ones"),
         "name": Field("", "shapes of a published model, such as qwen3_0p6b; leave the fields below "
                       "at their defaults"),
+        "check_finite": Field(True, "refuse a checkpoint with weights that are NaN or infinite"),
         **_SHAPES,
     },
     "precision": {

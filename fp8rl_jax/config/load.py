@@ -39,6 +39,9 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
+_LARGEST = 10**300  # of a whole number in the place of a float
+
+
 # Sections and fields that had another name.
 _RENAMED = {
     "warmup": "sft",
@@ -145,6 +148,7 @@ def _known(path: str) -> bool:
 def _unknown(path: str, where: str) -> UserError:
     if path in FIELDS:
         return UserError(f"{where}: {path} is a section; write --config.{path}.FIELD=VALUE")
+    path = path[:100]  # of a damaged file: the search for similar names takes its square
     if "." not in path:
         fields = [name for name in all_fields() if name.endswith("." + path)]
         near = fields or difflib.get_close_matches(path, FIELDS, 1)
@@ -163,7 +167,7 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     if isinstance(default, float):
-        return isinstance(value, int | float)
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) < _LARGEST)
     return isinstance(value, type(default))
 
 
@@ -205,7 +209,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 
 def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
     """Sets all fields that presets decide; an unknown name is left to the check of fields."""
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         for field in PRESET_FIELDS:
             config.algo[field] = PRESETS[name].fields.get(field, FIELDS["algo"][field].default)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -20,16 +21,18 @@ from jax.sharding import Mesh
 
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
 
 _SOURCES = ("checkpoint", "name")
+_OF_LOADING = ("check_finite",)  # fields that say nothing of the shapes
 
 
 def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
     """The config.json of a Hugging Face directory; None if the directory is none."""
     try:
-        content = json.loads((pathlib.Path(directory) / "config.json").read_text(encoding="utf-8"))
+        content = read_json(pathlib.Path(directory) / "config.json")
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "model_type" in content else None
@@ -43,7 +46,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
     Raises:
       UserError: the section contradicts itself, or what it names cannot be read.
     """
-    fields = config.model.to_dict()
+    fields = {k: v for k, v in config.model.to_dict().items() if k not in _OF_LOADING}
     checkpoint, name = (fields.pop(source) for source in _SOURCES)
     if not (checkpoint or name):
         return ModelConfig(vocab_size=1, **fields), None
@@ -93,13 +96,18 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
     """Float32 parameters of `model.checkpoint`, laid out by `shardings`.
 
     Raises:
-      UserError: weights are missing or do not fit config.json.
+      UserError: weights are missing, do not fit config.json, or are not finite.
     """
     from fp8rl_jax.models import hf
 
     no_mesh = Mesh(np.empty((), object), ())  # a reader fills each device's part by itself
     with jax.set_mesh(no_mesh):
-        return hf.load(config.model.checkpoint, dtype=jnp.float32, shardings=shardings)[1]
+        return hf.load(
+            config.model.checkpoint,
+            dtype=jnp.float32,
+            shardings=shardings,
+            check_finite=config.model.check_finite,
+        )[1]
 
 
 def identity(checkpoint: str) -> str:
@@ -111,7 +119,7 @@ def identity(checkpoint: str) -> str:
     computation at worst.
     """
     path = pathlib.Path(checkpoint)
-    files = [path / "config.json", *sorted(path.glob("*.safetensors*"))]
+    files = [path / "config.json", *sorted(filter(os.path.exists, path.glob("*.safetensors*")))]
     parts: list[Any] = [hashlib.sha256(files[0].read_bytes()).hexdigest()]
     for file in files[1:]:
         stat = file.stat()

@@ -20,8 +20,8 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-import jinja2.sandbox
 
+from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 from fp8rl_jax.errors import UserError
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'content'} each
@@ -38,6 +38,13 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+# What Jinja, and Python's compiler behind it, raise of a text: nesting, huge numbers.
+_NO_JINJA = (
+    jinja2.TemplateError, SyntaxError, ValueError, TypeError, OverflowError, RecursionError,
+    MemoryError, TooMuch,
+)  # fmt: skip
+
+
 class _Refusal(Exception):
     """What a template says through raise_exception."""
 
@@ -52,8 +59,8 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
@@ -77,10 +84,13 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
         self._tokens, self._where = dict(special_tokens), where
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            environment = _environment()
+            self._limits = environment.limits
+            self._template = environment.limited_template(source)
+        except _NO_JINJA as error:
+            said = str(error)[:300] or type(error).__name__
             raise UserError(
-                f"{where}: the chat template is no Jinja ({error}); fix it, or leave chat off"
+                f"{where}: the chat template is no Jinja ({said}); fix it, or leave chat off"
             ) from None
 
     def render(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
@@ -94,13 +104,15 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses these messages.
         """
+        self._limits.turns = 0
         names = {"tools": None, "documents": None, **self._tokens, **variables}
         try:
             return self._template.render(
                 names, messages=[dict(m) for m in messages], add_generation_prompt=True
             )
         except Exception as error:  # a template runs any code: type errors and so on
-            said = error if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}"
+            known = isinstance(error, _Refusal | TooMuch)
+            said = error if known else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self._where}: the chat template refuses the conversation ({said}); change the "
                 "system prompt or the template's variables"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer
@@ -39,7 +40,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
     path = _path(config.tokenizer, checkpoint)
     if path == "byte":
         return ByteTokenizer()
-    if pathlib.Path(path).is_dir():
+    if os.path.isdir(path):
         return PretrainedTokenizer(path)
     return FileTokenizer(path, config.bos_token, config.eos_token, config.pad_token)
 
@@ -49,6 +50,6 @@ def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
     path = _path(name, checkpoint)
     if path == "byte":
         return []
-    if not pathlib.Path(path).is_dir():
+    if not os.path.isdir(path):
         return [pathlib.Path(path)]
     return [file for file in (pathlib.Path(path) / f for f in FILES) if file.is_file()]

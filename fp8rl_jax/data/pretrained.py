@@ -16,18 +16,21 @@ Not read: SentencePiece's tokenizer.model, and code that comes with a model.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.tokenizer import ReaderTokenizer, read_reader
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, refused
+from fp8rl_jax.json_file import read_bytes, read_json
 
 # Every file that a tokenizer depends on.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json", "config.json",
 )  # fmt: skip
+_LARGEST = 1e9
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -36,21 +39,43 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     Raises:
       UserError: it holds anything else.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
+        json.dumps(content, ensure_ascii=False).encode()  # halves of surrogate pairs
         return content
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): put the file back") from None
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): put the file back") from None
 
 
+def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> float | None:
+    """The number `settings` has under a name, None where it has none.
+
+    Args:
+      path: file of the settings, for messages.
+      settings: of `read_object`.
+
+    Raises:
+      UserError: it is NaN, infinite, or beyond float32.
+    """
+    value = settings.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if not abs(value) < _LARGEST:
+        raise UserError(f"{path}: {name} is {value}; write a number below {_LARGEST:g}")
+    return value
+
+
 def _token_ids(value: Any) -> list[int]:
-    """Ids of a field that holds none, one, or a list."""
+    """Ids of a field that holds none, one, or a list; without those that no token can have."""
     values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+    ids = (v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    return [v for v in ids if abs(v) < 2**31]
 
 
 class PretrainedTokenizer(ReaderTokenizer):
@@ -62,13 +87,13 @@ class PretrainedTokenizer(ReaderTokenizer):
     def __init__(self, directory: str | pathlib.Path):
         """Raises UserError if files are missing, damaged, or contradict each other."""
         path = pathlib.Path(directory)
-        if not (path / "tokenizer.json").is_file():
+        if not os.path.isfile(path / "tokenizer.json"):
             old = " (tokenizer.model alone is not read)" if any(path.glob("*.model")) else ""
             raise UserError(
                 f"data.tokenizer: {path} has no tokenizer.json{old}; name a directory that has "
                 "one, or write 'byte'"
             )
-        super().__init__(read_reader(path / "tokenizer.json"))
+        super().__init__(read_reader(path / "tokenizer.json"), str(path / "tokenizer.json"))
         settings = read_object(path / "tokenizer_config.json")
         self._where = path
         names = _special_tokens(read_object(path / "special_tokens_map.json") | settings)
@@ -109,7 +134,8 @@ class PretrainedTokenizer(ReaderTokenizer):
         """The setting decides; without one, the tokenizer's own post-processor."""
         bos = self._id(names, "bos_token")
         if wanted is None:
-            wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
+            with refused(self._failing):
+                wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
         return bos if wanted else None
 
 
@@ -125,8 +151,13 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 def _template_source(path: pathlib.Path, settings: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if os.path.lexists(file):
+        try:
+            return read_bytes(file).decode("utf-8")
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}): put it back") from None
+        except ValueError as error:
+            raise UserError(f"{file} is damaged ({error}): put it back") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

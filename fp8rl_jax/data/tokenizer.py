@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import os
 import pathlib
 import re
 from collections.abc import Iterable
@@ -11,8 +12,12 @@ from typing import Any
 
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, refused
+from fp8rl_jax.json_file import read_bytes
 
+_LONGEST = 2**28  # bytes of a tokenizer.json; published ones have up to 40 million
+_MOST_IDS = 2**31  # ids are int32
+_MOST_PADDING = 2**20
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -81,15 +86,25 @@ class ByteTokenizer(Tokenizer):
 class ReaderTokenizer(Tokenizer):
     """Text and ids by a tokenizer of the `tokenizers` library."""
 
-    def __init__(self, reader: Any):
+    def __init__(self, reader: Any, where: str = "the tokenizer"):
+        """`where` names its file in messages. Raises UserError if it has no tokens."""
         self._reader = reader
-        self.vocab_size = max(reader.get_vocab().values()) + 1  # ids may have gaps
+        self._failing = f"data.tokenizer: {where} fails"
+        with refused(self._failing):
+            self.vocab_size = max(reader.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        if not 0 < self.vocab_size <= _MOST_IDS:
+            raise UserError(
+                f"data.tokenizer: {where} has ids up to {self.vocab_size - 1}; name one whose ids "
+                f"lie between 0 and {_MOST_IDS - 1}"
+            )
 
     def encode(self, text: str) -> list[int]:
-        return self._reader.encode(text, add_special_tokens=False).ids
+        with refused(self._failing):
+            return self._reader.encode(text, add_special_tokens=False).ids
 
     def _text(self, ids: list[int]) -> str:
-        return self._reader.decode(ids)
+        with refused(self._failing):
+            return self._reader.decode(ids)
 
     def _is_byte(self, token: int) -> bool:
         text = self._reader.id_to_token(token)
@@ -105,21 +120,35 @@ def read_reader(path: pathlib.Path):
     from tokenizers import Tokenizer as Reader  # slow to import, used with a file only
 
     try:
-        return Reader.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"data.tokenizer: {path} is no tokenizer.json ({error})") from None
+        content = read_bytes(path, _LONGEST)
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from None
+    with refused(f"data.tokenizer: {path} is no tokenizer.json"):
+        reader = Reader.from_buffer(content)
+        _check_padding(reader, path)
+    return reader
+
+
+def _check_padding(reader: Any, path: pathlib.Path) -> None:
+    """Raises UserError if every text would be filled up to an absurd length."""
+    for name in ("length", "pad_to_multiple_of"):
+        count = (reader.padding or {}).get(name) or 0
+        if count > _MOST_PADDING:
+            raise UserError(
+                f"data.tokenizer: {path} has padding with {name} {count}: set padding to null there"
+            )
 
 
 class FileTokenizer(ReaderTokenizer):
     """A `tokenizer.json` of the tokenizers library, its special tokens named by the config."""
 
     def __init__(self, path: str, bos: str, eos: str, pad: str):
-        if not pathlib.Path(path).is_file():
+        if not os.path.isfile(path):
             raise UserError(
                 f"data.tokenizer: {path} is no file; write 'byte', a tokenizer.json, or the "
                 "directory of a Hugging Face model"
             )
-        super().__init__(read_reader(pathlib.Path(path)))
+        super().__init__(read_reader(pathlib.Path(path)), path)
         self.bos_id, self.eos_id, self.pad_id = (self._id(t, path) for t in (bos, eos, pad))
         self.eos_ids = (self.eos_id,)
 

@@ -6,6 +6,7 @@ the tokenizer and the sampling settings that it has. `config.run.dir` names the 
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Collection
 
@@ -13,7 +14,7 @@ import ml_collections
 
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
-from fp8rl_jax.data.pretrained import read_object
+from fp8rl_jax.data.pretrained import read_number, read_object
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.run_directory import run_config
 
@@ -33,7 +34,7 @@ def directory_config(
     released = pretrained_config(path)
     if released is not None:
         config = _released_config(directory, released)
-    elif (path / "config.json").is_file():
+    elif os.path.lexists(path / "config.json"):
         config = run_config(path, permitted, needed)
     else:
         raise UserError(
@@ -45,6 +46,7 @@ def directory_config(
 
 
 def _released_config(directory: str, released: dict) -> ml_collections.ConfigDict:
+    path = pathlib.Path(directory)
     config = default_config()
     config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
     config.sft.steps = 0
@@ -52,11 +54,12 @@ def _released_config(directory: str, released: dict) -> ml_collections.ConfigDic
     known = most if isinstance(most, int) else 2 * _NEW_TOKENS
     config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)
     config.rollout.max_prompt_tokens = 2  # the least; `load_policy` makes room for the prompts
-    settings = read_object(pathlib.Path(directory) / "generation_config.json")
+    file = path / "generation_config.json"
+    settings = read_object(file)
     if settings.get("do_sample"):
         for name in ("top_k", "top_p"):
-            value = settings.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            value = read_number(file, settings, name)
+            if value is not None:
                 config.rollout[name] = type(config.rollout[name])(value)
     return config
 
@@ -72,8 +75,9 @@ def usual_temperature(config: ml_collections.ConfigDict) -> float:
     model as its generation_config.json says, which is greedily (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature
-    settings = read_object(pathlib.Path(config.model.checkpoint) / "generation_config.json")
+    file = pathlib.Path(config.model.checkpoint) / "generation_config.json"
+    settings = read_object(file)
     if not settings.get("do_sample"):
         return 0.0
-    value = settings.get("temperature", 1.0)
-    return float(value) if isinstance(value, int | float) else 1.0
+    value = read_number(file, settings, "temperature")
+    return 1.0 if value is None else float(value)

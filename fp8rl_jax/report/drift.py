@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
 import pathlib
 
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 from fp8rl_jax.report.html import (
     COLOURS,
     draw_line,
     figure_html,
+    label_text,
     panels_of,
     table_html,
     text_html,
@@ -21,20 +24,24 @@ from fp8rl_jax.report.html import (
 from fp8rl_jax.report.summary import number, share
 
 NAME = "drift.json"
+_LONGEST = 100_000_000  # bytes
+_MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
 
 
 def drift_section(directory: pathlib.Path) -> str:
     """The section for `directory`/drift.json; empty where there is none.
 
     Raises:
-      ValueError: the file is damaged.
+      UserError: the file is damaged.
     """
-    if not (directory / NAME).is_file():
+    if not os.path.isfile(directory / NAME):
         return ""
     try:
-        return _section(json.loads((directory / NAME).read_text()))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{str(directory / NAME)!r} is damaged ({error}); remove it") from error
+        return _section(read_json(directory / NAME, _LONGEST))
+    except OSError as error:
+        raise UserError(f"{str(directory / NAME)!r} cannot be read ({error.strerror})") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{str(directory / NAME)!r} is damaged ({error}); remove it") from error
 
 
 def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
@@ -115,7 +122,9 @@ def _plot_tokens(result: dict) -> Figure:
 def _plot_causes(result: dict) -> Figure:
     figure, (left, right) = panels_of(2, 4.2)
     found = result["by_operation"][:12][::-1]
-    left.barh([row["op"] for row in found], [row["adds"] for row in found], color=COLOURS[0])
+    left.barh(
+        [label_text(row["op"]) for row in found], [row["adds"] for row in found], color=COLOURS[0]
+    )
     left.tick_params(labelsize=8)
     left.set_xlabel("adds to mean |Δlogp|")
     layers = result["by_layer"]
@@ -131,6 +140,8 @@ def _plot_values(operations: list[dict]) -> Figure:
     rows = [row for row in operations if row["layer"] is not None]
     names = list(dict.fromkeys(row["op"] for row in rows))
     layers = max(row["layer"] for row in rows) + 1
+    if len(names) > _MOST_OPERATIONS or not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"{len(names)} operations in {layers} layers")
     grid = np.full((len(names), layers), np.nan)
     for row in rows:
         if row["differ"]:
@@ -139,7 +150,7 @@ def _plot_values(operations: list[dict]) -> Figure:
     low, high = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
     norm = LogNorm(min(low, high), max(low, high))
     image = ax.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="none")
-    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_yticks(range(len(names)), map(label_text, names), fontsize=8)
     ax.set_xlabel("layer")
     ax.grid(False)
     figure.colorbar(image, ax=ax, label="relative difference (white: equal bits)")

@@ -15,10 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fp8rl_jax.errors import visible
 from fp8rl_jax.report.summary import MISSING
 
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
+_LONGEST = 100_000  # characters of a cell or of the configuration
+_LONGEST_LABEL = 80
+_LARGEST = 1e30
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
@@ -70,10 +74,23 @@ def panels_of(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, index: int, **style) -> None:
-    """Draws the `index`-th line of a plot."""
+    """Draws the `index`-th line of a plot, without what is too large for one."""
+    values = drawable(values)
+    if "label" in style:
+        style["label"] = label_text(style["label"])
     marker = "o" if len(steps) <= 40 else None  # a run of one step must show too
     style = {"color": COLOURS[index % len(COLOURS)], "lw": 1.6, "marker": marker, "ms": 3} | style
     ax.plot(steps, values, **style)
+
+
+def drawable(values: np.ndarray) -> np.ndarray:
+    """The values, NaN in the place of those whose axis could not be divided."""
+    return np.where(np.abs(values) < _LARGEST, values, np.nan)
+
+
+def label_text(text: str) -> str:
+    """A label as plain text, which matplotlib would otherwise read as TeX between two $."""
+    return visible(text)[:_LONGEST_LABEL].replace("$", r"\$")
 
 
 def figure_html(figure: Figure | None, caption: str) -> str:
@@ -88,9 +105,14 @@ def figure_html(figure: Figure | None, caption: str) -> str:
 
 
 def text_html(value: object) -> str:
-    """HTML-escaped text, with control characters made visible."""
+    """HTML-escaped text, control characters and marks of direction made visible, its middle left
+    out where it is longer than a page can show."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape(text.translate({c: f"\\x{c:02x}" for c in range(32) if c not in (9, 10)}))
+    if len(text) > _LONGEST:
+        half = _LONGEST // 2
+        left_out = f"\n[... {len(text) - 2 * half:,} characters left out ...]\n"
+        text = text[:half] + left_out + text[-half:]
+    return html.escape(visible(text))
 
 
 def table_html(

@@ -27,7 +27,9 @@ from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.html import (
     COLOURS,
     draw_line,
+    drawable,
     figure_html,
+    label_text,
     panels_of,
     table_html,
     text_html,
@@ -55,6 +57,7 @@ from fp8rl_jax.report.summary import (
 _PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
 _NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12
+_MOST_LINES = 24  # of a plot
 _LEARNING = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Learning rate", "lr"))
 # {heading: (rows, caption, (title of a plot, metric, ...), ...)}; a * stands for any ending.
 _PLOTS: dict[str, tuple] = {
@@ -106,7 +109,8 @@ def _plot(rows: list[dict], panels: Sequence[tuple[str, ...]], symlog: bool) -> 
     data, recorded = {}, keys_with(rows, "")
     for title, *patterns in panels:
         keys = [key for pattern in patterns for key in fnmatch.filter(recorded, pattern)]
-        lines = [(key, *series(rows, key)) for key in keys]
+        found = ((key, *series(rows, key)) for key in keys[:_MOST_LINES])
+        lines = [(key, steps, drawable(values)) for key, steps, values in found]
         if lines := [line for line in lines if np.isfinite(line[2]).any()]:
             data[title] = lines
     if not data:
@@ -141,7 +145,7 @@ def _zeros(values: np.ndarray) -> str:
 
 def _phases(rows: list[dict]) -> list[str]:
     found = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
-    return [p for p in _PHASES if p in found] + sorted(found - set(_PHASES))
+    return ([p for p in _PHASES if p in found] + sorted(found - set(_PHASES)))[:_MOST_LINES]
 
 
 def _plot_time(rows: list[dict]) -> Figure | None:
@@ -149,11 +153,24 @@ def _plot_time(rows: list[dict]) -> Figure | None:
         return None
     figure, (ax, rate) = panels_of(2, 3.4)
     shown = rows[1:] or rows  # the first step usually compiles
-    values = [series([{f"time_{p}": 0.0} | row for row in shown], f"time_{p}") for p in phases]
-    steps, stack = values[0][0], np.nan_to_num([v for _, v in values])
+    names = [f"time_{p}" for p in phases]
+    steps = np.array([row.get("step", i) for i, row in enumerate(shown)], float)
+    stack = np.zeros((len(names), len(shown)))
+    for name, seconds in zip(names, stack, strict=True):
+        for i, row in enumerate(shown):
+            if isinstance(value := row.get(name), int | float):
+                seconds[i] = value
+    stack = np.nan_to_num(drawable(stack))
     x = np.repeat(steps, 2) + np.tile((-0.5, 0.5), len(steps))  # a bar's two edges per step
-    ax.stackplot(x, np.repeat(stack, 2, axis=1), labels=phases, colors=COLOURS, alpha=0.85, lw=0)
-    ax.set_ylim(0, 1.35 * stack.sum(0).max())
+    ax.stackplot(
+        x,
+        np.repeat(stack, 2, axis=1),
+        labels=list(map(label_text, phases)),
+        colors=COLOURS,
+        alpha=0.85,
+        lw=0,
+    )
+    ax.set_ylim(0, 1.35 * max(stack.sum(0).max(), 1e-9))
     for i, side in enumerate(("rollout", "learner")):
         draw_line(rate, *series(rows, f"tokens_per_s_{side}"), i, label=side)
     rate.set_ylim(0)
@@ -258,7 +275,7 @@ def _rows(run: RunFiles) -> dict[str, list[dict]]:
         recent = series(rows[max(0, i + 1 - window) : i + 1], "reward_mean")[1]
         row["running_mean"] = statistic(recent, np.mean)
     for row in drift:
-        if (equal := row.get("logprob_equal_frac")) is not None:
+        if isinstance(equal := row.get("logprob_equal_frac"), int | float):
             row["1 - logprob_equal_frac"] = 1 - equal
     evaluations = [
         {"step": row.get("step", i)}
@@ -277,7 +294,7 @@ def _sections(run: RunFiles, others: list[RunFiles], s: dict) -> dict[str, str]:
             figure = _plot_time(run.metrics)
         else:
             figure = _plot(rows[source], panels, title in _SYMLOG)
-        if title == "Held-out accuracy" and s["questions"]:
+        if title == "Held-out accuracy" and (s["questions"] or 0) > 0:
             error = f"{50 / math.sqrt(s['questions']):.1f} points"
             caption += f" With {s['questions']:,} questions one standard error is at most {error}."
         if figure is not None or title not in _OPTIONAL:

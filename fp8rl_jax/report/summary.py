@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import LONGEST, parse_json, read_json
 
 DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
 TYPICAL = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
+_MOST_KEYS = 10_000  # of a record, which has about a hundred
+_LARGEST_BITS = 1000  # of a whole number; a float ends at 1024
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
 
 
@@ -60,11 +65,15 @@ class RunFiles:
 
 def load_run(run_dir: str | os.PathLike) -> RunFiles:
     path, notes = pathlib.Path(run_dir), []
-    if not (path / "config.json").is_file():
+    if not os.path.lexists(path / "config.json"):
         what = "has no config.json" if path.is_dir() else "does not exist"
         raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
     try:
-        config = {**json.loads((path / "config.json").read_text(encoding="utf-8"))}
+        config = {**read_json(path / "config.json")}
+    except OSError as error:
+        raise UserError(
+            f"{str(path / 'config.json')!r} cannot be read ({error.strerror}): put the file back."
+        ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
     first = "warmup" if (path / "warmup.jsonl").is_file() else "sft"  # its former name
@@ -80,19 +89,51 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
     if not path.is_file():
         notes.append(f"{path.name} is missing.")
         return []
-    lines = [x for x in path.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
-    rows, bad = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append({**json.loads(line)})
-        except (ValueError, TypeError):
-            bad.append(number)
+    rows, bad, count = [], [], 0
+    try:
+        for count, line in enumerate(_lines(path), start=1):
+            try:
+                rows.append(_row(parse_json(line.decode("utf-8", errors="replace"))))
+            except ValueError:
+                bad.append(count)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): fix its permissions.") from None
     if bad:
-        last = ", the last one incomplete" if bad[-1] == len(lines) else ""
-        notes.append(f"{path.name}: left out {len(bad)} of {len(lines)} lines{last}.")
+        last = ", the last one incomplete" if bad[-1] == count else ""
+        notes.append(f"{path.name}: left out {len(bad)} of {count} lines{last}.")
     if not rows:
         notes.append(f"{path.name} holds no complete line.")
     return rows
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    """The lines that hold something; of one longer than LONGEST the beginning, which is no JSON."""
+    with open(path, "rb") as file:
+        while line := file.readline(LONGEST):
+            whole = line
+            while len(whole) == LONGEST and not whole.endswith(b"\n"):
+                whole = file.readline(LONGEST)  # the rest of a line that is too long
+            if line.strip():
+                yield line
+
+
+def _row(value: Any) -> dict:
+    """A record as the report reads it: whole numbers that no float can hold are infinite.
+
+    Raises:
+      ValueError: it is no object, has no finite step, or a name of a phase or set that is no text.
+    """
+    if not isinstance(value, dict) or len(value) > _MOST_KEYS:
+        raise ValueError("it is no record")
+    for key, number in value.items():
+        if isinstance(number, int) and number.bit_length() > _LARGEST_BITS:
+            value[key] = math.inf if number > 0 else -math.inf
+    step = value.get("step", 0)
+    if not isinstance(step, int | float) or not abs(step) < 2**53:
+        raise ValueError("its step is no number")
+    if not all(isinstance(value.get(key, ""), str) for key in ("phase", "set")):
+        raise ValueError("a name is no text")
+    return value
 
 
 def series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +145,9 @@ def series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 def statistic(values: np.ndarray, reduce: Callable) -> float | None:
     values = values[np.isfinite(values)]
-    return float(reduce(values)) if values.size else None
+    with np.errstate(over="ignore"):
+        found = float(reduce(values)) if values.size else math.nan
+    return found if math.isfinite(found) else None
 
 
 def typical(rows: list[dict], key: str) -> float | None:
@@ -119,7 +162,9 @@ def _token_mean(rows: list[dict], key: str) -> float | None:
         return None  # a mean that skips a NaN would flatter the run
     if (values == values[0]).all():
         return float(values[0])  # a weighted mean of ones may round to 1 - 1e-16
-    return float(np.average(values, weights=weights if len(weights) == len(values) else None))
+    if len(weights) != len(values) or not 0 < weights.sum() < math.inf:
+        return float(values.mean())
+    return float(np.average(values, weights=weights))
 
 
 def summarise(run_dir: str | os.PathLike) -> dict:
@@ -236,7 +281,7 @@ def steps_text(count: int) -> str:
 def number(value: float | None, unit: str = "") -> str:
     if value is None:
         return MISSING
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + unit
+    return (f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}") + unit
 
 
 def near_one(value: float | None) -> str:
@@ -250,6 +295,8 @@ def share(value: float | None) -> str:
         return MISSING
     if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
+    if abs(value) >= 1e6:  # a reward that is no share
+        return f"{value * 100:.3g} %"
     return f"{value * 100:.1f}".removesuffix(".0") + " %"
 
 

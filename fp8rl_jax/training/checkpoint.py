@@ -70,7 +70,7 @@ class Checkpoints:
             meta = self._manager.restore(number, args=args)["meta"]
             if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
                 raise ValueError("its metadata does not match its digest")
-            return _renamed(meta)
+            return _checked(_renamed(meta))
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
 
@@ -148,6 +148,17 @@ def _renamed(meta: dict[str, Any]) -> dict[str, Any]:
     if "warmup" in meta.get("offsets", {}):
         offsets = {"sft" if k == "warmup" else k: v for k, v in meta["offsets"].items()}
         meta = {**meta, "offsets": offsets}
+    return meta
+
+
+def _checked(meta: dict[str, Any]) -> dict[str, Any]:
+    """The metadata, if what a run reads of it is there and of its type; ValueError otherwise."""
+    offsets = meta.get("offsets", {})
+    numbers = [meta.get("step", 0), *(offsets.values() if isinstance(offsets, dict) else [None])]
+    if meta.get("phase", "rl") not in ("sft", "rl") or any(
+        type(n) is not int or n < 0 for n in numbers
+    ):
+        raise ValueError("its metadata has another form")
     return meta
 
 

@@ -22,6 +22,7 @@ from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
@@ -38,6 +39,7 @@ _REMEDIES = {
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
+    "model.check_finite",
     "precision.self_check", "env.data_dir", "env.download",
 )  # fmt: skip
 _DIGEST = "data.sha256"
@@ -146,11 +148,18 @@ def as_saved(config: ml_collections.ConfigDict) -> dict:
 def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
     """The config.json (or, without sections, model.json) of a run; UserError if it is damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
-        return upgraded(content, str(path)) if sections else content
-    except (ValueError, AttributeError) as error:
+        content = upgraded(content, str(path)) if sections else content
+        ml_collections.ConfigDict(content)  # refuses names that no field can have
+        return content
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or name "
+            "another run"
+        ) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"run.dir: {path} is damaged ({error}): put the file back, or choose another "
             "--config.run.dir"

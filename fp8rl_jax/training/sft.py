@@ -43,7 +43,9 @@ _FIELDS = (
     "rollout.max_new_tokens",
 )
 # Fields that no number of a run depends on.
-WITHOUT_EFFECT = ("precision.zero_drift", "precision.health", "precision.self_check")
+WITHOUT_EFFECT = (
+    "model.check_finite", "precision.zero_drift", "precision.health", "precision.self_check",
+)  # fmt: skip
 
 _TWO_DAYS = 2 * 24 * 3600.0
 

@@ -7,8 +7,9 @@ import json
 
 import pytest
 import tiny_checkpoint
+from fuzz import time_limit
 
-from fp8rl_jax.data import ChatFormat, ChatTemplate
+from fp8rl_jax.data import ChatFormat, ChatTemplate, chat_limits
 from fp8rl_jax.errors import UserError
 
 # Llama 3's manner: a header for every turn, the begin token written by the template, a date.
@@ -92,6 +93,50 @@ def test_refusals_are_one_sentence():
         _template("{{ messages.__class__.__mro__ }}").render(_USER)
     with pytest.raises(UserError, match=r"SecurityError"):
         _template("{{ messages.append(1) }}").render(_USER)
+
+
+def test_arithmetic_and_joins_are_those_of_jinja():
+    """Within the limits nothing changes: operators, `~` in any place, macros, blocks of set."""
+    source = (
+        "{% macro f(n) %}{{ n ~ '-' ~ none }}{% endmacro %}{{ f(2) }} {{ 2 ** 10 }} {{ 7 % 4 }} "
+        "{{ '%5.1f%%' % 2.5 }} {{ [1] + [2] }} {{ 'ab' * 2 }} {{ 1.5 * 2 }} {{ 2 ** -1 }} "
+        "{% for x in [1, 2] %}{{ x ~ loop.last if x ~ '' == '2' else 'one' }}{% endfor %} "
+        "{% set y %}{{ 3 ~ 4 }}{% endset %}{{ y }}{{ undefined_name ~ '!' }}"
+    )
+    text = _template(source).render(_USER)
+    assert text == "2-None 1024 3   2.5% [1, 2] abab 3.0 0.5 one2True 34!"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "turns"),
+        ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+         "turns"),
+        ("{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+         "{% endfor %}", "16,777,216 characters"),
+        ("{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set q %}{{ n.x }}"
+         "{{ n.x }}{% endset %}{% set n.x = q %}{% endfor %}", "16,777,216 characters"),
+        ("{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}"
+         "{% endfor %}", "16,777,216 parts"),
+        ("{{ 'a' * 10**12 }}", "16,777,216 parts"), ("{{ 10**12 * 'a' }}", "16,777,216 parts"),
+        ("{{ 9**(9**9) }}", "number"), ("{{ '%999999999d' % 1 }}", "width"),
+        ("{{ '%*d' % (10**9, 1) }}", "width"), ("{{ lipsum(10**9) }}", "lipsum"),
+        ("{{ " + "(" * 5000 + " }}", "no Jinja"), ("{{ " + "1" * 5000 + " }}", "no Jinja"),
+        ("{% if 1 %}" * 300 + "{% endif %}" * 300, "no Jinja"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_limits(source, words, monkeypatch):
+    monkeypatch.setattr(chat_limits, "_MOST_TURNS", 10_000)
+    with pytest.raises(UserError, match=words), time_limit():
+        _template(source).render(_USER)
+
+
+def test_turns_are_counted_anew_for_each_conversation(monkeypatch):
+    monkeypatch.setattr(chat_limits, "_MOST_TURNS", 150)
+    template = _template("{% for i in range(100) %}{% endfor %}done")
+    assert [template.render(_USER) for _ in range(3)] == ["done"] * 3
 
 
 def test_format_of_a_question():

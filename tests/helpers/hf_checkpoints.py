@@ -13,6 +13,7 @@ import pathlib
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from oracles import quant_oracle
 from oracles.decoder_oracle import random_params
 from safetensors.numpy import save_file
@@ -161,3 +162,55 @@ def write(
         places |= dict.fromkeys(own, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return directory
+
+
+def write_gguf(path, type_name: str = "F32", architecture: str = "llama", **tensors):
+    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters."""
+    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
+    config, params = CONFIGS["llama"], params_of("llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_context_length(77)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
+    tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 4] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["a b", "Ġ ab", "1 2"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    kind = gguf.GGMLQuantizationType[type_name]
+    for key, value in (named(config, params) | tensors).items():
+        module = key.removesuffix(".weight")
+        layer = "" if not module.startswith("model.layers.") else module.split(".")[2]
+        short = module.split(".", 3)[3] if layer else module
+        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.weight"
+        heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
+        if heads:  # llama.cpp's order: for each feature of the first half its partner follows
+            order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
+            value = value[order]
+        if value.ndim == 1 or type_name == "F32":
+            writer.add_tensor(name, np.ascontiguousarray(value))
+        else:
+            stored = gguf.quants.quantize(np.ascontiguousarray(value), kind)
+            writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return params

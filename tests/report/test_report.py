@@ -9,8 +9,10 @@ import pathlib
 import re
 
 import pytest
+from fuzz import time_limit
 
 from fp8rl_jax import report
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.report import summary
 
 _STEPS = 12
@@ -322,6 +324,69 @@ def test_imports_are_light(module):
     assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}
     ours = {name for name in names if name.startswith("fp8rl_jax")}
     assert {".".join(name.split(".")[:2]) for name in ours} <= {
-        "fp8rl_jax.errors", "fp8rl_jax.summary", "fp8rl_jax.report",
+        "fp8rl_jax.errors", "fp8rl_jax.json_file", "fp8rl_jax.summary", "fp8rl_jax.report",
     }  # fmt: skip
     assert "matplotlib.pyplot" not in names
+
+
+def test_hostile_records_are_shown_as_they_are(tmp_path, drawn):
+    """Marks of direction, controls, halves of pairs and a very long line; names that are TeX."""
+    attack = "a\u202eb\x9b31m\x7f\r\u2066\ud800<b>" + "x" * 3_000_000
+    samples = [{"phase": "rl", "step": 1, "prompt": attack, "response": [attack], "answer": None}]
+    rows = [_metrics(i) | {"fp8_saturated_frac/$\\frac{$": 0.1} for i in (1, 2)]
+    rows[1] |= {"loss": 1e308, "reward_mean": 10**400, "time_$x": 1.0, "time_rollout": "soon"}
+    root = _make(tmp_path / "run", samples=samples, metrics=rows)
+    page = report.write_report(root)
+    assert page.stat().st_size < 2_000_000
+    raw = page.read_text(encoding="utf-8")
+    text = re.sub(r"data:image/png;base64,[^\"]*", "", raw)
+    assert r"a\u202eb\x9b31m\x7f\r\u2066\ud800&lt;b&gt;" in text
+    assert "characters left out" in text and "<b>" not in text
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert [label for label in drawn if r"\$\frac{\$" in label]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000, '{"a":' * 100_000, '{"step": NaN}', '{"step": 1e999}', '{"step": "x"}',
+        '{"step": null}', '{"phase": [1]}', '{"set": {}}', "[1]", "3", "\ud800", "x" * 2**24,
+        '{"a": "' + "x" * 2**24 + '"}', '{"step": 1' + "0" * 5000 + "}",
+        "{" + ", ".join(f'"k{i}": 0' for i in range(20_000)) + "}",
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_lines_that_are_no_records(line, tmp_path):
+    """Left out, and counted, in every file; the others count."""
+    root = _make(tmp_path / "run")
+    whole = summary.summarise(root)
+    for name in ("metrics", "sft", "eval", "samples"):
+        file = root / f"{name}.jsonl"
+        file.write_bytes(line.encode(errors="surrogatepass") + b"\n" + file.read_bytes())
+    s = summary.summarise(root)
+    assert [note for note in s["notes"] if "left out 1 of" in note] == s["notes"][:4]
+    assert {k: v for k, v in s.items() if k != "notes"} == {
+        k: v for k, v in whole.items() if k != "notes"
+    }
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "drift.json"])
+def test_files_that_never_open(name, tmp_path):
+    root = _make(tmp_path / "run")
+    (root / name).unlink(missing_ok=True)
+    os.mkfifo(root / name)
+    with time_limit():
+        if name == "config.json":
+            with pytest.raises(UserError, match=r"config\.json' cannot be read"):
+                report.write_report(root)
+        else:
+            report.drift.drift_section(root)
+            notes = summary.summarise(root)["notes"]
+            assert ("metrics.jsonl is missing." in notes) == (name == "metrics.jsonl")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"verdict": 3}', '{"a":' * 10_000, "\x80"])
+def test_damaged_drift_is_one_sentence(content, tmp_path):
+    (tmp_path / "drift.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=r"drift\.json' is damaged"):
+        report.drift.drift_section(tmp_path)

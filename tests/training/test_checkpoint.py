@@ -416,3 +416,19 @@ def test_number_without_content_is_refused(copy, other):
     """An empty directory with a number is no checkpoint, and is not skipped in silence."""
     (copy / "9").mkdir()
     assert "checkpoint 1" in assert_refused(copy, other, number=9)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"phase": 3}, {"phase": "other"}, {"step": "1"}, {"step": -1}, {"offsets": [1]},
+        {"offsets": {"metrics": None}}, {"offsets": {"metrics": -1}},
+    ],
+)  # fmt: skip
+def test_metadata_of_another_form(meta, tmp_path):
+    """Its digest fits: somebody wrote it so."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(1, {"x": jnp.zeros(3)}, _META | meta)
+    with pytest.raises(UserError, match="another form"):
+        checkpoints.read_meta(1)
+    checkpoints.close()

@@ -108,6 +108,7 @@ def read_config(fields: Fields) -> ModelConfig:
       UserError: one sentence that names the field, its value and what to do.
     """
     kind = family(fields)
+    fields.require_finite()
     _refuse_unsupported(fields)
     values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
     heads = values["num_attention_heads"]

@@ -6,10 +6,12 @@ Weights, config.json, and copies of the files that belong to the tokenizer.
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
 
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF
 from fp8rl_jax.models.hf.loader import dtype_name, load
@@ -44,6 +46,7 @@ def convert(
     """
     path = pathlib.Path(source)
     check_target(pathlib.Path(target), max_shard_gb)
+    _check_outside(pathlib.Path(target), path)
     name = dtype_name(dtype)
     also: Callable[[pathlib.Path], None] = functools.partial(copy_tokenizer, path)
     if path.suffix == ".gguf" and not path.is_dir():
@@ -59,8 +62,17 @@ def convert(
     )  # fmt: skip
 
 
+def _check_outside(target: pathlib.Path, source: pathlib.Path) -> None:
+    """Raises UserError if `target` is within the directory that is read."""
+    inside, outside = (pathlib.Path(os.path.realpath(path)) for path in (target, source))
+    if inside.is_relative_to(outside):
+        raise UserError(
+            f"{target} is within {source}, which is only read: name a directory beside it"
+        )
+
+
 def copy_tokenizer(source: pathlib.Path, directory: pathlib.Path) -> None:
     """Copies what a checkpoint has of `COPIED`."""
     for name in COPIED:
-        if (source / name).is_file():
+        if os.path.isfile(source / name):
             shutil.copyfile(source / name, directory / name)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 
 CONFIG = "config.json"
+LARGEST = 2**31 - 1  # of whole numbers, which are sizes and counts
+_LARGEST_FLOAT = 1e38  # about that of float32
 # Type of a value -> the types that JSON has for it, and what to write.
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
@@ -31,7 +36,7 @@ class Fields:
 
     def error(self, name: str, what: str) -> UserError:
         """What is wrong with a field, and what to do, as an exception to raise."""
-        return UserError(f"{self.where}: {name} is {self.values.get(name)!r}; {what}")
+        return UserError(f"{self.where}: {name} is {reprlib.repr(self.values.get(name))}; {what}")
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """A value of type `kind`: int, float (any number) or bool.
@@ -41,7 +46,7 @@ class Fields:
         Raises:
           UserError: absent without a default, or of another type.
         """
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
         value = default if value is None else value
         if value is None:
             raise UserError(
@@ -51,6 +56,9 @@ class Fields:
         types, wanted = _KINDS[kind]
         if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
             raise self.error(name, f"write {wanted}")
+        most = LARGEST if kind is int else _LARGEST_FLOAT
+        if isinstance(value, int | float) and abs(value) > most:
+            raise self.error(name, f"write {wanted} of at most {most}")
         return kind(value)
 
     def part(self, name: str) -> Fields | None:
@@ -76,6 +84,22 @@ class Fields:
         if value is not None and value not in supported:
             raise self.error(name, what)
 
+    def require_finite(self) -> None:
+        """Refuses NaN and infinity, which Python's JSON reads, anywhere in the object.
+
+        Raises:
+          UserError: it has one; the sentence names where.
+        """
+        places: list[tuple[str, Any]] = list(self.values.items())
+        while places:
+            name, value = places.pop()
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{self.where}: {name} is {value}; write a number that is finite")
+            if isinstance(value, Mapping):
+                places += ((f"{name}.{key}", inner) for key, inner in value.items())
+            elif isinstance(value, list):
+                places += ((f"{name}[{i}]", inner) for i, inner in enumerate(value))
+
 
 def read_fields(directory: pathlib.Path) -> Fields:
     """The config.json of a checkpoint.
@@ -84,20 +108,22 @@ def read_fields(directory: pathlib.Path) -> Fields:
       UserError: no such directory or file, or no JSON object in it.
     """
     path = directory / CONFIG
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise UserError(
             f"{directory} is no directory; name the local directory of a checkpoint in Hugging "
             "Face's format (download a published one first)"
         )
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(
             f"{directory} has no {CONFIG}; name the directory of a checkpoint in Hugging Face's "
             "format"
         )
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): fix its permissions") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): put the file there, and make it readable"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):

@@ -13,16 +13,18 @@ Not done: other architectures, rotary scaling (a tensor rope_freqs), SentencePie
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, refused
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.hf.gguf_header import check_inside, read_header
 from fp8rl_jax.models.hf.loader import load_from
 from fp8rl_jax.models.hf.safetensors_file import Entry
 from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD
@@ -68,18 +70,24 @@ class GGUF:
             ) from None
         self.where, self._dequantize = path, gguf.quants.dequantize
         try:
-            reader = gguf.GGUFReader(path)
+            header = read_header(path)
+            self._data = np.memmap(path, np.uint8, "r")
+            self._rows = {}  # {name: (type, bytes of a row)}
+            for tensor in header.tensors:
+                kind = gguf.GGMLQuantizationType(tensor.kind)
+                block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+                row = check_inside(tensor, block, block_bytes, self._data.size)
+                self._rows[_name(tensor.name)] = kind, row
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): fix its name") from None
-        except (ValueError, IndexError, KeyError, OverflowError):
+        except ValueError as error:
             raise UserError(
-                f"{path} is no whole GGUF file: name another, or download it again"
+                f"{path} is no whole GGUF file ({error}): name another, or download it again"
             ) from None
-        self._metadata = reader.fields
-        self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
+        self.get = header.metadata.get  # a value of the metadata, None where it is absent
+        self._tensors = {_name(tensor.name): tensor for tensor in header.tensors}
         self.entries = {
-            name: Entry(path, "F32", tuple(int(n) for n in tensor.shape[::-1]), 0, 0)
-            for name, tensor in self._tensors.items()
+            name: Entry(path, "F32", tensor.shape, 0, 0) for name, tensor in self._tensors.items()
         }
         self._last: tuple[str, np.ndarray] | None = None
         architecture = self.get("general.architecture")
@@ -92,11 +100,6 @@ class GGUF:
         if "rope_freqs.weight" in self._tensors or scaling not in (None, "none"):
             raise UserError(f"{path} has scaled rotary embeddings: {_INSTEAD}")
 
-    def get(self, name: str) -> Any:
-        """A value of the metadata, None where it is absent."""
-        field = self._metadata.get(name)
-        return None if field is None else field.contents()
-
     def fields(self) -> Fields:
         """The config.json that the metadata amounts to."""
         values: dict[str, Any] = {"model_type": "llama"}
@@ -105,13 +108,13 @@ class GGUF:
             if value is not None:
                 values[name] = value
         # A float32 there; the nearest decimal is what the model was published with.
-        if "rms_norm_eps" in values:
+        if isinstance(values.get("rms_norm_eps"), float):
             values["rms_norm_eps"] = float(str(np.float32(values["rms_norm_eps"])))
         for theirs, name in _TOKENS.items():
             values[name] = self.get(f"tokenizer.ggml.{theirs}_token_id")
         table = self._tensors.get(EMBEDDING)
-        if table is not None:
-            values["vocab_size"] = int(table.shape[-1])
+        if table is not None and table.shape:
+            values["vocab_size"] = table.shape[0]
         values["tie_word_embeddings"] = HEAD not in self._tensors
         return Fields(values, str(self.where))
 
@@ -133,12 +136,15 @@ class GGUF:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         if self._last is None or self._last[0] != name:
-            tensor = self._tensors[name]
+            tensor, (kind, row) = self._tensors[name], self._rows[name]
+            size = math.prod(tensor.shape[:-1]) * row
+            data = self._data[tensor.start : tensor.start + size]
             try:
-                value = self._dequantize(tensor.data, tensor.tensor_type)
+                with np.errstate(all="ignore"):  # what is not finite is counted by the loader
+                    value = self._dequantize(data.reshape(*tensor.shape[:-1], row), kind)
             except NotImplementedError:
                 raise UserError(
-                    f"{self.where}: tensor {tensor.name} has type {tensor.tensor_type.name}, which "
+                    f"{self.where}: tensor {tensor.name} has type {kind.name}, which "
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
@@ -156,26 +162,32 @@ class GGUF:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         kind, cut = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre") or "default"
-        if kind != "gpt2" or cut not in _DIGITS_APART:
+        if kind != "gpt2" or not isinstance(cut, str) or cut not in _DIGITS_APART:
             raise UserError(
                 f"{self.where}: tokenizer.ggml.model is {kind!r} and tokenizer.ggml.pre {cut!r}; "
                 f"only gpt2 with {', '.join(_DIGITS_APART)} is supported: {_INSTEAD}"
             )
-        tokens = self.get("tokenizer.ggml.tokens")
-        merges = [tuple(pair.split(" ", 1)) for pair in self.get("tokenizer.ggml.merges") or ()]
-        unknown = self.get("tokenizer.ggml.unknown_token_id")
+        tokens = self._list("tokens", str)
+        types = self._list("token_type", int) or [1] * len(tokens)
+        merges = [pair.split(" ", 1) for pair in self._list("merges", str)]
+        if len(types) != len(tokens) or any(len(pair) != 2 for pair in merges):
+            raise UserError(
+                f"{self.where}: tokenizer.ggml.token_type does not fit its tokens, or a merge is "
+                f"no pair: {_INSTEAD}"
+            )
+        named = {name.removesuffix("_id"): self._token(kind) for kind, name in _TOKENS.items()}
         vocabulary = {token: number for number, token in enumerate(tokens)}
-        model = models.BPE(
-            vocabulary, merges, unk_token=None if unknown is None else tokens[unknown]
-        )
-        tokenizer = Tokenizer(model)
+        with refused(f"{self.where} has a vocabulary that cannot be used"):
+            model = models.BPE(
+                vocabulary, list(map(tuple, merges)), unk_token=self._token("unknown")
+            )
+            tokenizer = Tokenizer(model)
         steps: list[Any] = (
             [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_APART[cut] else []
         )
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()
-        types = self.get("tokenizer.ggml.token_type") or [1] * len(tokens)
         for token, number in zip(tokens, types, strict=True):
             if number in (_CONTROL, _USER_DEFINED):
                 special = number == _CONTROL
@@ -183,14 +195,32 @@ class GGUF:
                 (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
         tokenizer.save(str(directory / "tokenizer.json"))
         about = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        for theirs, name in _TOKENS.items():
-            number = self.get(f"tokenizer.ggml.{theirs}_token_id")
-            if number is not None:
-                about[name.removesuffix("_id")] = tokens[number]
+        about |= {name: token for name, token in named.items() if token is not None}
         template = self.get("tokenizer.chat_template")
-        if template is not None:
+        if isinstance(template, str):
             about["chat_template"] = template
         (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+
+    def _list(self, name: str, kind: type) -> list[Any]:
+        """The list tokenizer.ggml.NAME, [] where it is absent."""
+        values = self.get(f"tokenizer.ggml.{name}")
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise UserError(f"{self.where}: tokenizer.ggml.{name} is no such list: {_INSTEAD}")
+        return values
+
+    def _token(self, kind: str) -> str | None:
+        """The token that tokenizer.ggml.KIND_token_id names, None where it is absent."""
+        number, tokens = self.get(f"tokenizer.ggml.{kind}_token_id"), self._list("tokens", str)
+        if number is None:
+            return None
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            raise UserError(
+                f"{self.where}: tokenizer.ggml.{kind}_token_id is {number!r}, and there are "
+                f"{len(tokens)} tokens: {_INSTEAD}"
+            )
+        return tokens[number]
 
 
 def _name(name: str) -> str:

@@ -27,8 +27,9 @@ from fp8rl_jax.models.hf.blockwise import (
 )
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import read_fields
+from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
 from fp8rl_jax.models.hf.placement import Filling
-from fp8rl_jax.models.hf.reader import FP8, Checkpoint, Source, check
+from fp8rl_jax.models.hf.reader import FP8, Checkpoint, Source, check, check_sizes
 from fp8rl_jax.models.hf.safetensors_file import DTYPES
 from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, Piece, Tensor, leaf_shapes, model_tensors
 from fp8rl_jax.models.stacks import Path
@@ -55,7 +56,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def load(
-    path: str | pathlib.Path, *, dtype: Any = "float32", shardings: Any = None
+    path: str | pathlib.Path,
+    *,
+    dtype: Any = "float32",
+    shardings: Any = None,
+    check_finite: bool = True,
 ) -> tuple[ModelConfig, Any]:
     """Reads a checkpoint of Qwen3, Qwen3-MoE, Llama or DeepSeek-V3 (and their relatives).
 
@@ -67,20 +72,21 @@ def load(
       shardings: a tree of shardings like the parameters, or a function that makes it of their
         shapes: ``lambda shapes: fp8rl_jax.sharding.param_shardings(mesh, shapes)``. None: one
         device.
+      check_finite: refuse a tensor that holds NaN or infinity, and scales that are not positive.
 
     Returns:
       (ModelConfig, parameters as `init_params` shapes them).
 
     Raises:
       UserError: one sentence that names field, tensor or file: a model that is not supported, or
-        files that are missing, damaged, or not those of config.json.
+        files that are missing, damaged, or not those of config.json, or weights not finite.
     """
     directory = pathlib.Path(path)
     name, fields = dtype_name(dtype), read_fields(directory)
     config, fp8 = read_config(fields), is_fp8(fields)
     further_layers = max(fields.get("num_nextn_predict_layers", int, 1), 1)
     source = Checkpoint(directory)
-    return config, load_from(source, config, name, shardings, fp8, further_layers)
+    return config, load_from(source, config, name, shardings, fp8, further_layers, check_finite)
 
 
 def read_model_config(path: str | pathlib.Path) -> ModelConfig:
@@ -99,6 +105,7 @@ def load_from(
     shardings: Any = None,
     fp8: bool = False,
     further_layers: int = 0,
+    check_finite: bool = True,
 ) -> Any:
     """Parameters from a source of tensors.
 
@@ -108,10 +115,12 @@ def load_from(
       dtype: 'float32', 'bfloat16' or 'fp8'.
       shardings: as for `load`.
       fp8, further_layers: as for `reader.check`.
+      check_finite: as for `load`; each tensor is counted while it is read.
 
     Raises:
       UserError: as `load`.
     """
+    check_sizes(source, config)
     tensors = model_tensors(config)
     check(source, config, tensors, fp8, further_layers)
     if config.tie_word_embeddings and HEAD in source.entries:
@@ -121,8 +130,12 @@ def load_from(
     tree = traverse_util.unflatten_dict(shapes)
     leaves = _allocate(tree, shardings(tree) if callable(shardings) else shardings)
     for tensor in tensors:
+        scales = _scales(source, tensor, check_finite)
+        bad = 0
         for piece in tensor.pieces:
-            _copy(source, tensor, piece, leaves[piece.path])
+            bad += _copy(source, tensor, piece, leaves[piece.path], scales, check_finite)
+        if bad:
+            raise _not_finite(source, tensor.name, bad, "NaN or infinite")
     return jax.tree.map(Filling.finish, traverse_util.unflatten_dict(leaves))
 
 
@@ -188,29 +201,64 @@ def _slices(source: Source, name: str, start: int, stop: int) -> Iterator[tuple[
         yield first, source.rows(name, first, min(first + step, stop))
 
 
-def _copy(source: Source, tensor: Tensor, piece: Piece, leaf: Any) -> None:
-    """Fills a piece of a leaf: with values, dequantised, or in a QArray with bytes and scales."""
-    spread = None  # scales of blocks of rows, to multiply by
-    if _dtype(source, tensor.name) == FP8:
-        count = -(-tensor.shape[0] // BLOCKS[0])
-        scales = source.rows(tensor.module + SCALE_SUFFIX, 0, count).astype(np.float32)
-        if isinstance(leaf, QArray):
-            own = slice(piece.start // BLOCKS[0], -(-piece.stop // BLOCKS[0]))
-            leaf.scale.write(piece.index, 0, scales[own], piece.transposed)  # type: ignore[attr-defined]
-            leaf = leaf.qvalue
-        else:
-            spread = scales
+def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | None:
+    """Float32 scales of an FP8 tensor's blocks, None of another.
+
+    Raises:
+      UserError: `check_finite`, and one of them scales nothing.
+    """
+    if _dtype(source, tensor.name) != FP8:
+        return None
+    name = tensor.module + SCALE_SUFFIX
+    scales = source.rows(name, 0, -(-tensor.shape[0] // BLOCKS[0])).astype(np.float32)
+    if check_finite and (bad := count_bad_scales(scales)):
+        raise _not_finite(source, name, bad, "not finite and positive")
+    return scales
+
+
+def _copy(
+    source: Source,
+    tensor: Tensor,
+    piece: Piece,
+    leaf: Any,
+    scales: np.ndarray | None,
+    check_finite: bool,
+) -> int:
+    """Fills a piece of a leaf: with values, dequantised, or in a QArray with bytes and scales.
+
+    Returns:
+      How many of its elements are NaN or infinite; 0 unless `check_finite`.
+    """
+    if isinstance(leaf, QArray):
+        assert scales is not None
+        own = slice(piece.start // BLOCKS[0], -(-piece.stop // BLOCKS[0]))
+        leaf.scale.write(piece.index, 0, scales[own], piece.transposed)  # type: ignore[attr-defined]
+        leaf, scales = leaf.qvalue, None
+    bad = 0
     for start, rows in _slices(source, tensor.name, piece.start, piece.stop):
+        bad += count_not_finite(rows) if check_finite else 0
         blocks = np.arange(start, start + len(rows)) // BLOCKS[0]
-        own_scales = None if spread is None else spread[blocks]
+        own_scales = None if scales is None else scales[blocks]
         leaf.write(piece.index, start - piece.start, rows, piece.transposed, own_scales)
+    return bad
+
+
+def _not_finite(source: Source, name: str, bad: int, what: str) -> UserError:
+    entry = source.entries[name]
+    return UserError(
+        f"{entry.file}: {bad:,} of the {math.prod(entry.shape):,} elements of tensor {name} are "
+        f"{what}: take a checkpoint without, or allow it with model.check_finite=False "
+        "(hf.load: check_finite=False)"
+    )
 
 
 def _check_tied(source: Source, config: ModelConfig) -> None:
     """A head that is tied may be in the files, if it is the embedding."""
     for start, head in _slices(source, HEAD, 0, config.vocab_size):
-        table = source.rows(EMBEDDING, start, start + len(head))
-        if (head.astype(np.float32) != table.astype(np.float32)).any():
+        table = source.rows(EMBEDDING, start, start + len(head)).astype(np.float32)
+        head = head.astype(np.float32)
+        same = (head == table) | ((head != head) & (table != table))  # NaN is counted later
+        if not same.all():
             raise UserError(
                 f"{source.where}: tensor {HEAD} is not the embedding, and config.json ties the "
                 "two: set tie_word_embeddings to false there, or remove the tensor"

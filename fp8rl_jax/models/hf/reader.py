@@ -7,7 +7,8 @@ tensor and the file.
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, scale_shape
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows
@@ -24,6 +26,7 @@ from fp8rl_jax.models.stacks import LINEAR
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FP8 = DTYPES["F8_E4M3"]
+_LONGEST_INDEX = 100_000_000  # bytes, as a header
 
 
 class Source(Protocol):
@@ -83,7 +86,7 @@ class Checkpoint:
         held: dict[str, dict[str, Entry]] = {}
         for name, file in weights.items():
             if file not in held:
-                if not (self.where / file).is_file():
+                if not os.path.isfile(self.where / file):  # False for names that cannot be
                     raise UserError(
                         f"{self.where} lacks the file {file}, which {INDEX} names for tensor "
                         f"{name}: download it"
@@ -107,7 +110,7 @@ class Checkpoint:
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     """{tensor: file} of an index."""
     try:
-        weights = json.loads(index.read_text())["weight_map"]
+        weights = read_json(index, _LONGEST_INDEX)["weight_map"]
         items = list(weights.items())
     except OSError as error:
         raise UserError(f"{index} cannot be read ({error.strerror}): fix its permissions") from None
@@ -120,6 +123,51 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
                 "download it again"
             )
     return weights
+
+
+def check_sizes(source: Source, config: ModelConfig) -> None:
+    """Refuses a model that is larger than the files, before its tensors are listed one by one.
+
+    Each layer has matrices of its own, so their sizes together are at most what the files hold.
+    This bounds the time and memory of what follows, whatever numbers a config.json has.
+
+    Raises:
+      UserError: it needs more; the sentence names the fields.
+    """
+    shapes = [entry.shape for entry in source.entries.values() if entry.dtype in DTYPES]
+    held, width = sum(map(math.prod, shapes)), config.hidden_size
+    layers, sparse = config.num_hidden_layers, config.num_hidden_layers - config.dense_layers
+    heads = config.num_attention_heads
+    needed = {
+        "vocab_size and hidden_size": config.vocab_size * width,
+        "num_hidden_layers": layers * width,
+    }
+    if config.latent:
+        features = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        latents = config.kv_lora_rank + config.q_lora_rank + config.qk_rope_head_dim
+        needed["num_hidden_layers and the ranks of latents"] = layers * width * latents
+        needed["num_attention_heads and the widths of heads"] = layers * max(
+            features * (config.q_lora_rank or width),
+            heads * config.v_head_dim * width,
+            heads * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank,
+        )
+    else:
+        features = heads * config.head_dim
+        needed["num_attention_heads and head_dim"] = layers * width * features
+    if not config.num_experts:
+        sparse = 0
+    needed["intermediate_size"] = (layers - sparse) * width * config.intermediate_size
+    experts = max(config.num_experts, 1) + config.n_shared_experts
+    needed["num_experts and moe_intermediate_size"] = (
+        sparse * experts * width * config.moe_intermediate_size
+    )
+    for names, count in needed.items():
+        if count > held:
+            raise UserError(
+                f"{source.where}: {names} of config.json make a model of {count:,} numbers or "
+                f"more, and the files hold {held:,}: download all files again, or take the "
+                "config.json that belongs to them"
+            )
 
 
 def check(

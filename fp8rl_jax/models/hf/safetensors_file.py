@@ -11,6 +11,7 @@ the library's wants all of a file at once. Tests read what it writes through the
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -30,6 +32,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_MOST_AXES = 8  # far more than any model has
 _AGAIN = "the file is damaged or incomplete: download it again"
 
 
@@ -58,6 +61,8 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
       UserError: the file cannot be read, its header is damaged, or bytes are missing.
     """
     try:
+        if not file.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
         size = file.stat().st_size
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -69,7 +74,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
             f"{file} cannot be read ({error.strerror}): fix its name or its permissions"
         ) from None
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
         entries = {name: _entry(file, 8 + length, **fields) for name, fields in header.items()}
     except (ValueError, TypeError, AttributeError):
@@ -93,9 +98,11 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
 
 def _entry(file, data: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
     start, stop = data_offsets
-    numbers = [*shape, start, stop]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise ValueError("sizes are whole numbers")
+    if not isinstance(shape, list) or len(shape) > _MOST_AXES:
+        raise ValueError("a shape is a list of sizes")
+    for n in (*shape, start, stop):
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**63:
+            raise ValueError("sizes are whole numbers")
     if not isinstance(dtype, str) or stop < start:
         raise ValueError("a name, and offsets in order")
     return Entry(file, dtype, tuple(shape), data + start, data + stop)

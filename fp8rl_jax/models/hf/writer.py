@@ -40,6 +40,7 @@ from fp8rl_jax.models.hf.blockwise import (
 )
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.fields import CONFIG
+from fp8rl_jax.models.hf.finite import count_not_finite
 from fp8rl_jax.models.hf.loader import dtype_name
 from fp8rl_jax.models.hf.reader import FP8, INDEX, SINGLE
 from fp8rl_jax.models.hf.safetensors_file import Output, write_file
@@ -61,6 +62,7 @@ def save(
     max_shard_gb: float = 5.0,
     fields: Mapping[str, Any] | None = None,
     also: Callable[[pathlib.Path], None] | None = None,
+    check_finite: bool = True,
 ) -> pathlib.Path:
     """Writes config.json and safetensors files that transformers and inference engines read.
 
@@ -72,13 +74,15 @@ def save(
       max_shard_gb: size of a file in 10^9 bytes, above which there are several and an index.
       fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
       also: is given the directory before it is renamed, to add files.
+      check_finite: refuse a tensor that holds NaN or infinity, also one that `dtype` makes of a
+        larger number.
 
     Returns:
       The directory.
 
     Raises:
       UserError: the directory exists or cannot be made, no model type has the rules of `config`, or
-        the parameters are not its.
+        the parameters are not its, or not finite.
     """
     target, name = pathlib.Path(path), dtype_name(dtype)
     check_target(target, max_shard_gb)
@@ -87,12 +91,12 @@ def save(
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
     leaves = _leaves(config, params)
-    outputs = [_output(tensor, leaves, name) for tensor in tensors]
+    outputs = [_output(tensor, leaves, name, check_finite) for tensor in tensors]
     partial = target.parent / f".{target.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         (partial / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        _write_shards(partial, outputs, int(max_shard_gb * 1e9))
+        _write_shards(partial, outputs, max_shard_gb * 1e9)
         if also is not None:
             also(partial)
         os.rename(partial, target)
@@ -155,11 +159,20 @@ def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
     return found
 
 
-def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> Output:
+def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str, check_finite: bool) -> Output:
     """What is written for a tensor: itself, and with FP8 bytes their scales."""
 
+    def checked(value: np.ndarray) -> np.ndarray:
+        if check_finite and (bad := count_not_finite(value)):
+            raise UserError(
+                f"params: {bad:,} of the {value.size:,} elements of tensor {tensor.name} are NaN "
+                f"or infinite as {value.dtype}, so nothing is written: take weights from before "
+                "they became so (hf.save: check_finite=False writes them)"
+            )
+        return value
+
     def rounded(dtype: np.dtype) -> np.ndarray:
-        return _joined(tensor, lambda p: _take(leaves[p.path], p.index, dtype))
+        return checked(_joined(tensor, lambda p: _take(leaves[p.path], p.index, dtype)))
 
     if dtype != "fp8" or tensor.role != LINEAR:
         own = _type(tensor, leaves, dtype)
@@ -179,7 +192,7 @@ def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> Output:
     def stored(part: str) -> np.ndarray:
         return _joined(tensor, lambda p: _take(getattr(leaves[p.path], part), p.index, None))
 
-    return Output(parts, lambda: (stored("qvalue"), stored("scale")))
+    return Output(parts, lambda: (checked(stored("qvalue")), checked(stored("scale"))))
 
 
 def _type(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> np.dtype:
@@ -248,7 +261,7 @@ def _quantised(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(x) for x in _quantiser()(matrix))
 
 
-def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: int) -> None:
+def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: float) -> None:
     """Files of at most `limit` bytes of tensors, or one tensor; an index if there are several."""
     shards: list[list[Output]] = [[]]
     size = 0

@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
+from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
 
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.models import hf
@@ -79,62 +79,10 @@ def test_refusals_are_one_sentence(arguments, words, tmp_path, monkeypatch, caps
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def _gguf(path, type_name: str = "F32", architecture: str = "llama", **tensors):
-    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters."""
-    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
-    config, params = CONFIGS["llama"], params_of("llama")
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_context_length(77)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
-    tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 4] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["a b", "Ġ ab", "1 2"])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template("{{ messages }}")
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    kind = gguf.GGMLQuantizationType[type_name]
-    for key, value in (named(config, params) | tensors).items():
-        module = key.removesuffix(".weight")
-        layer = "" if not module.startswith("model.layers.") else module.split(".")[2]
-        short = module.split(".", 3)[3] if layer else module
-        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.weight"
-        heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
-        if heads:  # llama.cpp's order: for each feature of the first half its partner follows
-            order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
-            value = value[order]
-        if value.ndim == 1 or type_name == "F32":
-            writer.add_tensor(name, np.ascontiguousarray(value))
-        else:
-            stored = gguf.quants.quantize(np.ascontiguousarray(value), kind)
-            writer.add_tensor(name, stored, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return params
-
-
 @pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("BF16", 2**-8), ("Q8_0", 0.02)])
 def test_gguf(kind, error, tmp_path):
     """Names, the order of rotated rows, and the tokenizer."""
-    params = _gguf(tmp_path / "model.gguf", kind)
+    params = write_gguf(tmp_path / "model.gguf", kind)
     target = tmp_path / "out"
     assert run(["convert", str(tmp_path / "model.gguf"), str(target), "--dtype=bf16"]) == 0
     config, loaded = hf.load(target)
@@ -167,18 +115,18 @@ def test_gguf_refusals(tmp_path, capsys):
         for word in words:
             assert word in error, error
 
-    _gguf(file)
+    write_gguf(file)
     data = file.read_bytes()
     for damaged in (b"", b"no GGUF", data[:10], data[:2000], data[:-1000]):
         file.write_bytes(damaged)
         refused("no whole GGUF file")
     file.unlink()
     refused("cannot be read")
-    _gguf(file, architecture="qwen3")
+    write_gguf(file, architecture="qwen3")
     refused("'qwen3'", "llama alone")
-    _gguf(file, **{"rope_freqs.weight": np.ones(16, np.float32)})
+    write_gguf(file, **{"rope_freqs.weight": np.ones(16, np.float32)})
     refused("scaled rotary")
-    _gguf(file, **{"model.layers.0.attn_q_norm.weight": np.ones(16, np.float32)})
+    write_gguf(file, **{"model.layers.0.attn_q_norm.weight": np.ones(16, np.float32)})
     refused("blk.0.attn_q_norm.weight", "no place")
     assert not (tmp_path / "out").exists()
 

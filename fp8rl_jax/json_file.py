@@ -1,0 +1,66 @@
+"""JSON that others wrote, read within limits: a regular file, of limited size and depth, in UTF-8.
+
+Without them a file decides how a command ends: a FIFO is waited for, a device never ends, deep
+nesting is a RecursionError. The callers make one sentence of an OSError or a ValueError.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+LONGEST = 2**24  # bytes; a config.json has thousands
+DEEPEST = 100  # lists and objects within each other
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
+    """The content of a file.
+
+    Raises:
+      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and {most} is the limit")
+    return pathlib.Path(path).read_bytes()
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text; NaN and Infinity are numbers in it, as for `json`.
+
+    Raises:
+      ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
+    """
+    try:
+        value = json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it is too large") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [y for x in level if isinstance(x, list | dict) for y in _inside(x)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _inside(value: list | dict) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def read_json(path: str | os.PathLike[str], most: int = LONGEST) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+      OSError: as `read_bytes`.
+      ValueError: as `parse_json`.
+    """
+    return parse_json(read_bytes(path, most))

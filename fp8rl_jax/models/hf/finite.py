@@ -1,0 +1,32 @@
+"""How many elements of a tensor are NaN or infinite.
+
+A checkpoint with such weights loads and samples without an error, and gives nothing of use. Bits
+are compared, as NumPy's `isfinite` of bfloat16 converts each element: all bits of the exponent are
+set. E4M3 has no infinity, and its NaN is 0x7f or 0xff.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+_EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], int]] = {
+    np.dtype(np.float32): (np.uint32, 0x7F800000),
+    np.dtype(np.float16): (np.uint16, 0x7C00),
+    np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7F80),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 0x7F),
+}
+
+
+def count_not_finite(values: np.ndarray) -> int:
+    """Elements that are NaN or infinite, of an array of one of the types above."""
+    bits, exponent = _EXPONENTS[values.dtype]
+    mask = bits(exponent)
+    return int(np.count_nonzero((values.view(bits) & mask) == mask))
+
+
+def count_bad_scales(scales: np.ndarray) -> int:
+    """Scales of E4M3 blocks that are not positive, or make its largest value, 448, infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        good = (scales > 0) & np.isfinite(scales.astype(np.float32) * np.float32(448))
+    return scales.size - int(np.count_nonzero(good))
