@@ -24,7 +24,7 @@ from fp8rl_jax.cli.arguments import (
     writing,
 )
 from fp8rl_jax.cli.interrupt import Interrupt
-from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
 
 
 def _train(values: argparse.Namespace) -> int:
@@ -254,6 +254,9 @@ def run(arguments: Sequence[str]) -> int:
         if found := found_programs():
             note(found)
         return status
+    except RewardError as error:  # ends with a traceback, in several lines
+        print("error:", error, file=sys.stderr)
+        return 2
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

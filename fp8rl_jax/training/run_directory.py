@@ -31,7 +31,8 @@ WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
-    "precision.self_check", "env.data_dir", "env.download",
+    "precision.self_check", "env.data_dir", "env.download", "env.reward_timeout",
+    "env.reward_memory_gb",
 )  # fmt: skip
 _DIGEST = "data.sha256"
 
