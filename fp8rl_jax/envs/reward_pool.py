@@ -172,7 +172,7 @@ class _Server(threading.Thread):
     def _loaded(self, task: Task) -> WorkerProcess:
         """A worker that has the task's reward."""
         worker = self._worker
-        if worker is not None and worker.serves(task.limits):
+        if worker is not None and not worker.ended and worker.limits == task.limits:
             found = worker.load(task.reward, task.digest)
             if found is None:
                 return worker
@@ -194,7 +194,8 @@ class _Server(threading.Thread):
         if isinstance(found, Failure):
             raise RewardError(
                 f"the reward {task.reward!r} cannot be loaded in a worker process ({found.text}); "
-                f"its module must be one that another program can import too\n{found.traceback}"
+                "its module must be one that another program can import, with env.reward_memory_gb "
+                f"of memory\n{found.traceback}".rstrip()
             )
         return worker
 

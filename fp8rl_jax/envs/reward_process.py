@@ -31,7 +31,7 @@ _PROGRAM = (
 )
 _LOAD_SECONDS = 600.0  # for the start of a process and all that a user's module imports
 _DUMP_SECONDS = 1.0  # for the traceback of a call that takes too long
-_END_SECONDS = 1.0  # for a worker that has nothing to do
+_END_SECONDS = 1.0  # for a worker that ends by itself
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OURS = (reward_call.__file__, reward_worker.__file__, "<string>")  # in every traceback
@@ -72,18 +72,12 @@ class WorkerProcess:
                 env=_environment(),
             )  # fmt: skip
 
-    def serves(self, limits: Limits) -> bool:
-        """Whether the worker is there and has these limits."""
-        if not self.ended and self._connection.poll(0):  # unasked it says nothing: it has ended
-            self._end()
-        return not self.ended and self.limits == limits
-
     def load(self, reward: str, digest: str) -> Failure | str | None:
         """Imports a reward.
 
         Returns:
           None; `reward_worker.STALE` if the worker has imported other source than that of
-          `digest`; a Failure.
+          `digest`; a Failure, also where the worker had ended while it had nothing to do.
         """
         self._file = module_file(reward)
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -108,8 +102,6 @@ class WorkerProcess:
         if self.ended:
             return
         self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
         self._end()
 
     def kill(self) -> None:
@@ -136,6 +128,9 @@ class WorkerProcess:
     def _end(self, after: float | None = None) -> Failure:
         """Ends the worker, and says how it ended, or that its call had taken `after` seconds."""
         self.ended = True
+        if after is None:  # what it is about to end with is to be known
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
         with contextlib.suppress(OSError):  # the group, with all that the reward started
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()

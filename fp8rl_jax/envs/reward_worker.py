@@ -115,9 +115,11 @@ def _watch(life: int, seconds: float, dump: IO) -> None:
     """Ends this process, and those that it started, when the pipe `life` ends."""
     poll = select.poll()
     poll.register(life, select.POLLIN)
-    while not poll.poll(_TICK * 1000):
+    ended: list = []
+    while not ended:
         # Set anew at each turn of this thread, so it goes off only if the thread cannot run.
         faulthandler.dump_traceback_later(seconds + 2 * _TICK, exit=True, file=dump)
+        ended = poll.poll(_TICK * 1000)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import time
 
 import pytest
 from marks import slow
+from tiny_run import CONFIG, overrides, reproducible
 
+from fp8rl_jax import cli
 from fp8rl_jax.envs import (
     Question,
     Scoring,
@@ -239,28 +242,29 @@ _MAIN = """
 import os, sys, threading, time
 from fp8rl_jax.envs import Question, Scoring, Tally, load_rewards
 how = sys.argv[1]
-terms = load_rewards("ending_rewards:f")
+terms = load_rewards("ending_rewards:f", 3.0)
 def use():
     scoring = Scoring(terms, [Question("q", "a")] * 3, ["idle", how, "x"])
-    while len(os.listdir("pids")) < 2 + (how != "idle"): time.sleep(0.01)
     if how != "thread": scoring.result(Tally("RL step 1")) if how == "idle" else None
 threading.Thread(target=use).start() if how == "thread" else use()
-while len(os.listdir("pids")) < 2 + (how != "idle"): time.sleep(0.01)
+while how != "idle" and not os.path.exists("busy"): time.sleep(0.01)
 print("ready", flush=True)
 if how == "error": raise SystemError("as it happens")
 if how in ("terminated", "killed", "lock", "interrupted"): time.sleep(1000)
 """
 _ENDING = """
-import os, subprocess, time
+import os, re, subprocess, time
 def f(prompt, response, answer):
     open(f"pids/{os.getpid()}", "w").close()
     if response == "idle":
         time.sleep(0.3)
     elif response == "lock":
-        return 9 ** (10 ** 10) > 0
+        open("busy", "w").close()
+        return bool(re.match("(a+)+b", "a" * 60))  # for years, and no other thread runs
     elif response != "x":
         child = subprocess.Popen(["sleep", "1000"])
         open(f"pids/{child.pid}", "w").close()
+        open("busy", "w").close()
         while True: pass
     return 1.0
 """
@@ -275,6 +279,7 @@ def f(prompt, response, answer):
         slow("interrupted", None),
         slow("terminated", -signal.SIGTERM),
         slow("killed", -signal.SIGKILL),
+        slow("lock", -signal.SIGKILL),
     ],
 )
 def test_nothing_is_left_behind(how, status, tmp_path):
@@ -287,14 +292,14 @@ def test_nothing_is_left_behind(how, status, tmp_path):
         stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    if how in ("terminated", "killed", "interrupted"):
-        name = {"terminated": "TERM", "killed": "KILL", "interrupted": "INT"}[how]
+    if how in ("terminated", "killed", "interrupted", "lock"):
+        name = {"terminated": "TERM", "killed": "KILL", "interrupted": "INT", "lock": "KILL"}[how]
         process.send_signal(signal.Signals[f"SIG{name}"])
     found = process.wait(60)
     assert status is None or found == status
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
-    assert len(pids) >= 2
-    deadline = time.monotonic() + 20
+    assert pids
+    deadline = time.monotonic() + 40
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if _alive(pid)]
         time.sleep(0.02)
@@ -305,3 +310,45 @@ def _alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+# Runs.
+
+_BROKEN = '''
+import os, pathlib
+from dense_reward import share_of_even_bytes
+
+def f(prompt, response, answer):
+    """Fails while a log of the run has as many lines as the file `broken` says."""
+    here = pathlib.Path(__file__).parent
+    log, _, count = (here / "broken").read_text().partition(" ")
+    file = here / "run" / f"{log}.jsonl"
+    if count and file.exists() and len(file.read_text().splitlines()) == int(count):
+        raise LookupError("nothing")
+    return share_of_even_bytes(prompt, response, answer)
+'''
+
+
+@pytest.mark.slow
+def test_a_run_stops_and_resumes_when_its_reward_is_mended(tiny_run, tmp_path, monkeypatch, capfd):
+    """In the last evaluation of fine-tuning, before a step, after one, and at the end; each time
+    with status 2, a readable traceback and a checkpoint. The records are those of one piece."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_reward.py").write_text(_BROKEN)
+    arguments = overrides(tmp_path, **{"env.reward": "broken_reward:f"})
+    command = ["train", "--config", str(CONFIG), *arguments]
+    for when, where in {
+        "sft 8": "evaluation after sft step 8", "metrics 2": "RL step 3",
+        "metrics 3": "evaluation after rl step 3", "metrics 6": "evaluation after rl step 6",
+    }.items():  # fmt: skip
+        (tmp_path / "broken").write_text(when)
+        assert cli.run(command) == 2
+        out, err = capfd.readouterr()
+        assert re.search(rf"^error: {where}: all \d+ calls of the reward", err, re.MULTILINE)
+        assert "\nTraceback" in err and 'line 11, in f\n    raise LookupError("nothing")\n' in err
+        assert re.search(r"the state after (sft|rl) step \d is saved; --resume goes on", out)
+        if command[-1] != "--resume":
+            command.append("--resume")
+    (tmp_path / "broken").write_text("")
+    assert cli.run([*command, "--config.env.reward_timeout=60"]) == 0
+    assert reproducible(tmp_path) == reproducible(tiny_run[0])
