@@ -57,9 +57,14 @@ def failure_of(error: BaseException, file: str) -> Failure:
     lines = traceback.format_exception(type(error), error, of_user)
     last = traceback.format_exception_only(type(error), error)[-1]
     return Failure(
-        type(error).__name__, " ".join(last.split())[:_LONGEST_TEXT], place,
-        "".join(lines)[-_LONGEST_TRACEBACK:],
+        type(error).__name__, _printable(" ".join(last.split())[:_LONGEST_TEXT]), place,
+        _printable("".join(lines)[-_LONGEST_TRACEBACK:]),
     )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal may obey: an exception may quote a response."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def definition(function: Any) -> str:

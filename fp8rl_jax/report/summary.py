@@ -250,6 +250,8 @@ def share(value: float | None) -> str:
         return MISSING
     if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
+    if abs(value) >= 100:  # of a reward that is not an accuracy
+        return f"{value * 100:.3g} %"
     return f"{value * 100:.1f}".removesuffix(".0") + " %"
 
 

@@ -39,7 +39,7 @@ def act(prompt, response, answer):
     if response == "segfault": ctypes.string_at(0)
     if response == "memory": return len(bytearray(8 << 30))
     if response == "interrupt": raise KeyboardInterrupt
-    if response == "raise": raise LookupError("nothing")
+    if response == "raise": raise LookupError("nothing\\x1b[2J")
     if response == "stack": return act(prompt, response, answer)
     if response == "None": return None
     if response == "nan": return math.nan
@@ -103,8 +103,8 @@ def test_calls_that_fail_score_zero_and_are_named_once(acting, caplog, monkeypat
     file = acting / "acting_rewards.py"
     for what, text in {
         "exit": "SystemExit: 0", "segfault": "Segmentation fault (signal 11)",
-        "memory": "MemoryError", "interrupt": "KeyboardInterrupt", "raise": "LookupError: nothing",
-        "stack": "RecursionError",
+        "memory": "MemoryError", "interrupt": "KeyboardInterrupt", "stack": "RecursionError",
+        "raise": r"LookupError: nothing\x1b",
     }.items():  # fmt: skip
         (message,) = (r.getMessage() for r in caplog.records if text in r.getMessage())
         assert "the reward 'acting_rewards:act' failed: " in message
@@ -139,7 +139,7 @@ def test_all_calls_fail(acting):
     lines = str(caught.value).split("\n")
     assert lines[0].startswith("RL step 7: all 3 calls of the reward 'acting_rewards:act' failed")
     assert lines[1].startswith("Traceback") and "acting_rewards.py" in lines[2]
-    assert lines[-1] == "LookupError: nothing"
+    assert lines[-1] == r"LookupError: nothing\x1b[2J"
     _scores(_terms(), ["abc"], tally)
     tally.check()
 
