@@ -48,5 +48,10 @@ def refused(what: str) -> Iterator[None]:
         raise UserError(f"{what} ({said}): put the file back, or take another") from None
 
 
+class RewardError(UserError):
+    """Nothing can be learnt from a reward: all calls failed, or none can be made. The message may
+    end with a traceback of the user's code, in several lines."""
+
+
 class NonFiniteError(RuntimeError):
     """The loss or a gradient became NaN or infinite; the run stopped with its last good state."""

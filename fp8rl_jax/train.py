@@ -21,7 +21,7 @@ import numpy as np
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
-from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
@@ -84,6 +84,7 @@ def train(
 
     Raises:
       UserError: something that the user can fix.
+      RewardError: every call of a reward failed; the state after the last finished step is saved.
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
     """
     runtime = make_runtime(config)
@@ -141,6 +142,7 @@ class _Run:
     def __init__(self, runtime: Runtime, lock: RunLock, display, stop, resume):
         self.resume = resume
         self.drifted = False  # a first update has shown drift where there must be none
+        self.evaluation_failed = False  # at the state that was restored
         self.runtime, self.config = runtime, runtime.config
         self.lock, self.directory = lock, pathlib.Path(self.config.run.dir)
         self.display, self._stop = display, stop
@@ -158,6 +160,8 @@ class _Run:
             state = self._restore()
             stack.callback(self.logs.close)
             self._describe()
+            if self.evaluation_failed:
+                self._evaluate(state, self.runtime.refit_state(state).weights)
             if self.phase == "sft":
                 state = self._sft(state)
             if self.phase == "rl" and not self.stop():
@@ -188,7 +192,7 @@ class _Run:
 
     # Checkpoints.
 
-    def _save(self, state: TrainState) -> None:
+    def _save(self, state: TrainState, **more) -> None:
         sft = self.config.sft.steps
         number = int(state.step) + (sft if self.phase == "rl" else 0)
         meta = {
@@ -196,6 +200,7 @@ class _Run:
             "step": int(state.step),
             "offsets": self.logs.offsets(),
             "drifted": self.drifted,
+            **more,
         }
         self.lock.check()
         try:
@@ -204,6 +209,12 @@ class _Run:
             if "No space left" in str(error) or "ENOSPC" in str(error):
                 raise no_room(self.directory, OSError(28, "No space left")) from error
             raise
+
+    def _save_for_reward(self, state: TrainState, **more) -> None:
+        """Before a run stops because of its reward."""
+        self._save(state, **more)
+        at = f"{self.phase} step {int(state.step)}"
+        self.display.note(f"the state after {at} is saved; --resume goes on from there")
 
     def _restore(self) -> TrainState:
         """The newest checkpoint's state, or the state at the start; opens the logs."""
@@ -221,6 +232,7 @@ class _Run:
             return rt.new_state(params, optimizer_of_phase(self.config, "sft")[0])
         meta = self.checkpoints.read_meta(number)
         self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
+        self.evaluation_failed = meta.get("evaluation_failed", False)
         like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
         self.logs = RunLogs(self.directory, meta["offsets"], self.config)
@@ -267,7 +279,7 @@ class _Run:
         if cached is not None:
             self.display.note("supervised fine-tuning found in the cache")
             return self._begin_rl(*cached)
-        state = run_sft(rt, state, self.logs, self.display, self._save, self.stop)
+        state = run_sft(rt, state, self.logs, self.display, self._evaluate, self._save, self.stop)
         if int(state.step) < self.config.sft.steps:
             return state
         self.logs.offsets()
@@ -283,7 +295,7 @@ class _Run:
         stream = self._stream(state)
         served = rt.refit_state(state)
         if not config.sft.steps and int(state.step) == 0:
-            self._evaluate(served.weights, 0)
+            self._evaluate(state, served.weights)
         self.display.phase("RL", config.run.steps, int(state.step))
         for step in range(int(state.step), config.run.steps):
             record = StepRecord(step + 1)
@@ -300,7 +312,7 @@ class _Run:
             self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
-                self._evaluate(served.weights, step + 1)
+                self._evaluate(state, served.weights)
             stopping = self.stop() is not None
             if last or stopping or (step + 1) % config.run.checkpoint_every == 0:
                 self._save(state)
@@ -314,7 +326,11 @@ class _Run:
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
         show = functools.partial(self.display.rollout, step + 1)
-        samples = sample_step(self.runtime, weights, stream, key, record, show)
+        try:
+            samples = sample_step(self.runtime, weights, stream, key, record, show)
+        except RewardError:
+            self._save_for_reward(state)
+            raise
         if isinstance(self.runtime.sampler, ContinuousSampler):
             record |= self.runtime.sampler.metrics()
         return samples
@@ -427,7 +443,13 @@ class _Run:
         self.logs.write("metrics", record)
         self.display.rl_step(record)
 
-    def _evaluate(self, weights, step: int) -> None:
-        evaluations = evaluate(self.runtime, weights, "rl", step)
+    def _evaluate(self, state: TrainState, weights) -> None:
+        """Evaluates the weights of a state; where no call of the reward works, that is left to
+        the run that resumes."""
+        try:
+            evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
+        except RewardError:
+            self._save_for_reward(state, evaluation_failed=True)
+            raise
         self.logs.write_evaluations(evaluations)
         self.display.evaluations([evaluation.record for evaluation in evaluations])

@@ -30,7 +30,7 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import is_gone, keep_talking, silence
-from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
 
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
 _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -267,6 +267,9 @@ def run(arguments: Sequence[str]) -> int:
         if found := found_programs():
             note(found)
         return status
+    except RewardError as error:  # ends with a traceback, in several lines
+        print("error:", error, file=sys.stderr)
+        return 2
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

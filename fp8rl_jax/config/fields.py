@@ -133,6 +133,10 @@ FIELDS: dict[str, dict[str, Field]] = {
         "reward": Field("exact_match", "exact_match, math_equal, gsm8k, gsm8k_strict, or a "
                         "function as 'module:function'; several with weights as "
                         "'exact_match, 0.5*module:function', the first of which evaluation counts"),
+        "reward_timeout": Field(30.0, "seconds that a call of math_equal or your own function may "
+                                "take; one that takes longer scores 0", 0.01, 1e6),
+        "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any", 0,
+                                  1e6),
         "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
                                  "a new order each epoch", 1),
         "question_key": Field("", "the data set's column with the question or conversation; '' for "

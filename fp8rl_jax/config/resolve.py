@@ -98,6 +98,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
       UserError: the first thing that cannot work, in one sentence.
     """
     checks.check_fields(config)
+    env = config.env
     model, positions = read_model(config)
     rollout, learner = (
         side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES
@@ -105,7 +106,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
         _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),
-        load_rewards(config.env.reward), positions,
+        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb), positions,
     )  # fmt: skip
     checks.check(resolved)
     return resolved

@@ -6,20 +6,18 @@ it has none): equal texts are one vote when the majority of several responses is
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
 from fp8rl_jax.envs.final_number import gsm8k, gsm8k_answer, gsm8k_strict, gsm8k_strict_answer
-from fp8rl_jax.envs.question import Question
 from fp8rl_jax.errors import UserError
 
 RewardFunction = Callable[..., float]
-Extract = Callable[[str], str | None]
-_log = logging.getLogger(__name__)
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -83,33 +81,37 @@ for _reward, _extract in (
     vars(_reward)["extract"] = _extract
 
 
-def extract_of(reward: RewardFunction) -> Extract | None:
-    """The reward's `extract`, for which a response that makes it raise has no answer; None if the
-    reward has none."""
-    function = getattr(reward, "extract", None)
-    if function is None:
-        return None
-
-    def extract(response: str) -> str | None:
-        try:
-            return function(response)
-        except Exception as error:  # a user's function may raise anything; the run goes on
-            _log.warning("extract raised %s: %s", type(error).__name__, error)
-            return None
-
-    return extract
+# What compares texts alone: it can neither end a process nor go on for ever.
+PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
+FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 class Term(NamedTuple):
-    """One reward of `env.reward`: its name as written there, its weight, and the function."""
+    """One reward of `env.reward`.
+
+    Attributes:
+      name: as written there.
+      weight: of its value in the sum.
+      function: which only `PLAIN` ones are called as, in this process.
+      seconds: that a call of another one may take.
+      memory_gb: GiB that a process for its calls may take; 0 for any.
+      digest: of the source of the function's module.
+    """
 
     name: str
     weight: float
     function: RewardFunction
+    seconds: float
+    memory_gb: float
+    digest: str
 
 
-def load_rewards(text: str) -> tuple[Term, ...]:
+def load_rewards(text: str, seconds: float = 30.0, memory_gb: float = 4.0) -> tuple[Term, ...]:
     """The rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
+
+    Args:
+      text: the field.
+      seconds, memory_gb: of `Term`.
 
     Raises:
       UserError: of `load_reward`, or a weight is no number, or a name is there twice.
@@ -119,7 +121,8 @@ def load_rewards(text: str) -> tuple[Term, ...]:
         if any(term.name == name for term in terms):
             raise UserError(f"env.reward is {text!r}, with {name!r} twice: leave one out")
         value = 1.0 if weight is None else _weight(weight, text)
-        terms.append(Term(name, value, load_reward(name)))
+        function = load_reward(name)
+        terms.append(Term(name, value, function, seconds, memory_gb, source_digest(name)))
     return tuple(terms)
 
 
@@ -139,7 +142,7 @@ def _weight(text: str, whole: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or not value:
+    if not (abs(value) <= FLOAT32_MAX and value):
         raise UserError(
             f"env.reward is {whole!r}, and {text.strip()!r} is no weight: write a number other "
             "than 0, as in 'exact_match, 0.5*module:function'"
@@ -152,10 +155,12 @@ def load_reward(name: str) -> RewardFunction:
 
     The function takes (prompt, response, answer) as text, and `row` if its fourth argument has
     that name: the row of the data set, or the item of reasoning_gym, as a mapping. It returns a
-    number. Modules are looked for in the current directory too.
+    number. Modules are looked for in the current directory too, and must be ones that another
+    process can import.
 
     Raises:
-      UserError: the name is no built-in one and cannot be imported, or takes other arguments.
+      UserError: the name is no built-in one and cannot be imported, here or in another process, or
+        takes other arguments.
     """
     name = name.strip()
     if name in _BUILT_IN:
@@ -165,6 +170,12 @@ def load_reward(name: str) -> RewardFunction:
             f"env.reward is {name!r}; write one of {', '.join(_BUILT_IN)}, or 'module:function'"
         )
     function = user_code.load(name, "env.reward:")
+    module = name.partition(":")[0]
+    if module == "__main__" or getattr(sys.modules.get(module), "__spec__", None) is None:
+        raise UserError(
+            f"env.reward: {name!r} is not in a module that a worker process can import: write the "
+            "function in a file of its own, and name it 'FILE_WITHOUT_PY:FUNCTION'"
+        )
     if not callable(function):
         raise UserError(f"env.reward: {name!r} is not a function; name one")
     try:
@@ -172,7 +183,7 @@ def load_reward(name: str) -> RewardFunction:
     except (TypeError, ValueError):  # of some written in C
         return function
     try:
-        signature.bind("", "", "", **({"row": {}} if _takes_row(function) else {}))
+        signature.bind("", "", "", **({"row": {}} if takes_row(function) else {}))
     except TypeError:
         raise UserError(
             f"env.reward: {name!r} takes {signature}; write a function of (prompt, response, "
@@ -181,7 +192,7 @@ def load_reward(name: str) -> RewardFunction:
     return function
 
 
-def _takes_row(function: RewardFunction) -> bool:
+def takes_row(function: RewardFunction) -> bool:
     """Whether a function's fourth argument is called `row`."""
     try:
         return list(inspect.signature(function).parameters)[3:4] == ["row"]
@@ -189,37 +200,16 @@ def _takes_row(function: RewardFunction) -> bool:
         return False
 
 
-def score(
-    reward: RewardFunction, questions: Sequence[Question], responses: Sequence[str]
-) -> tuple[list[float], int]:
-    """Rewards of responses, and how many calls raised (those score 0 and are logged).
-
-    A value that is no finite number counts as a raise.
-    """
-    values, errors = [], 0
-    takes_row = _takes_row(reward)
-    for question, response in zip(questions, responses, strict=True):
-        more = {"row": question.row} if takes_row else {}
-        try:
-            value = float(reward(question.text, response, question.answer, **more))
-            if not math.isfinite(value):
-                raise ValueError(f"the reward is {value}")
-        except Exception as error:  # a user's function may raise anything; the run goes on
-            errors += 1
-            value = 0.0
-            _log.warning("reward raised %s: %s", type(error).__name__, error)
-        values.append(value)
-    return values, errors
+def source_digest(reward: str) -> str:
+    """A hash of the source of a reward's module, as it is now; '' if it has none."""
+    try:
+        with open(module_file(reward), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return ""
 
 
-def score_terms(
-    terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
-) -> tuple[list[float], dict[str, list[float]], int]:
-    """Weighted sums of the rewards, each reward by its name without its weight, and how many calls
-    raised."""
-    by_name, errors = {}, 0
-    for term in terms:
-        by_name[term.name], raised = score(term.function, questions, responses)
-        errors += raised
-    weighted = [[term.weight * value for value in by_name[term.name]] for term in terms]
-    return [sum(rest, first) for first, *rest in zip(*weighted, strict=True)], by_name, errors
+def module_file(reward: str) -> str:
+    """The file of a reward's module, which has been imported; '' of a built-in one."""
+    module, colon, _ = reward.partition(":")
+    return getattr(sys.modules.get(module), "__file__", None) or "" if colon else ""

@@ -258,7 +258,7 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
     if recipes[0] == recipes[1] and s["drift_exactly_zero"] is False:
         notes.append("The recipes are equal, but the drift is not zero at every step.")
     if s["reward_errors"]:
-        notes.append(f"{s['reward_errors']} rewards raised an error and were scored 0.")
+        notes.append(f"{s['reward_errors']} calls of rewards failed and scored 0.")
     if count := s["rollout_preemptions"]:
         notes.append(
             f"Responses lost their pages and were computed anew {count:,} times: a larger "
@@ -295,7 +295,7 @@ def share(value: float | None) -> str:
         return MISSING
     if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
-    if abs(value) >= 1e6:  # a reward that is no share
+    if abs(value) >= 100:  # of a reward that is not an accuracy
         return f"{value * 100:.3g} %"
     return f"{value * 100:.1f}".removesuffix(".0") + " %"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,16 +38,14 @@ def standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def majority(
-    rewards: np.ndarray, texts: Sequence[str], extract: Callable[[str], str | None]
-) -> np.ndarray:
+def majority(rewards: np.ndarray, answers: Sequence[str | None]) -> np.ndarray:
     """Whether the most frequent answer of each question is correct; of equally frequent ones, the
     first that was given counts.
 
     Args:
       rewards: (Q, n).
-      texts: Q * n responses, those of a question side by side.
-      extract: a response's answer; None if it has none, which is never the most frequent.
+      answers: of Q * n responses, those of a question side by side; None of a response that has
+        none, which is never the most frequent.
 
     Returns:
       (Q,) bool.
@@ -56,8 +54,7 @@ def majority(
     chosen = np.zeros(len(rewards), bool)
     for question, row in enumerate(rewards):
         votes: dict[str, list[int]] = {}
-        for index, text in enumerate(texts[question * n : (question + 1) * n]):
-            answer = extract(text)
+        for index, answer in enumerate(answers[question * n : (question + 1) * n]):
             if answer is not None:
                 votes.setdefault(answer, []).append(index)
         if votes:
@@ -66,20 +63,18 @@ def majority(
     return chosen
 
 
-def sample_metrics(
-    rewards: np.ndarray, texts: Sequence[str], extract: Callable[[str], str | None] | None
-) -> dict[str, float]:
+def sample_metrics(rewards: np.ndarray, answers: Sequence[str | None] | None) -> dict[str, float]:
     """The record's figures of n samples per question.
 
-    pass@k for k = 1, 2, 4, .. and n, each with `_se`; maj@n if there are several samples and an
-    answer can be extracted.
+    pass@k for k = 1, 2, 4, .. and n, each with `_se`; maj@n if there are several samples and their
+    `answers` are known.
     """
     n, correct = rewards.shape[1], rewards > CORRECT
     found: dict[str, np.ndarray] = {}
     for k in sorted({2**i for i in range(n.bit_length())} | {n}):
         found[f"pass@{k}"] = pass_at_k(correct, k)
-    if n > 1 and extract is not None:
-        found[f"maj@{n}"] = majority(rewards, texts, extract).astype(float)
+    if n > 1 and answers is not None:
+        found[f"maj@{n}"] = majority(rewards, answers).astype(float)
     record = {}
     for name, values in found.items():
         record[name], record[f"{name}_se"] = float(values.mean()), standard_error(values)

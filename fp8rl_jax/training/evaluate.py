@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, extract_of, score
+from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime
 
@@ -37,7 +37,11 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
       One for each set. In a record accuracy_greedy and accuracy_sampled are mean rewards;
       `sample_metrics` says what the others are. NAME_se is the standard error of NAME, with a
       question's samples as one cluster.
+
+    Raises:
+      RewardError: every call of the reward failed.
     """
+    tally = Tally(f"evaluation after {phase} step {step}")
     when = {"phase": phase, "step": step}
     sets = itertools.groupby(runtime.questions["eval"], key=lambda question: question.set)
     found = []
@@ -47,23 +51,29 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
         key = jax.random.fold_in(key, (1 << 31) + index) if index else key
         key = jax.random.fold_in(key, step + (phase == "rl") * (1 << 30))
         head = {**when, "set": name} if name else when
-        found.append(_evaluate(runtime, weights, list(questions), key, head))
+        found.append(_evaluate(runtime, weights, list(questions), key, head, tally))
+    tally.check()
     return found
 
 
 def _evaluate(
-    runtime: Runtime, weights, questions: list[Question], key: jax.Array, head: dict[str, Any]
+    runtime: Runtime,
+    weights,
+    questions: list[Question],
+    key: jax.Array,
+    head: dict[str, Any],
+    tally: Tally,
 ) -> Evaluation:
     """Accuracy on a set; `head` begins each record."""
     config = runtime.config
     start = time.perf_counter()
     size = config.eval.batch_size
-    reward = runtime.rewards[0].function
+    (reward,), errors = runtime.rewards[:1], tally.errors
     group = 1 + config.eval.samples
     temperature = np.full((size, group), config.eval.temperature, np.float32)
     temperature[:, 0] = 0.0
     temperature = temperature.reshape(-1)
-    rewards, texts, rates, errors, length = [], [], [], 0, 0
+    rewards, texts, rates, length = [], [], [], 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
         rows = group * len(part)  # the others fill the batch
@@ -74,14 +84,16 @@ def _evaluate(
         )
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
         responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
-        values, failed = score(reward, [q for q in part for _ in range(group)], responses)
-        rewards += values
+        asked = [q for q in part for _ in range(group)]
+        rewards += Scoring([reward], asked, responses).result(tally)[1][reward.name]
         texts += responses
-        errors += failed
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
     found = np.asarray(rewards).reshape(-1, group)
     greedy, sampled = found[:, 0], found[:, 1:]
-    sampled_texts = [text for index, text in enumerate(texts) if index % group]
+    answers = None
+    if group > 2:  # several samples may have a majority
+        sampled_texts = [text for index, text in enumerate(texts) if index % group]
+        answers = extract_answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
     # The first batch compiles, so it is left out where there are others.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
@@ -90,10 +102,10 @@ def _evaluate(
         "accuracy_greedy_se": standard_error(greedy),
         "accuracy_sampled": float(sampled.mean()),
         "accuracy_sampled_se": standard_error(sampled.mean(1)),
-        **sample_metrics(sampled, sampled_texts, extract_of(reward)),
+        **sample_metrics(sampled, answers),
         "questions": len(questions),
         "response_len_mean": length / sampled.size,
-        "reward_errors": errors,
+        "reward_errors": tally.errors - errors,
         "time_eval": time.perf_counter() - start,
         "tokens_per_s_eval": tokens / seconds,
     }
@@ -104,8 +116,8 @@ def _evaluate(
             "prompt": question.text,
             "response": response,
             "answer": question.answer,
-            "reward": float(reward),
+            "reward": float(value),
         }
-        for question, response, reward in itertools.islice(answered, config.run.samples)
+        for question, response, value in itertools.islice(answered, config.run.samples)
     ]
     return Evaluation(record, samples)

@@ -39,8 +39,8 @@ _REMEDIES = {
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
-    "model.check_finite",
-    "precision.self_check", "env.data_dir", "env.download",
+    "model.check_finite", "precision.self_check", "env.data_dir", "env.download",
+    "env.reward_timeout", "env.reward_memory_gb",
 )  # fmt: skip
 _DIGEST = "data.sha256"
 

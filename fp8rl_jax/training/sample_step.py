@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.data import Stream
-from fp8rl_jax.envs import Question
+from fp8rl_jax.envs import Question, Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.runtime import Runtime
@@ -74,12 +74,19 @@ def sample_step(
       key: of this step.
       record: gets times and what was sampled.
       show: told while a rollout goes on, where the sampler does that.
+
+    Raises:
+      RewardError: every call of a reward failed.
     """
     config = runtime.config
+    tally = Tally(f"RL step {record['step']}")
     wanted, rounds = config.rollout.prompts_per_step, []
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
-        rounds.append(_round(runtime, weights, stream.next(), key, len(rounds), record, show))
+        rounds.append(
+            _round(runtime, weights, stream.next(), key, len(rounds), record, show, tally)
+        )
+    tally.check()
     everything = _joined(rounds)
     record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
     if not config.algo.dynamic_sampling:
@@ -93,7 +100,7 @@ def sample_step(
     return chosen
 
 
-def _round(runtime: Runtime, weights, questions, key, number: int, record, show) -> Samples:
+def _round(runtime: Runtime, weights, questions, key, number: int, record, show, tally) -> Samples:
     config = runtime.config
     group = config.rollout.group_size
     rows = len(questions) * group
@@ -110,12 +117,13 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show)
         )  # fmt: skip
     with record.timed("reward"):
         rewards.add(rollout, np.ones(rows, bool))
-    record["reward_errors"] = record.get("reward_errors", 0) + rewards.errors
-    values = rewards.values.reshape(-1, group)
+        scores, by_name = rewards.result(tally)
+    record["reward_errors"] = tally.errors
+    values = scores.reshape(-1, group)
     counts = np.ones(len(questions), bool)
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
-    by_name = {name: x.reshape(-1, group) for name, x in rewards.by_name.items()}
+    by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
     return Samples(list(questions), rollout, prompts, lengths, values, by_name, counts)
 
 

@@ -25,7 +25,6 @@ from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.progress import Display
@@ -45,6 +44,7 @@ _FIELDS = (
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = (
     "model.check_finite", "precision.zero_drift", "precision.health", "precision.self_check",
+    "env.reward_timeout", "env.reward_memory_gb",
 )  # fmt: skip
 
 _TWO_DAYS = 2 * 24 * 3600.0
@@ -128,13 +128,14 @@ def _remove_left_behind(parent: pathlib.Path) -> None:
 
 
 def run_sft(
-    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, checkpoint, stop
+    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, evaluate, checkpoint, stop
 ) -> TrainState:
     """Supervised updates from `state.step` to the end.
 
     Args:
       runtime, state: what to train.
-      logs, display: where records go.
+      logs, display: where records of updates go.
+      evaluate: called as evaluate(state, weights), with what the sampler takes of the state.
       checkpoint: called as checkpoint(state) at each evaluation and when stopping.
       stop: asked after each update; the name of what stops the run, or None.
 
@@ -143,6 +144,7 @@ def run_sft(
 
     Raises:
       NonFiniteError: loss or gradient is NaN or infinite.
+      RewardError: of `evaluate`.
     """
     config = runtime.config
     optimizer, schedule = optimizer_of_phase(config, "sft")
@@ -172,10 +174,7 @@ def run_sft(
         display.sft_step(record)
         if step + 1 in evaluate_at:
             state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
-            weights, _, _ = runtime.refit_state(state)
-            evaluations = evaluate(runtime, weights, "sft", step + 1)
-            logs.write_evaluations(evaluations)
-            display.evaluations([evaluation.record for evaluation in evaluations])
+            evaluate(state, runtime.refit_state(state).weights)
         stopping = stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
             checkpoint(state)

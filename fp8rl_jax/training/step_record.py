@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, score_terms
+from fp8rl_jax.envs import Question, Scoring, Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
@@ -25,27 +25,35 @@ _OF_TOKENS = {
 
 
 class Rewards:
-    """Rewards of a step's responses, each computed when it is complete."""
+    """Rewards of a step's responses, which are scored from the time on when they are complete."""
 
     def __init__(self, runtime: Runtime, questions: list[Question]):
         """`questions`: one for each response."""
         self._runtime, self._questions = runtime, questions
-        self.values = np.zeros(len(questions))
-        self.by_name = {term.name: np.zeros(len(questions)) for term in runtime.rewards}
-        self.errors = 0
-        self._scored = np.zeros(len(questions), bool)
+        self._handed_in = np.zeros(len(questions), bool)
+        self._scorings: list[tuple[np.ndarray, Scoring]] = []
 
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
-        """Rewards the responses that are `done` (B,) and have no reward yet."""
-        rows = np.flatnonzero(done & ~self._scored)
+        """Hands in the responses that are `done` (B,) and have not been handed in."""
+        rows = np.flatnonzero(done & ~self._handed_in)
         texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
         questions = [self._questions[r] for r in rows]
-        found, by_name, errors = score_terms(self._runtime.rewards, questions, texts)
-        self.values[rows] = found
-        for name, values in by_name.items():
-            self.by_name[name][rows] = values
-        self.errors += errors
-        self._scored[rows] = True
+        self._scorings.append((rows, Scoring(self._runtime.rewards, questions, texts)))
+        self._handed_in[rows] = True
+
+    def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Waits for the rewards (B,) of all responses, and each by its name without its weight.
+
+        Raises:
+          RewardError: no call of a reward comes to an end.
+        """
+        values = np.zeros(len(self._questions))
+        by_name = {term.name: np.zeros(len(self._questions)) for term in self._runtime.rewards}
+        for rows, scoring in self._scorings:
+            values[rows], found = scoring.result(tally)
+            for name, terms in found.items():
+                by_name[name][rows] = terms
+        return values, by_name
 
 
 class StepRecord(dict[str, Any]):

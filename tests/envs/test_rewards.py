@@ -6,17 +6,9 @@ import sys
 
 import pytest
 
-from fp8rl_jax.envs import (
-    Question,
-    extract_of,
-    load_reward,
-    load_rewards,
-    reward_names,
-    score,
-    score_terms,
-)
+from fp8rl_jax.envs import Question, Scoring, Tally, load_reward, load_rewards, reward_names
 from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import RewardError, UserError
 
 _LONG = "So we add 12 and 30, then 5. " * 400
 # (response, answer, reward, reward of the strict form)
@@ -75,10 +67,14 @@ def test_gsm8k(response, answer, value, strict):
     assert gsm8k_strict("question", response, answer) == strict
 
 
-def test_an_answer_without_a_number_is_an_error(caplog):
+def test_an_answer_without_a_number_is_an_error():
     """Else a run on the wrong data set would earn nothing and not say why."""
-    assert score(gsm8k, [Question("q", "Paris")], ["Paris"]) == ([0.0], 1)
-    assert "the answer 'Paris' holds no number" in caplog.text
+    tally = Tally("RL step 1")
+    scoring = Scoring(load_rewards("gsm8k"), [Question("q", "Paris")], ["Paris"])
+    assert scoring.result(tally) == ([0.0], {"gsm8k": [0.0]})
+    assert tally.errors == 1
+    with pytest.raises(RewardError, match="the answer 'Paris' holds no number"):
+        tally.check()
 
 
 @pytest.mark.parametrize(
@@ -100,20 +96,7 @@ def test_an_answer_without_a_number_is_an_error(caplog):
 )
 def test_extract(name, response, answer):
     """Responses that are equal for the reward have one text, the vote of a majority."""
-    assert extract_of(load_reward(name))(response) == answer
-
-
-def test_extract_of_a_function(module, caplog):
-    """A user's function has none unless it is given; one that raises finds no answer."""
-    module(
-        "def plain(prompt, response, answer):\n    return 1\n"
-        "def last(prompt, response, answer):\n    return 1\n"
-        "last.extract = lambda response: response.split()[-1]\n"
-    )
-    assert extract_of(load_reward("rewards_of_rows:plain")) is None
-    extract = extract_of(load_reward("rewards_of_rows:last"))
-    assert extract("it is 5") == "5" and extract("") is None
-    assert "extract raised IndexError" in caplog.text
+    assert load_reward(name).extract(response) == answer
 
 
 @pytest.fixture
@@ -137,12 +120,13 @@ def test_the_row_is_the_fourth_argument(module):
     )
     questions = [Question("q", "a", row={"level": 3}), Question("q", "a", row={})]
     terms = load_rewards("rewards_of_rows:level, rewards_of_rows:length,rewards_of_rows:scaled")
-    values, by_name, errors = score_terms(terms, questions, ["ab", "c"])
+    tally = Tally("RL step 1")
+    values, by_name = Scoring(terms, questions, ["ab", "c"]).result(tally)
     assert by_name == {
         "rewards_of_rows:level": [3, 0], "rewards_of_rows:length": [2, 1],
         "rewards_of_rows:scaled": [2, 2],
     }  # fmt: skip
-    assert (values, errors) == ([7.0, 3.0], 1)
+    assert (values, tally.errors) == ([7.0, 3.0], 1)
 
 
 def test_weights():
@@ -152,7 +136,8 @@ def test_weights():
     assert [(term.name, term.weight) for term in terms] == [
         ("exact_match", 1.0), ("gsm8k", -0.5), ("gsm8k_strict", 0.2),
     ]  # fmt: skip
-    assert score_terms(terms, question, ["0.1"])[0] == [1.0 - 0.5]
+    values, _ = Scoring(terms, question, ["0.1"]).result(Tally("RL step 1"))
+    assert values == [1.0 - 0.5]
     assert reward_names("exact_match, 0.5*a.b:c") == ["exact_match", "a.b:c"]
 
 

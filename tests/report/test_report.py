@@ -224,7 +224,7 @@ def test_faults_are_named(tmp_path):
     notes = summary.summarise(_make(tmp_path / "run", metrics=rows))["notes"]
     assert notes == [
         "The refit checksum failed at 1 step.",
-        "3 rewards raised an error and were scored 0.",
+        "3 calls of rewards failed and scored 0.",
         "fp8_nonfinite_blocks/kv: 2 blocks held NaN or infinity.",
     ]
 
@@ -308,7 +308,8 @@ def test_errors_are_one_sentence(tmp_path):
 
 
 def test_shares_round_to_certainty_only_when_certain():
-    cases = {0.0: "0 %", 1.0: "100 %", 0.5: "50 %", 1 - 1e-7: "all but 1e-05 %", 1e-5: "0.001 %"}
+    cases = {0.0: "0 %", 1.0: "100 %", 0.5: "50 %", 1 - 1e-7: "all but 1e-05 %", 1e-5: "0.001 %",
+             5e20: "5e+22 %"}  # fmt: skip
     assert {value: summary.share(value) for value in cases} == cases
     assert [summary.near_one(x) for x in (1.0, 1 + 2**-30, None)] == [
         *("1", "1 + 9.31e-10", "not recorded")

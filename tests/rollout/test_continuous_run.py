@@ -9,20 +9,16 @@ import itertools
 
 import numpy as np
 import pytest
-from dense_reward import share_of_even_bytes
 from tiny_run import overrides, reproducible, train_counting
 
+from fp8rl_jax.envs import Scoring
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.progress import Display
 
 SLOTS, STEPS = 5, 3
-# (0, None) for a response that is scored, (turns, responses done) for a look at the rollout.
+# (0, None) for a response that goes to its reward, (turns, responses done) for a look at the
+# rollout.
 _events: list[tuple[int, np.ndarray | None]] = []
-
-
-def reward(prompt: str, response: str, answer: str) -> float:
-    _events.append((0, None))
-    return share_of_even_bytes(prompt, response, answer)
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +27,24 @@ def runs(tmp_path_factory):
 
     With so few pages that responses lose theirs: (static run, continuous run, outcome, events).
     """
-    looked = Display.rollout
+    looked, begin = Display.rollout, Scoring.__init__
+
+    def hand_in(self, terms, questions, responses):
+        _events.extend([(0, None)] * len(responses))
+        begin(self, terms, questions, responses)
 
     def look(self, step, progress):
         _events.append((int(progress.turns.max()), progress.done))
         looked(self, step, progress)
 
     static, continuous = (tmp_path_factory.mktemp(name) for name in ("static", "continuous"))
-    fields = {"run.steps": STEPS, "sft.steps": 0, "env.reward": "test_continuous_run:reward"}
+    fields = {"run.steps": STEPS, "sft.steps": 0}
     train_counting(overrides(static, **fields))
     _events.clear()
     fields |= {"rollout.slots": SLOTS, "rollout.pages": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Display, "rollout", look)
+        patch.setattr(Scoring, "__init__", hand_in)
         _, counts = train_counting(overrides(continuous, **fields))
     return static, continuous, counts, list(_events)
 

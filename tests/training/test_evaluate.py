@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import types
 
 import jax
 import numpy as np
+import pytest
 from rich.console import Console
 
 from fp8rl_jax.config import default_config
 from fp8rl_jax.envs import Question, load_rewards
+from fp8rl_jax.errors import RewardError
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
@@ -67,6 +70,20 @@ def test_several_sets(tmp_path):
     logs.close()
     assert [r["set"] for r in read_jsonl(tmp_path / "eval.jsonl")] == ["a", "b"]
     assert [s["set"] for s in read_jsonl(tmp_path / "samples.jsonl")] == ["a"] * 3 + ["b"]
+
+
+def test_a_reward_that_fails_at_every_call():
+    """In one set of several it is counted there; in all it stops the run."""
+    runtime = _runtime(a=1, b=2)
+    runtime.rewards = load_rewards("gsm8k")
+    first, *others = runtime.questions["eval"]
+    runtime.questions["eval"] = [dataclasses.replace(first, answer="Paris"), *others]
+    errors = [e.record["reward_errors"] for e in evaluate(runtime, None, "rl", 5)]
+    assert errors == [4, 0]
+    runtime.questions["eval"] = runtime.questions["eval"][:1]
+    message = "evaluation after rl step 5: all 4 calls of the reward 'gsm8k' .*holds no number"
+    with pytest.raises(RewardError, match=message):
+        evaluate(runtime, None, "rl", 5)
 
 
 def test_the_first_set_is_shown():

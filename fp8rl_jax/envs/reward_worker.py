@@ -1,0 +1,186 @@
+"""The program of a worker process, which calls rewards for `reward_process`.
+
+A worker reads requests from a connection and answers each call by itself, so that the process that
+asks knows which one did not return. It imports no JAX, unless a user's module does.
+
+It ends with the process that started it: by itself at the connection's end when it is idle; through
+a thread that waits for the end of a pipe when it is in a call, together with the processes that the
+call started. Code that never gives Python's lock back keeps that thread from running: then a timer
+of faulthandler's, which needs no lock, ends the worker within the time limit and `_TICK` seconds
+twice. What neither catches is a worker that is stopped by a signal, or waits in the kernel for ever
+(for a file server that is gone).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing.connection
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, Any, NamedTuple
+
+from fp8rl_jax.envs.reward_call import Failure, as_number, attempt, failure_of, seed
+from fp8rl_jax.envs.rewards import load_reward, module_file, source_digest
+
+_TICK = 5.0  # seconds
+
+
+class Limits(NamedTuple):
+    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
+
+    seconds: float
+    memory: int
+
+
+class Load(NamedTuple):
+    """A request to import a reward; the answer is None, STALE or a Failure.
+
+    Attributes:
+      reward: its name, 'module:function' or a built-in one.
+      digest: of its module's source, of `Term`.
+      path, directory: `sys.path` and the current directory, to find the module with.
+    """
+
+    reward: str
+    digest: str
+    path: list[str]
+    directory: str
+
+
+class Calls(NamedTuple):
+    """A request for calls of a reward, or of its `extract`, each with one answer.
+
+    Attributes:
+      reward: its name, which has been loaded.
+      extract: call that attribute of it.
+      arguments: of each call, pickled: (prompt, response, answer, {'row': row} or {}), or
+        (response,).
+    """
+
+    reward: str
+    extract: bool
+    arguments: list[bytes]
+
+
+STALE = "stale"  # the module that a worker holds has another source
+
+
+def main(connection_number: int, life: int, dump_number: int, limits: list) -> None:
+    """Serves requests until the connection ends.
+
+    Args:
+      connection_number: file descriptor of the connection.
+      life: of a pipe's reading end; it ends when the process that started this one has gone.
+      dump_number: of a file for the traceback of a call that ends this process.
+      limits: a `Limits`.
+    """
+    for number in (connection_number, life, dump_number):
+        os.set_inheritable(number, False)  # what a reward starts must not keep them open
+    connection = multiprocessing.connection.Connection(connection_number)
+    seconds, memory = limits
+    _limit(resource.RLIMIT_CORE, 0)  # a crash leaves no core file behind
+    if memory:
+        _limit(resource.RLIMIT_DATA, memory)
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process that started this one
+        signal.signal(number, lambda *_: None)  # a handler, since children inherit SIG_IGN
+    dump = os.fdopen(dump_number, "w")
+    faulthandler.enable(dump, all_threads=False)
+    threading.Thread(target=_watch, args=(life, seconds, dump), daemon=True).start()
+    rewards: dict[str, tuple[Callable, str]] = {}  # with the digest of its module
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+            for answer in _answers(request, rewards):
+                connection.send_bytes(pickle.dumps(answer))
+                if isinstance(answer, Failure) and answer.kind == "MemoryError":
+                    return  # see WorkerProcess.answer
+        except (EOFError, OSError):  # nobody asks, or listens, any more
+            return
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def _watch(life: int, seconds: float, dump: IO) -> None:
+    """Ends this process, and those that it started, when the pipe `life` ends."""
+    poll = select.poll()
+    poll.register(life, select.POLLIN)
+    ended: list = []
+    while not ended:
+        # Set anew at each turn of this thread, so it goes off only if the thread cannot run.
+        faulthandler.dump_traceback_later(seconds + 2 * _TICK, exit=True, file=dump)
+        ended = poll.poll(_TICK * 1000)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answers(request: Load | Calls, rewards: dict[str, tuple[Callable, str]]):
+    if isinstance(request, Load):
+        yield _load(request, rewards)
+        return
+    function, _ = rewards[request.reward]
+    file = module_file(request.reward)
+    call = _extract if request.extract else _score
+    for arguments in request.arguments:
+        yield call(function, arguments, file)
+
+
+def _load(request: Load, rewards: dict[str, tuple[Callable, str]]) -> Failure | str | None:
+    name = request.reward
+    if name not in rewards:
+        try:
+            sys.path[:] = request.path
+            os.chdir(request.directory)
+            importlib.invalidate_caches()
+            if name == "math_equal":  # imports this at its first call, which has a time limit
+                import math_verify  # noqa: F401
+            rewards[name] = (load_reward(name), source_digest(name))
+        except BaseException as error:
+            return failure_of(error, "")
+    return None if rewards[name][1] == request.digest else STALE
+
+
+def _score(function: Callable, arguments: bytes, file: str) -> float | Failure:
+    found = _unpickled(arguments)
+    if isinstance(found, Failure):
+        return found
+    *texts, named = found
+    value = _attempt(function, tuple(texts), named, file, texts[:2])
+    return value if isinstance(value, Failure) else as_number(value)
+
+
+def _extract(function: Any, arguments: bytes, file: str) -> str | Failure | None:
+    found = _unpickled(arguments)
+    if isinstance(found, Failure):
+        return found
+    answer = _attempt(function.extract, found, {}, file, found)
+    if answer is None or isinstance(answer, (str, Failure)):
+        return answer
+    return attempt(str, (answer,), {}, file)
+
+
+def _attempt(function: Callable, arguments: tuple, named: dict, file: str, seeds: Sequence) -> Any:
+    """`attempt` with seeded random numbers."""
+    seed(*seeds)
+    has_numpy = "numpy" in sys.modules
+    value = attempt(function, arguments, named, file)
+    if "numpy" in sys.modules and not has_numpy:  # the call imported it, so it was not seeded
+        seed(*seeds)
+        value = attempt(function, arguments, named, file)
+    return value
+
+
+def _unpickled(arguments: bytes) -> Any:
+    try:
+        return pickle.loads(arguments)
+    except BaseException as error:  # a class of the row's that is not found here
+        return failure_of(error, "")
