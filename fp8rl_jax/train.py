@@ -166,7 +166,7 @@ class _Run:
                 state = self._sft(state)
             if self.phase == "rl" and not self.stop():
                 state = self._rl(state)
-        if self.phase == "rl" and int(state.step) == self.config.run.steps:
+        if self.phase == "rl" and int(state.step) >= self.config.run.steps:
             return Outcome(True, None, write_report(self.directory))
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"stopped by {self.stopped_by} after {at}, saved; --resume goes on")
