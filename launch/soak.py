@@ -156,7 +156,7 @@ class Soak:
             number = _SIGNALS.get(name, signal.SIGKILL)
             process.send_signal(number)
             # At once before the run waits for a step's end, and at the end of the last step.
-            run.end(process, (75, 0, -number, 128 + number))
+            run.end(process, (75, 0, -number))
         return True
 
     def _damage(self, run: Run) -> bool:

@@ -20,6 +20,6 @@ def _jumping(clock, seed: str):
 if __name__ == "__main__":
     if seed := os.environ.get("SOAK_CLOCK"):
         time.time = _jumping(time.time, seed)
-    from fp8rl_jax.cli.main import main
+    from fp8rl_jax.cli import entry
 
-    main()
+    entry()

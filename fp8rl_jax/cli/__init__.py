@@ -1,3 +1,43 @@
 """The command `fp8rl`: one file for each group of subcommands."""
 
-from fp8rl_jax.cli.main import run
+import signal
+import sys
+from collections.abc import Sequence
+
+from fp8rl_jax.cli.output import is_gone, silence
+
+_INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; returns the exit status. Errors of ours propagate as exceptions."""
+    from fp8rl_jax.cli import main
+
+    return main.run(arguments)
+
+
+def entry() -> None:
+    """Entry point of the console script: also for Ctrl-C and an output that cannot be written."""
+    # Libraries that are being imported lose a KeyboardInterrupt, or make an error of it.
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from fp8rl_jax.cli import main
+
+    signal.signal(signal.SIGINT, before)
+    try:
+        status = main.run(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        silence(sys.stdout)
+        status = _CLOSED
+    except OSError as error:
+        if not is_gone(sys.stdout):
+            raise
+        silence(sys.stdout)
+        print(f"error: standard output cannot be written ({error.strerror})", file=sys.stderr)
+        status = 2
+    sys.exit(status)

@@ -1,5 +1,5 @@
 """`python -m fp8rl_jax.cli` is `fp8rl`."""
 
-from fp8rl_jax.cli.main import main
+from fp8rl_jax.cli import entry
 
-main()
+entry()

@@ -12,7 +12,7 @@ class Interrupt:
     """Notes signals from its first call on, while it is entered.
 
     A call names the signal that was received, or None. Before the first call, and at a second
-    Ctrl-C, a signal does what it did before; one that was ignored (`nohup`) stays so.
+    Ctrl-C, a signal ends the process at once; one that was ignored (`nohup`) stays so.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Interrupt:
         if self._waits and not (self._received and number == signal.SIGINT):
             self._received = signal.Signals(number).name
             return
-        signal.signal(number, self._before[number])
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def __exit__(self, *exc) -> None:

@@ -1,9 +1,9 @@
 """The command line: `fp8rl COMMAND ...`.
 
 Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 75 a run that a signal
-stopped, with a checkpoint; 130 ended at once by Ctrl-C, 141 by a closed standard output; 1 anything
-else: an error of ours, a run that met NaN, a bound of `fp8rl drift --fail-above` that was exceeded,
-a kernel that failed in `fp8rl bench kernels`. docs/usage.md has the table.
+stopped, with a checkpoint; 1 anything else: an error of ours, a run that met NaN, a bound of
+`fp8rl drift --fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`.
+docs/usage.md has the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,11 +28,10 @@ from fp8rl_jax.cli.arguments import (
     writing,
 )
 from fp8rl_jax.cli.interrupt import Interrupt
-from fp8rl_jax.cli.output import is_gone, keep_talking, silence
+from fp8rl_jax.cli.output import keep_talking
 from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
 
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
-_INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def _train(values: argparse.Namespace) -> int:
@@ -276,23 +274,3 @@ def run(arguments: Sequence[str]) -> int:
     except NonFiniteError as error:
         print("stopped:", error, file=sys.stderr)
         return 1
-
-
-def main() -> None:
-    """Entry point of the console script `fp8rl`."""
-    try:
-        status = run(sys.argv[1:])
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = _INTERRUPTED
-    except BrokenPipeError:
-        silence(sys.stdout)
-        status = _CLOSED
-    except OSError as error:
-        if not is_gone(sys.stdout):
-            raise
-        silence(sys.stdout)
-        print(f"error: standard output cannot be written ({error.strerror})", file=sys.stderr)
-        status = 2
-    sys.exit(status)

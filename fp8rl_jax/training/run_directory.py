@@ -31,11 +31,16 @@ from fp8rl_jax.training.runtime import Runtime
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
 WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
-_REMEDIES = {
-    errno.EACCES: "change its permissions", errno.EPERM: "change its permissions",
-    errno.EROFS: "mount it writable", errno.ENAMETOOLONG: "take a shorter name",
-    errno.ENOTDIR: "it, or a directory above it, is a file", errno.EEXIST: "it is a file",
-}  # fmt: skip
+# What such an error means, and what helps beside another directory.
+_CAUSES = {
+    **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
+    errno.EACCES: ("it may not be written", "change its permissions, or "),
+    errno.EPERM: ("it may not be written", "change its permissions, or "),
+    errno.EROFS: ("it is mounted read-only", "mount it writable, or "),
+    errno.ENAMETOOLONG: ("the name is too long", ""),
+    errno.ENOTDIR: ("a part of the name is a file", ""),
+    errno.EEXIST: ("it is a file", ""),
+}
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
@@ -251,8 +256,7 @@ def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
     """The sentence for a write that failed."""
-    full = error.errno in _FULL
-    reason = "no room is left" if full else error.strerror or str(error)
-    remedy = _REMEDIES.get(error.errno or 0, "free some room" if full else "")
-    advice = f"{remedy}, or set {field} elsewhere" if remedy else f"set {field} elsewhere"
-    return UserError(f"{field}: cannot write in {directory}: {reason}; {advice}")
+    reason, remedy = _CAUSES.get(error.errno or 0, (error.strerror or str(error), ""))
+    return UserError(
+        f"{field}: cannot write in {directory}: {reason}; {remedy}set {field} elsewhere"
+    )

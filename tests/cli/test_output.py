@@ -74,11 +74,35 @@ def test_a_signal_is_noted(number):
     assert signal.getsignal(number) == before
 
 
-def test_a_second_ctrl_c_ends_at_once():
-    with Interrupt() as stop, pytest.raises(KeyboardInterrupt):
+_INTERRUPTED = """
+import signal, sys
+from fp8rl_jax.cli.interrupt import Interrupt
+with Interrupt() as stop:
+    if sys.argv[1] == "waits":
         stop()
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+    for _ in range(2):
+        signal.raise_signal(getattr(signal, sys.argv[2]))
+        print(stop(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits", "name", "output"),
+    [
+        ("waits", "SIGINT", "SIGINT\n"),  # the second one
+        ("waits", "SIGTERM", "SIGTERM\nSIGTERM\n"),
+        ("", "SIGINT", ""),
+        ("", "SIGHUP", ""),
+    ],
+)
+def test_what_ends_a_process_at_once(waits, name, output):
+    """Any signal before a run waits for them, and a second Ctrl-C; a second SIGTERM does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, waits, name], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    ends = 0 if output.count(name) == 2 else -getattr(signal, name)
+    assert (done.returncode, done.stdout, done.stderr) == (ends, output, "")
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -99,11 +99,11 @@ def test_room_for_the_checkpoints_that_are_still_to_come(refused, run_dir, monke
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, ["no room is left", "free some room"]),
-        (errno.EACCES, ["Permission denied", "permissions"]),
-        (errno.EROFS, ["Read-only", "writable"]),
-        (errno.ENAMETOOLONG, ["name too long", "shorter"]),
-        (errno.ENOTDIR, ["Not a directory", "is a file"]),
+        (errno.ENOSPC, ["no room is left", "free some"]),
+        (errno.EACCES, ["may not be written", "permissions"]),
+        (errno.EROFS, ["read-only", "writable"]),
+        (errno.ENAMETOOLONG, ["too long", "set run.dir elsewhere"]),
+        (errno.ENOTDIR, ["a part of the name is a file"]),
         (errno.EIO, ["Input/output error", "set run.dir elsewhere"]),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_remedy_follows_from_the_cause(number, words):
     """Room is to be freed only where room is what is missing."""
     message = str(no_room(pathlib.Path("here"), OSError(number, os.strerror(number))))
     assert_words(message, words)
-    assert ("free some room" in message) == (number == errno.ENOSPC)
+    assert ("free some" in message) == (number == errno.ENOSPC)
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])

@@ -214,7 +214,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
         files = (p for p in (_ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts)
         expected |= {f"{prefix}/{p.relative_to(_ROOT / folder).as_posix()}" for p in files}
     assert {name for name in names if name.startswith("fp8rl_jax/")} >= expected
-    assert "fp8rl = fp8rl_jax.cli.main:main" in entry
+    assert "fp8rl = fp8rl_jax.cli:entry" in entry
     assert "Requires-Python: >=3.11" in fields
     assert "Requires-Dist: jax<0.12,>=0.10.2" in fields
     version = (_ROOT / "fp8rl_jax" / "version.py").read_text().split('"')[-2]
