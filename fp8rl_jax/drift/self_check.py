@@ -20,6 +20,7 @@ import jaxlib
 import ml_collections
 import numpy as np
 
+from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Programs
 from fp8rl_jax.quant import Recipe
@@ -81,7 +82,7 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
     config = runtime.config
     sections = {name: fields.to_dict() for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
-    files = files_of_functions(config.precision.values())
+    files = files_of_functions(named_functions(config))
     root = pathlib.Path(config.run.cache_dir or user_cache())
     path = root / (cache_name("self-check", sections, files) + ".json")
     try:
