@@ -30,7 +30,7 @@ from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
-from fp8rl_jax.training.environment import check_environment, keep_environment
+from fp8rl_jax.training.environment import check_environment, environment, keep_environment
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
@@ -97,11 +97,12 @@ def train(
     with RunLock(directory) as lock, jax.set_mesh(runtime.mesh):
         check_directory(runtime, resume)
         check_unchanged(directory, runtime.data_digest)
-        changes = check_environment(directory, config)
+        surroundings = environment(config)
+        changes = check_environment(directory, surroundings)
         checked = _self_check(runtime)
         open_run(runtime)
         keep_digest(directory, runtime.data_digest)
-        keep_environment(directory, config)
+        keep_environment(directory, surroundings)
         with Display() as display:
             try:
                 for line in filter(None, (runtime.data_note, changes, checked)):

@@ -40,7 +40,7 @@ def machine() -> str:
 
 
 @functools.cache
-def source_digest() -> str:
+def library_digest() -> str:
     """Hash of the library's source."""
     digest = hashlib.sha256()
     for root in (pathlib.Path(fp8rl_jax.__file__).parent, pathlib.Path(kernels.__file__).parent):
@@ -59,7 +59,7 @@ def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) 
     """A name for what is made here of `depends_on` (JSON) and files: by this code and machine."""
     parts = depends_on | {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
-        "source": source_digest(),
+        "source": library_digest(),
         "devices": [jax.default_backend(), jax.device_count(), machine()],
         "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},

@@ -22,7 +22,8 @@ import ml_collections
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.user_cache import files_of_functions, machine, source_digest
+from fp8rl_jax.json_file import read_json
+from fp8rl_jax.user_cache import files_of_functions, library_digest, machine
 
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)
@@ -40,13 +41,13 @@ def _digests(files: Iterable[pathlib.Path]) -> dict[str, str]:
 
 
 def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """What this process would add to the run: text by name, and hashes of files by path."""
+    """What the run's bits depend on in this process: text by name, and hashes of files by path."""
     device = jax.devices()[0]
     return {
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in _LIBRARIES},
-            "fp8rl_jax": source_digest()[:16],
+            "fp8rl_jax": library_digest()[:16],
         },
         "devices": {
             "platform": device.platform,
@@ -96,9 +97,9 @@ def begun(directory: pathlib.Path) -> datetime.datetime:
         return _STARTED
 
 
-def check_environment(directory: pathlib.Path, config: ml_collections.ConfigDict) -> str | None:
+def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | None:
     """What has changed since the run's last start and may change its bits, as a line; None if
-    nothing has, or the run is new.
+    nothing has, or the run is new. `now` is the `environment` of this start.
 
     Raises:
       UserError: the tokenizer has changed.
@@ -106,7 +107,7 @@ def check_environment(directory: pathlib.Path, config: ml_collections.ConfigDict
     starts = _read(directory)
     if not starts:
         return None
-    before, now = starts[-1], environment(config)
+    before = starts[-1]
     changed = [
         f"{name} was {was.get(name)}, is {value}"
         for was, values in ((_part(before, part), now[part]) for part in ("versions", "devices"))
@@ -129,10 +130,10 @@ def check_environment(directory: pathlib.Path, config: ml_collections.ConfigDict
     return f"since the last start: {'; '.join(changed)}; bits may differ from a run in one piece"
 
 
-def keep_environment(directory: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-    """Adds an entry for this start."""
+def keep_environment(directory: pathlib.Path, now: dict[str, Any]) -> None:
+    """Adds an entry for this start, with its `environment`."""
     started = {"started": _STARTED.isoformat(" "), "process": os.getpid()}
-    starts = [*_read(directory), started | environment(config)]
+    starts = [*_read(directory), started | now]
     temporary = directory / f"{_NAME}.tmp"
     temporary.write_text(json.dumps(starts, indent=2) + "\n")
     os.replace(temporary, directory / _NAME)
@@ -141,8 +142,8 @@ def keep_environment(directory: pathlib.Path, config: ml_collections.ConfigDict)
 def _read(directory: pathlib.Path) -> list[dict[str, Any]]:
     """The entries; none where the file is missing or damaged: it is a record, not needed to run."""
     try:
-        starts = json.loads((directory / _NAME).read_text())
-    except (OSError, ValueError, RecursionError):
+        starts = read_json(directory / _NAME)
+    except (OSError, ValueError):
         return []
     known = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
     return starts if known else []

@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import read_json
 
 _NAME = "lock"
 _HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
@@ -130,7 +131,7 @@ def _owner() -> bytes:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        owner = json.loads(path.read_bytes())
+        owner = read_json(path)
     except (OSError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}

@@ -1,4 +1,4 @@
-"""`fp8rl` for launch/soak.py: the clock jumps while it runs, if $SOAK_CLOCK is a seed."""
+"""`fp8rl` for soak.py: the clock jumps while it runs, if $SOAK_CLOCK is a seed."""
 
 import os
 import random

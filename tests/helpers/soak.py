@@ -24,8 +24,10 @@ import subprocess
 import sys
 import time
 
-_HERE = pathlib.Path(__file__).resolve().parent
-_NOT_REPRODUCIBLE = ("time_", "tokens_per_s_", "calibrate_frac")
+from tiny_run import CONFIG, overrides, reproducible
+
+_CHILD = pathlib.Path(__file__).with_name("soak_child.py")
+_MOST_FAULTS = 4  # of a run
 _SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGHUP": signal.SIGHUP}
 _ROOM = 64 << 20  # of the disk that is filled
 
@@ -35,26 +37,25 @@ class Wrong(Exception):
 
 
 class Run:
-    """One run directory, and the processes that work on it."""
+    """A run of tiny_config.py in a directory of its own, and the processes that work on it."""
 
     def __init__(self, root: pathlib.Path, name: str, clock: str = ""):
-        self.directory = root / name
+        self.root = root / name
+        self.directory = self.root / "run"
         self.slow = root / f"{name}.slow"
         self.output = ""
-        self._root = root
+        paths = [str(CONFIG.parent), os.environ.get("PYTHONPATH", "")]  # its reward
         self._environment = {
-            **os.environ, "JAX_PLATFORMS": "cpu", "SOAK_SLOW": str(self.slow), "SOAK_CLOCK": clock,
-            "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")]),
-            "SOAK": str(root),
+            **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths),
+            "SOAK": str(root), "SOAK_SLOW": str(self.slow), "SOAK_CLOCK": clock,
         }  # fmt: skip
 
-    def start(self, *more: str) -> subprocess.Popen:
+    def start(self) -> subprocess.Popen:
         resume = ["--resume"] if (self.directory / "config.json").exists() else []
-        fields = {"run.dir": self.directory, "run.cache_dir": f"{self.directory}.cache"}
+        fields = {"env.reward": "dense_reward:share_at_leisure", "run.keep_checkpoints": 3}
         return subprocess.Popen(
-            [sys.executable, str(_HERE / "soak_child.py"), "train",
-             "--config", str(_HERE / "soak_config.py"),
-             *(f"--config.{name}={value}" for name, value in fields.items()), *resume, *more],
+            [sys.executable, str(_CHILD), "train", "--config", str(CONFIG),
+             *overrides(self.root, **fields), *resume],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment,
             start_new_session=True,
         )  # fmt: skip
@@ -69,22 +70,15 @@ class Run:
             raise Wrong(f"a traceback: {self.output[-2000:]}")
         return status
 
-    def records(self) -> dict[str, list[dict]]:
-        """What the run has logged, without times."""
-        found = {}
-        for name in ("metrics", "sft", "eval", "samples"):
-            lines = (self.directory / f"{name}.jsonl").read_text().splitlines()
-            found[name] = [
-                {k: v for k, v in json.loads(line).items() if not k.startswith(_NOT_REPRODUCIBLE)}
-                for line in lines
-            ]
-        return found
-
     def checkpoints(self) -> list[pathlib.Path]:
         """Complete ones, the oldest first."""
-        directory = self.directory / "checkpoints"
-        numbers = (p for p in directory.iterdir() if p.name.isdecimal())
-        return sorted(numbers, key=lambda p: int(p.name)) if directory.is_dir() else []
+        found = (self.directory / "checkpoints").glob("*")
+        return sorted((p for p in found if p.name.isdecimal()), key=lambda p: int(p.name))
+
+    def result(self) -> tuple[dict[str, list[dict]], int]:
+        """The records without times, and the checksum of the last checkpoint's state."""
+        meta = json.loads((self.checkpoints()[-1] / "meta" / "metadata").read_text())
+        return reproducible(self.root), meta["checksum"]
 
 
 class Soak:
@@ -95,8 +89,8 @@ class Soak:
         self.counts: collections.Counter[str] = collections.Counter()
         self.root, self.longest = root, 60.0
 
-    def undisturbed(self) -> dict[str, list[dict]]:
-        """The records that every run must have; the second of two runs, which compiles nothing,
+    def undisturbed(self) -> tuple[dict[str, list[dict]], int]:
+        """The result that every run must have; the second of two runs, which compiles nothing,
         says how long one takes."""
         found = []
         for number in range(2):
@@ -104,18 +98,18 @@ class Soak:
             begin = time.monotonic()
             run.end(run.start(), (0,))
             self.longest = time.monotonic() - begin
-            found.append(run.records())
+            found.append(run.result())
         if found[0] != found[1]:
             raise Wrong("two undisturbed runs differ")
         return found[1]
 
-    def disturbed(self, number: int, most: int) -> tuple[Run, list[str]]:
+    def disturbed(self, number: int) -> tuple[Run, list[str]]:
         """A run that has finished after some faults, and their names."""
         clock = str(number) if self.draw.random() < 0.3 else ""
         run = Run(self.root, f"run-{number}", clock)
         faults = ["clock"] if clock else []
         self.counts.update(faults)
-        for _ in range(self.draw.randint(1, most)):
+        for _ in range(self.draw.randint(1, _MOST_FAULTS)):
             names = [*_SIGNALS, "SIGKILL", "slow", "damage", "second", "disk"]
             fault = self.draw.choice(names)
             if self._fault(run, fault):
@@ -168,10 +162,8 @@ class Soak:
 
     def _damage(self, run: Run) -> bool:
         """Flips a byte of the newest checkpoint: refused, or without effect."""
-        if self._finished(run) or not (run.directory / "checkpoints").is_dir():
-            return False
         checkpoints = run.checkpoints()
-        if not checkpoints:
+        if self._finished(run) or not checkpoints:
             return False
         newest = checkpoints[-1]
         file = self.draw.choice([p for p in newest.rglob("*") if p.is_file() and p.stat().st_size])
@@ -190,14 +182,14 @@ class Soak:
 
     def _fill_disk(self, run: Run) -> bool:
         """Runs on a small disk, which is filled at a random moment."""
-        if run.directory.exists() or os.geteuid() != 0:
+        if run.root.exists() or os.geteuid() != 0:
             return False
-        run.directory.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "tmpfs", str(run.directory)]
+        run.root.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "tmpfs", str(run.root)]
         if subprocess.run(mount, capture_output=True, check=False).returncode:
-            run.directory.rmdir()
+            run.root.rmdir()
             return False
-        process, ballast = run.start(), run.directory / "ballast"
+        process, ballast = run.start(), run.root / "ballast"
         try:
             if self._wait(process):
                 with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
@@ -207,14 +199,14 @@ class Soak:
             ballast.unlink(missing_ok=True)
             if not self._finished(run):
                 run.end(run.start(), (0,))
-            kept = self.root / f"{run.directory.name}.kept"
-            shutil.copytree(run.directory, kept)
+            kept = self.root / f"{run.root.name}.kept"
+            shutil.copytree(run.root, kept)
         finally:
             process.kill()
             process.wait()
-            subprocess.run(["umount", str(run.directory)], check=True)
-        run.directory.rmdir()
-        kept.rename(run.directory)
+            subprocess.run(["umount", str(run.root)], check=True)
+        run.root.rmdir()
+        kept.rename(run.root)
         return True
 
     def orphans(self) -> list[str]:
@@ -235,7 +227,6 @@ def main() -> int:
     parser.add_argument("hours", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("runs/soak"))
-    parser.add_argument("--most-faults", type=int, default=4, help="of a run")
     values = parser.parse_args()
     root = values.directory.resolve()
     shutil.rmtree(root, ignore_errors=True)
@@ -249,8 +240,8 @@ def main() -> int:
         number += 1
         begin, faults = time.monotonic(), ["?"]
         try:
-            run, faults = soak.disturbed(number, values.most_faults)
-            verdict = "equal" if run.records() == expected else "DIFFERENT"
+            run, faults = soak.disturbed(number)
+            verdict = "equal" if run.result() == expected else "DIFFERENT"
             if left := soak.orphans():
                 verdict += f"; left behind: {left}"
         except Wrong as problem:
