@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
 import jax
@@ -70,9 +69,8 @@ def check(resolved: Resolved) -> None:
 def _check_policies(resolved: Resolved) -> None:
     """Tries the scaling policies that are the user's own on numbers."""
     for side in ("rollout_recipe", "learner_recipe"):
-        for operand in getattr(resolved, side).operands.values():
-            if re.search(r":|\buser\b", operand.policy.name):
-                check_scales(operand.policy)
+        for policy in {operand.policy for operand in getattr(resolved, side).operands.values()}:
+            check_scales(policy)
 
 
 def _check_experts(config, experts: int) -> None:
