@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -129,7 +130,7 @@ class RunLogs:
         return {name: writer.sync() for name, writer in self._writers.items()}
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        for sink in self._sinks:
-            sink.close()
+        """Closes all of them, also where one fails; the first failure is raised."""
+        with contextlib.ExitStack() as stack:
+            for each in reversed((*self._writers.values(), *self._sinks)):
+                stack.callback(each.close)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import shutil
+import time
 from typing import ClassVar, Protocol
 
 from fp8rl_jax.errors import UserError
@@ -28,23 +29,33 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in DIRECTORY/tensorboard."""
+    """An event file in DIRECTORY/tensorboard.
+
+    Written here, not by the thread of tensorboardX's SummaryWriter: that one dies on a full disk
+    with a traceback, and then whoever hands it numbers waits for ever.
+    """
 
     writes_anew: ClassVar[bool] = True  # events cannot be cut
 
     def __init__(self, directory: pathlib.Path, config):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
         del config
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        self._board = SummaryWriter(str(directory / "tensorboard"))
+        (directory / "tensorboard").mkdir()
+        self._events = EventsWriter(str(directory / "tensorboard" / "events"))
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        now = time.time()
         for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
+            summary = scalar(name, value)
+            self._events.write_event(Event(wall_time=now, step=step, summary=summary))
 
     def close(self) -> None:
-        self._board.close()
+        self._events.close()
 
 
 class Wandb:

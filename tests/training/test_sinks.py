@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import threading
+
 import pytest
 
 from fp8rl_jax.config import default_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.logs import RunLogs
-from fp8rl_jax.training.sinks import logger_names
+from fp8rl_jax.training.sinks import logger_names, open_sinks
 
 _RECORDS = {"metrics": {"step": 1, "loss": 0.25, "note": "text"},
             "eval": {"phase": "rl", "step": 1, "pass@1": 0.5}}  # fmt: skip
@@ -50,6 +53,26 @@ def test_mlflow_files(tmp_path, monkeypatch):
     assert {name: line[1:3] for name, line in metrics.items()} == {
         "loss": ["0.25", "1"], "pass_at_1": ["0.5", "1"],
     }  # fmt: skip
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """TensorBoard's file cannot grow: whoever hands over numbers gets the error, and there is no
+    thread that could die with a traceback or let the run wait."""
+    config = default_config()
+    config.run.loggers = "tensorboard"
+    threads = threading.active_count()
+    (sink,) = open_sinks(tmp_path, config)
+    assert threading.active_count() == threads
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            for step in range(1000):
+                sink.write("rl", {"rl/loss": 0.5}, step)
+        with pytest.raises(OSError, match="File too large"):
+            sink.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_names_are_checked():
