@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import types
 
 import jax
@@ -54,6 +55,14 @@ def test_one_set_has_no_name():
     # The first reward decides; two of three samples are right, and so is the majority.
     assert (record["accuracy_greedy"], record["maj@3"]) == (1.0, 1.0)
     np.testing.assert_allclose(record["pass@1"], 2 / 3)
+
+
+def test_rows_that_fill_a_batch_are_not_counted(monkeypatch):
+    """Tokens per second of the batches after the first, by a clock that says 1 s of each."""
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    ((record, _),) = evaluate(_runtime(**{"": 3}), None, "rl", 5)
+    assert record["tokens_per_s_eval"] == 4  # one question's, of the two that fill a batch
 
 
 def test_several_sets(tmp_path):
