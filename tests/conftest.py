@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 import time
 
@@ -21,6 +22,10 @@ def pytest_configure(config):
     if config.option.markexpr.startswith("gpu"):  # where there may be little but JAX and pytest
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Programs that tests start and signal inherit what `nohup` and a shell's & have ignored.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # LLVM gets a program in one piece instead of 32, each for a thread of its own: the same code
     # for less work in all, and two processes keep two cores busy.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")

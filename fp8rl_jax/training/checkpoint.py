@@ -7,12 +7,19 @@ into a temporary directory and renames it, so a killed run leaves complete check
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import hashlib
+import io
 import json
 import logging
 import os
 import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,6 +29,8 @@ import orbax.checkpoint as ocp
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import checksum
+
+_OTHER_WRITES = 1.0  # seconds until writes in flight have ended, after one has failed
 
 
 class _OtherState(ValueError):
@@ -60,8 +69,9 @@ class Checkpoints:
         meta = {**meta, "checksum": state_checksum(state), "structure": _structure(state)}
         meta["digest"] = _digest(meta)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        self._manager.save(number, args=args, force=True)
-        self._manager.wait_until_finished()
+        with _one_error():
+            self._manager.save(number, args=args, force=True)
+            self._manager.wait_until_finished()
 
     def read_meta(self, number: int) -> dict[str, Any]:
         """The JSON beside a checkpoint's arrays."""
@@ -114,6 +124,29 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    """A save that fails raises one error; what is printed and logged meanwhile is dropped then.
+
+    Of many writes that fail together orbax and asyncio would log each, and threads of tensorstore
+    print that the event loop is closed.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            try:
+                yield
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)
+                gc.collect()
+                time.sleep(_OTHER_WRITES)
+                raise
+    finally:
+        logging.disable(before)
+    sys.stderr.write(printed.getvalue())
 
 
 def _obstacle(path: pathlib.Path) -> OSError | None:

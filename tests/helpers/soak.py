@@ -228,6 +228,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("runs/soak"))
     values = parser.parse_args()
+    for number in _SIGNALS.values():  # which `nohup` and a shell's & have set to be ignored
+        signal.signal(number, signal.SIG_DFL)
     root = values.directory.resolve()
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -432,3 +433,21 @@ def test_metadata_of_another_form(meta, tmp_path):
     with pytest.raises(UserError, match="another form"):
         checkpoints.read_meta(1)
     checkpoints.close()
+
+
+def test_writes_that_fail_together(tmp_path, capsys, caplog):
+    """Many arrays of a state cannot be written, as on a full disk: one error is raised, and nothing
+    is printed or logged."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    draw = np.random.default_rng(0).random
+    state = {str(n): jnp.asarray(draw((128, 64)), jnp.float32) for n in range(40)}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limit[1]))
+    try:
+        with pytest.raises(ValueError, match="File too large"):
+            checkpoints.save(0, state, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    checkpoints.close()
+    assert capsys.readouterr().err == "" and caplog.records == []
+    assert Checkpoints(tmp_path, keep=1).latest() is None
