@@ -35,12 +35,12 @@ _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
 
 
 def _train(values: argparse.Namespace) -> int:
-    config = read_config("train", values)
-    from fp8rl_jax.report.summary import summarise
-    from fp8rl_jax.train import train
-
     with keep_talking():
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt:  # imports too, which may lose a KeyboardInterrupt
+            config = read_config("train", values)
+            from fp8rl_jax.report.summary import summarise
+            from fp8rl_jax.train import train
+
             outcome = train(config, values.resume, interrupt)
         if not outcome.finished:
             return _STOPPED

@@ -17,10 +17,11 @@ RECORDED = {"sft": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE.parent / "helpers"))  # the configuration's reward is there
+    helpers = HERE.parent / "helpers"
+    sys.path.insert(0, str(helpers))  # the configuration's reward is there
     with tempfile.TemporaryDirectory() as directory:
         overrides = [f"--config.run.dir={directory}/run", f"--config.run.cache_dir={directory}/c"]
-        train(load_config(str(HERE.parent / "tiny_config.py"), overrides))
+        train(load_config(str(helpers / "tiny_config.py"), overrides))
         golden = {
             file: {name: [float(f"{r[name]:.5g}") for r in records] for name in names}
             for file, names in RECORDED.items()
