@@ -156,8 +156,9 @@ class Soak:
         else:
             number = _SIGNALS.get(name, signal.SIGKILL)
             process.send_signal(number)
-            # At once before the run waits for a step's end, and at the end of the last step.
-            run.end(process, (75, 0, -number))
+            # At once before the run waits for a step's end (Ctrl-C in the first second: 130), and
+            # at the end of the last step.
+            run.end(process, (75, 0, -number, *([130] if name == "SIGINT" else [])))
         return True
 
     def _damage(self, run: Run) -> bool:
