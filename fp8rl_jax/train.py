@@ -13,11 +13,13 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
+from fp8rl_jax import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
@@ -42,6 +44,7 @@ from fp8rl_jax.training.run_directory import (
     bytes_to_write,
     check_directory,
     check_room,
+    check_shared,
     check_unchanged,
     keep_digest,
     no_room,
@@ -91,18 +94,13 @@ def train(
     logger_names(config)
     check_train_memory(runtime, runtime.mesh)
     directory = pathlib.Path(config.run.dir)
-    check_room(directory, bytes_to_write(runtime))
-    if config.sft.steps:
-        check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
+    processes.decided(lambda: _check_rooms(runtime))
+    check_shared(directory)
     with RunLock(directory) as lock, jax.set_mesh(runtime.mesh):
-        check_directory(runtime, resume)
-        check_unchanged(directory, runtime.data_digest)
         surroundings = environment(config)
-        changes = check_environment(directory, surroundings)
+        changes = processes.decided(lambda: _check_run(runtime, resume, surroundings))
         checked = _self_check(runtime)
-        open_run(runtime)
-        keep_digest(directory, runtime.data_digest)
-        keep_environment(directory, surroundings)
+        processes.decided(lambda: _open(runtime, surroundings))
         with Display() as display:
             try:
                 for line in filter(None, (runtime.data_note, changes, checked)):
@@ -112,6 +110,33 @@ def train(
                 if error.errno not in WRITE_ERRORS:
                     raise
                 raise no_room(directory, error) from error
+
+
+def _check_rooms(runtime: Runtime) -> None:
+    """Raises UserError if a directory that the run writes to cannot hold what it will."""
+    config = runtime.config
+    check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
+    if config.sft.steps:
+        check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
+
+
+def _check_run(runtime: Runtime, resume: bool, surroundings: dict[str, Any]) -> str | None:
+    """What has changed since the run in `run.dir` was last started, as a line.
+
+    Raises:
+      UserError: it is another run, or cannot go on.
+    """
+    directory = pathlib.Path(runtime.config.run.dir)
+    check_directory(runtime, resume)
+    check_unchanged(directory, runtime.data_digest)
+    return check_environment(directory, surroundings)
+
+
+def _open(runtime: Runtime, surroundings: dict[str, Any]) -> None:
+    """Writes what a run directory begins with."""
+    directory = open_run(runtime)
+    keep_digest(directory, runtime.data_digest)
+    keep_environment(directory, surroundings)
 
 
 def _self_check(runtime: Runtime) -> SelfCheck | None:
@@ -168,14 +193,17 @@ class _Run:
             if self.phase == "rl" and not self.stop():
                 state = self._rl(state)
         if self.phase == "rl" and int(state.step) >= self.config.run.steps:
-            return Outcome(True, None, write_report(self.directory))
+            report = processes.decided(lambda: write_report(self.directory))
+            return Outcome(True, None, report)
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"stopped by {self.stopped_by} after {at}, saved; --resume goes on")
         return Outcome(False, self.stopped_by, None)
 
     def stop(self) -> str | None:
-        """What stops the run, or None. Asked where the state is saved, or is saved for it."""
-        self.stopped_by = self.stopped_by or self._stop()
+        """What stops the run in any process, or None. Asked where the state is saved, or is saved
+        for it; the processes agree."""
+        if self.stopped_by is None:
+            self.stopped_by = next(filter(None, processes.exchange(self._stop())), None)
         return self.stopped_by
 
     def _describe(self) -> None:
@@ -186,7 +214,8 @@ class _Run:
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
             f"{model.num_hidden_layers} layers; rollout {rt.rollout_recipe.name}, "
             f"learner {rt.learner_recipe.name}; "
-            f"{rt.mesh.size} {jax.devices()[0].platform} device(s); seed {rt.config.run.seed}"
+            f"{rt.mesh.size} {jax.devices()[0].platform} device(s){processes.described()}; "
+            f"seed {rt.config.run.seed}"
         )
         if rt.config.model.checkpoint:
             self.display.note(f"initial parameters: {rt.config.model.checkpoint}")
@@ -378,7 +407,7 @@ class _Run:
                         self._save(state)
                     raise NonFiniteError(non_finite_message("RL", step + 1, metrics, index == 0))
                 updates.append(metrics | {"counts": part.weights != 0})
-                first = np.asarray(logp) if first is None else first
+                first = processes.fetch(logp) if first is None else first
         record.add_updates(updates, float(batch.mask.sum()), rt)
         record["lr"] = float(self.schedule(step * len(updates)))
         return state, first, updates
@@ -418,6 +447,12 @@ class _Run:
         It looks at the state after the step: the one before it was donated to the update.
         """
         rt = self.runtime
+        if processes.count() > 1:
+            self.display.note(
+                f"`fp8rl drift --config FILE --checkpoint {self.directory}`, in one process, names "
+                "the operation"
+            )
+            return
         if (self.directory / DRIFT_FILE).exists():
             return
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)

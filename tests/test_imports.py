@@ -13,7 +13,9 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
-_EVERYBODY_MAY = {"by_name", "errors", "exact_jit", "json_file", "user_code", "version"}
+_EVERYBODY_MAY = {
+    "by_name", "errors", "exact_jit", "json_file", "processes", "user_code", "version",
+}  # fmt: skip
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
 _PROGRAM = _LIBRARY | {"config", "report", "training", "user_cache", "compilation_cache", _PACKAGE}
 # Package (or module beside it) -> what it may import. `fp8rl_jax` stands for the package itself.
@@ -22,6 +24,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "exact_jit": {"kernels"},
     "json_file": set(),
+    "processes": set(),
     "user_code": set(),
     "version": set(),
     "kernels": set(),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 
 
@@ -38,6 +39,7 @@ class Command:
       run: takes the values, with `overrides` among them, and returns the exit status.
       arguments: of `argument`.
       config: whether it takes --config FILE and --config.SECTION.FIELD=VALUE.
+      processes: whether several processes may run it as one.
       others: the commands below it, as the beginning of a sentence.
     """
 
@@ -46,6 +48,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     config: bool = False
+    processes: bool = False
     others: str = ""
 
     def _parser(self, fields: bool) -> _Parser:
@@ -183,8 +186,9 @@ def found_programs() -> str | None:
 
 
 def note(text: str) -> None:
-    """A line on standard error, which holds no results."""
-    print(text, file=sys.stderr, flush=True)
+    """A line on standard error, which holds no results; of several processes, the first's."""
+    if processes.first():
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ import argparse
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 
+from fp8rl_jax import processes
 from fp8rl_jax.cli import algo, bench, data, sample_eval
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
@@ -44,6 +46,8 @@ def _train(values: argparse.Namespace) -> int:
             outcome = train(config, values.resume, interrupt)
         if not outcome.finished:
             return _STOPPED
+        if not processes.first():
+            return 0
         summary = summarise(config.run.dir)
         for line in (summary["sentence"], *summary["notes"], f"report: {outcome.report}"):
             print(line)
@@ -154,6 +158,7 @@ _COMMANDS = (
         (argument("--resume", action="store_true",
                   help="continue the run in run.dir, bit for bit"),),
         config=True,
+        processes=True,
     ),
     *sample_eval.COMMANDS,
     *data.COMMANDS,
@@ -261,16 +266,34 @@ def run(arguments: Sequence[str]) -> int:
         if any(word in ("-h", "--help") for word in words):
             print(command.help())
             return 0
-        status = command.run(command.parse(words))
+        values = command.parse(words)
+        _join(command)
+        status = command.run(values)
         if found := found_programs():
             note(found)
         return status
     except RewardError as error:  # ends with a traceback, in several lines
-        print("error:", error, file=sys.stderr)
-        return 2
+        return processes.end(2, f"error: {error}")
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return processes.end(2, f"error: {' '.join(str(error).split())}")
     except NonFiniteError as error:
-        print("stopped:", error, file=sys.stderr)
-        return 1
+        return processes.end(1, f"stopped: {error}")
+    except BaseException:
+        if processes.count() == 1:
+            raise
+        return processes.end(1, traceback.format_exc().rstrip())
+
+
+def _join(command: Command) -> None:
+    """Joins the processes that the environment speaks of.
+
+    Raises:
+      UserError: the command runs in one, or of `processes.join`.
+    """
+    others = processes.asked() - 1
+    if others and not command.processes:
+        raise UserError(
+            f"fp8rl {command.name} runs in one process, and this is one of {others + 1}: start it "
+            "once, without FP8RL_PROCESSES and outside srun"
+        )
+    processes.join()

@@ -197,6 +197,7 @@ COMMANDS = (
                      help="of the sampled answers: this much probability; 1.0 for all"),
         ),
         config=True,
+        processes=True,
     ),
     Command(
         "sample",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fp8rl_jax import processes
 from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
@@ -104,7 +105,7 @@ class Programs:
             donate=False,
         )
         _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
-        return np.asarray(logp), jax.device_get(metrics.get("taps", {}))
+        return processes.fetch((logp, metrics.get("taps", {})))
 
     def learner_weights(self) -> dict:
         """What the learner's forward pass multiplies by: its own refit."""

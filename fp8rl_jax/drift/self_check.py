@@ -20,6 +20,7 @@ import jaxlib
 import ml_collections
 import numpy as np
 
+from fp8rl_jax import processes
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Programs
@@ -85,12 +86,10 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
     files = files_of_functions(named_functions(config))
     root = pathlib.Path(config.run.cache_dir or user_cache())
     path = root / (cache_name("self-check", sections, files) + ".json")
-    try:
-        return SelfCheck(**json.loads(path.read_text()), kept=True)
-    except (OSError, ValueError, TypeError):
-        pass  # none is kept, or what is kept is damaged
+    if kept := processes.decided(lambda: _read(path)):
+        return kept
     checked = self_check(runtime)
-    if checked.holds:
+    if checked.holds and processes.first():
         fields = dataclasses.asdict(checked)
         del fields["kept"]
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -99,6 +98,14 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
             temporary.write_text(json.dumps(fields))
             temporary.replace(path)
     return checked
+
+
+def _read(path: pathlib.Path) -> SelfCheck | None:
+    """What is kept; None if nothing is, or it is damaged."""
+    try:
+        return SelfCheck(**json.loads(path.read_text()), kept=True)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _cut(runtime: Runtime) -> Runtime:

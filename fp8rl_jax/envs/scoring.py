@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from fp8rl_jax import processes
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.envs.reward_call import (
     BEYOND_FLOAT32,
@@ -72,6 +73,31 @@ class Tally:
         if self._too_long[name] == self._calls[name] == _HOPELESS:
             raise self._error(name, f"the first {_HOPELESS} calls", " or raise the limit")
         return None
+
+    def everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work`, which counts here, returns in each process; afterwards the calls of all are
+        counted.
+
+        Raises:
+          RewardError: of `work` in any process.
+        """
+        if processes.count() == 1:
+            return [work()]
+        counters = (self._calls, self._failed, self._too_long)
+        before = [counter.copy() for counter in counters]
+
+        def count() -> tuple:
+            result = work()
+            added = [now - was for now, was in zip(counters, before, strict=True)]
+            return result, added, self._first
+
+        found = processes.everywhere(count)
+        for index, (counter, was) in enumerate(zip(counters, before, strict=True)):
+            counter.clear()
+            counter.update(sum((added[index] for _, added, _ in found), was))
+        for _, _, first in reversed(found):  # where several have one, the first process's
+            self._first = self._first | first
+        return [result for result, _, _ in found]
 
     def check(self) -> None:
         """Raises RewardError if all calls of a reward failed."""

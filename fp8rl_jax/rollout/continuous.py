@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fp8rl_jax import processes
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import PAGE, ModelConfig, PagedCache, forward, init_paged_cache, least_pages
 from fp8rl_jax.models.kv_cache import Stored
@@ -351,7 +352,7 @@ class ContinuousSampler:
         state, progress = self._advance(weights, requests, turns, state)
         while watch is not None:
             state, following = self._advance(weights, requests, turns, state)
-            seen = jax.device_get(progress)
+            seen = processes.fetch(progress)
             watch(seen)
             if seen.done.all():
                 break
@@ -366,7 +367,7 @@ class ContinuousSampler:
           rollout_slots_used: share of slots and turns that drew a token; rollout_preemptions: how
           often a response lost its pages and was computed anew; rollout_prefilled: tokens.
         """
-        progress, slots = jax.device_get(self.progress), self._slots
+        progress, slots = processes.fetch(self.progress), self._slots
         return {
             "rollout_slots_used": float(progress.drawn.sum() / (progress.turns.max() * slots)),
             "rollout_preemptions": int(progress.preemptions.sum()),

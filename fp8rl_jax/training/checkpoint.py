@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import checksum
@@ -55,6 +56,7 @@ class Checkpoints:
             cleanup_tmp_directories=own,
         )  # fmt: skip
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        processes.barrier("the checkpoints are known")  # before one is deleted
         for number in sorted(self._manager.all_steps())[:-keep] if own else ():
             self._manager.delete(number)
 

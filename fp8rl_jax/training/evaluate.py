@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers
+from fp8rl_jax import processes
+from fp8rl_jax.envs import Question, Tally, Term, extract_answers
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.step_record import Rewards
 
 
 class Evaluation(NamedTuple):
@@ -83,17 +85,17 @@ def _evaluate(
             runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
         )
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
-        responses = runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
-        asked = [q for q in part for _ in range(group)]
-        rewards += Scoring([reward], asked, responses).result(tally)[1][reward.name]
-        texts += responses
+        scoring = Rewards(runtime, [q for q in part for _ in range(group)], [reward], size * group)
+        scoring.add(rollout, np.ones(size * group, bool))
+        rewards.append(scoring.result(tally)[1][reward.name])
+        texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
-    found = np.asarray(rewards).reshape(-1, group)
+    found = np.concatenate(rewards).reshape(-1, group)
     greedy, sampled = found[:, 0], found[:, 1:]
     answers = None
     if group > 2:  # several samples may have a majority
         sampled_texts = [text for index, text in enumerate(texts) if index % group]
-        answers = extract_answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
+        answers = _answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
     # The first batch compiles, so it is left out where there are others.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
@@ -121,3 +123,13 @@ def _evaluate(
         for question, response, value in itertools.islice(answered, config.run.samples)
     ]
     return Evaluation(record, samples)
+
+
+def _answers(reward: Term, texts: list[str], tally: Tally) -> list | None:
+    """`extract_answers`, by all processes together."""
+    count = processes.count()
+    own = texts[processes.number() :: count]
+    found = tally.everywhere(lambda: extract_answers(reward, own, tally))
+    if found[0] is None:
+        return None
+    return [found[index % count][index // count] for index in range(len(texts))]

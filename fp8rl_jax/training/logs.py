@@ -10,8 +10,9 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.sinks import open_sinks
+from fp8rl_jax.training.sinks import Sink, open_sinks
 
 
 class JsonlWriter:
@@ -55,7 +56,10 @@ def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class RunLogs:
-    """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`."""
+    """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`.
+
+    Of several processes the first one writes; in the others nothing is opened.
+    """
 
     NAMES = ("metrics", "sft", "eval", "samples")
 
@@ -67,6 +71,13 @@ class RunLogs:
 
         `config` names the loggers and is handed to them.
         """
+        self.moved_to: pathlib.Path | None = None
+        self._writers: dict[str, JsonlWriter] = {}
+        self._sinks: list[Sink] = []
+        if processes.first():
+            self._open(directory, offsets, config)
+
+    def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
         if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
             former.rename(directory / "sft.jsonl")
@@ -99,6 +110,8 @@ class RunLogs:
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Appends a record to one of NAMES; its numbers go to the loggers too."""
+        if not processes.first():
+            return
         self._writers[name].write(record)
         self._show(name, record)
 

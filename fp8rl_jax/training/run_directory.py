@@ -13,10 +13,12 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Collection
 
 import ml_collections
 
+from fp8rl_jax import processes
 from fp8rl_jax.config import default_config, flatten, saved_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
@@ -48,6 +50,7 @@ _MAY_CHANGE = (
     "env.reward_timeout", "env.reward_memory_gb",
 )  # fmt: skip
 _DIGEST = "data.sha256"
+_SHARED_SECONDS = 10.0  # for a network file system to show a new file
 
 
 def check_directory(resolved: Resolved, resume: bool) -> None:
@@ -252,6 +255,30 @@ def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir
             f"{field}: {directory} has {free / 1e6:.0f} MB of room and the checkpoints need "
             f"{bytes_needed / 1e6:.0f} MB; free some, or set {field} elsewhere"
         )
+
+
+def check_shared(directory: pathlib.Path) -> None:
+    """Raises UserError if a process does not see what the first one writes in `directory`."""
+    if processes.count() == 1:
+        return
+    probe = processes.decided(lambda: tempfile.mkstemp(prefix=".shared-", dir=directory)[1])
+
+    def look() -> None:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not os.path.exists(probe):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"run.dir: process {processes.number()} does not see what process 0 writes in "
+                    f"{directory}: name a directory on a file system that all hosts share"
+                )
+            time.sleep(0.2)
+            os.listdir(directory)  # a network file system looks again
+
+    try:
+        processes.everywhere(look)
+    finally:
+        if processes.first():
+            os.unlink(probe)
 
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:

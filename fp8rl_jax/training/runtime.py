@@ -16,8 +16,8 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
-from fp8rl_jax import learner, sharding
-from fp8rl_jax.config import checks
+from fp8rl_jax import learner, processes, sharding
+from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
 from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts
@@ -50,7 +50,7 @@ from fp8rl_jax.rollout import (
     make_sampler,
 )
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
-from fp8rl_jax.training.environment import begun, check_process
+from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.memory import check_rollout_memory
 from fp8rl_jax.training.questions import load_data
 
@@ -102,7 +102,7 @@ class Runtime(Resolved):
         rollout = self.config.rollout
         slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
         tables = rope_tables(self.model, slots)
-        return jax.device_put(tables, sharding.replicated(self.mesh))
+        return processes.place(tables, sharding.replicated(self.mesh))
 
     def with_prompt_slots(self, slots: int) -> Runtime:
         """The same with other `rollout.max_prompt_tokens`, checked again.
@@ -145,7 +145,7 @@ class Runtime(Resolved):
         return kernel_formats(shapes, shardings)
 
     # Compiled functions. Each is made once and compiles once in a run. Their arguments are laid out
-    # over the mesh by `jax.device_put`, and shardings follow the arguments.
+    # over the mesh by `processes.place`, and shardings follow the arguments.
 
     def init_params(self):
         """Random parameters, laid out over the mesh."""
@@ -190,11 +190,11 @@ class Runtime(Resolved):
         recipe asks for them."""
         if not self.calibrated:
             return state
-        tokens, lengths = jax.device_put((tokens, lengths), sharding.batch_sharding(self.mesh))
+        tokens, lengths = processes.place((tokens, lengths), sharding.batch_sharding(self.mesh))
         scales = self.calibrate(
             state.params, state.scaling_state, tokens, lengths, state.step, self.rope
         )
-        scales = jax.device_put(scales, sharding.replicated(self.mesh))
+        scales = processes.place(scales, sharding.replicated(self.mesh))
         return dataclasses.replace(state, kv_scales=scales)
 
     def first_layers(self, recipe: Recipe) -> dict[str, int]:
@@ -235,7 +235,8 @@ class Runtime(Resolved):
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
             reference=self.algorithm.needs_reference,
         )  # fmt: skip
-        return dataclasses.replace(sizes, pages=plan.pages * devices)
+        pages = processes.decided(lambda: plan.pages)  # free memory may differ
+        return dataclasses.replace(sizes, pages=pages * devices)
 
     @functools.cached_property
     def sampler(self):
@@ -274,12 +275,14 @@ class Runtime(Resolved):
         scaling, kv_scales = state.scaling_state, state.kv_scales
         if self.config.precision.reference != "learner":
             scaling, kv_scales = init_scaling(state.params, self.reference_recipe), None
-        return np.asarray(self.reference_score(state.params, scaling, kv_scales, batch, self.rope))
+        return processes.fetch(
+            self.reference_score(state.params, scaling, kv_scales, batch, self.rope)
+        )
 
     def score_state(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
         """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
         batch = to_device(batch, self)
-        return np.asarray(
+        return processes.fetch(
             self.score(state.params, state.scaling_state, state.kv_scales, batch, self.rope)
         )
 
@@ -330,12 +333,12 @@ class Runtime(Resolved):
         """The state at the start of a phase, laid out over the mesh: optimiser moments as their
         parameters."""
         state = self._state(optimizer, scaling_state, self._rng(), params)
-        return jax.device_put(state, sharding.param_shardings(self.mesh, state))
+        return processes.place(state, sharding.param_shardings(self.mesh, state))
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:
         """`state` after `step` steps of its phase and `position` batches of its stream."""
         counts = np.int32(step), np.int32(position)
-        step, position = jax.device_put(counts, sharding.replicated(self.mesh))
+        step, position = processes.place(counts, sharding.replicated(self.mesh))
         return dataclasses.replace(state, step=step, data_state=position)
 
     # Work on text.
@@ -365,12 +368,12 @@ class Runtime(Resolved):
         prompts, lengths = self.pad_prompts(questions)
         sample_ids = first_id + np.arange(len(temperature), dtype=np.int32)
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
-        tokens, *rows = jax.device_put(
+        tokens, *rows = processes.place(
             (prompts, lengths, sample_ids, temperature, limits), sharding.batch_sharding(self.mesh)
         )
         watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
         out = sampler(weights, tokens, rows[0], key, *rows[1:], self.rope, **watching)
-        return jax.device_get(out), prompts, lengths
+        return processes.fetch(out), prompts, lengths
 
     def batch(
         self, prompts, lengths, targets, mask, temperature: np.ndarray, **fields
@@ -411,6 +414,9 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
       UserError: something in the configuration cannot work.
     """
     check_process()
+    if processes.count() > 1:
+        same = "start all of them with the same software and options"
+        processes.check_equal(_identity(config), same)
     resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
@@ -425,6 +431,13 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
         data_note=data.note, data_digest=data.digest,
     )  # fmt: skip
+
+
+def _identity(config: ml_collections.ConfigDict) -> dict[str, str]:
+    """What must be the same in all processes, by name."""
+    found = environment(config)
+    fields = {f"config.{name}": repr(value) for name, value in flatten(config).items()}
+    return {k: v for part in found.values() for k, v in part.items()} | fields
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
@@ -444,4 +457,4 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
 
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:
     """Host arrays of a batch, laid out over the mesh by rows."""
-    return jax.device_put(batch, sharding.batch_sharding(runtime.mesh))
+    return processes.place(batch, sharding.batch_sharding(runtime.mesh))

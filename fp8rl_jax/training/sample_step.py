@@ -104,7 +104,7 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     config = runtime.config
     group = config.rollout.group_size
     rows = len(questions) * group
-    rewards = Rewards(runtime, [q for q in questions for _ in range(group)])
+    rewards = Rewards(runtime, [q for q in questions for _ in range(group)], runtime.rewards, rows)
 
     def watch(progress: Progress) -> None:
         rewards.add(progress.rollout, progress.done)

@@ -17,6 +17,7 @@ import time
 import jax
 import numpy as np
 
+from fp8rl_jax import processes
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
@@ -76,7 +77,7 @@ def _kept(state: TrainState) -> dict:
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config, runtime.data_digest)
-    if not directory.is_dir():
+    if not all(processes.exchange(directory.is_dir())):  # of several hosts one may not have it
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
     try:
@@ -98,23 +99,33 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
     """Keeps the result of a finished stage; complete or not at all."""
     directory = cache_directory(runtime.config, runtime.data_digest)
-    if directory.exists():
+    temporary = processes.decided(lambda: _temporary(directory))
+    if temporary is None:
         return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_behind(directory.parent)
-    own = f"{socket.gethostname()}.{os.getpid()}"
-    temporary = directory.with_name(f"{directory.name}.{own}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     checkpoints = Checkpoints(temporary / "checkpoint", keep=1)
     checkpoints.save(0, _kept(state), {})
     checkpoints.close()
+    if not processes.first():
+        return
     for name in ("sft", "eval", "samples"):
         shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
     try:
         temporary.rename(directory)
     except OSError:  # another run finished the same stage first
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(directory: pathlib.Path) -> pathlib.Path | None:
+    """An empty directory that is to become `directory`; None if that is there."""
+    if directory.exists():
+        return None
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(directory.parent)
+    own = f"{socket.gethostname()}.{os.getpid()}"
+    temporary = directory.with_name(f"{directory.name}.{own}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
 
 
 def _remove_left_behind(parent: pathlib.Path) -> None:

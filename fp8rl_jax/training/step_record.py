@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.envs import Question, Scoring, Tally
+from fp8rl_jax import processes
+from fp8rl_jax.envs import Question, Scoring, Tally, Term
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.sharding import batch_sharding
 from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
 from fp8rl_jax.training.runtime import Runtime, Served
 
@@ -25,21 +27,29 @@ _OF_TOKENS = {
 
 
 class Rewards:
-    """Rewards of a step's responses, which are scored from the time on when they are complete."""
+    """Rewards of responses, which are scored from the time on when they are complete. Each process
+    scores the rows that are on its devices."""
 
-    def __init__(self, runtime: Runtime, questions: list[Question]):
-        """`questions`: one for each response."""
-        self._runtime, self._questions = runtime, questions
-        self._handed_in = np.zeros(len(questions), bool)
+    def __init__(self, runtime: Runtime, questions: list[Question], rewards: list[Term], rows: int):
+        """
+        Args:
+          runtime: of the run.
+          questions: one for each response.
+          rewards: what scores them.
+          rows: of the batch that they are sampled in, of which they are the first.
+        """
+        self._runtime, self._questions, self._rewards = runtime, questions, rewards
+        own = processes.own_rows(batch_sharding(runtime.mesh), rows)
+        self._left = own[: len(questions)]  # to be handed in
         self._scorings: list[tuple[np.ndarray, Scoring]] = []
 
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Hands in the responses that are `done` (B,) and have not been handed in."""
-        rows = np.flatnonzero(done & ~self._handed_in)
+        rows = np.flatnonzero(done[: len(self._left)] & self._left)
         texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
         questions = [self._questions[r] for r in rows]
-        self._scorings.append((rows, Scoring(self._runtime.rewards, questions, texts)))
-        self._handed_in[rows] = True
+        self._scorings.append((rows, Scoring(self._rewards, questions, texts)))
+        self._left[rows] = False
 
     def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Waits for the rewards (B,) of all responses, and each by its name without its weight.
@@ -47,8 +57,16 @@ class Rewards:
         Raises:
           RewardError: no call of a reward comes to an end.
         """
+        parts = tally.everywhere(lambda: self._own_result(tally))
+        values, by_name = parts[0]
+        for others, others_by_name in parts[1:]:  # 0 in the rows that are not theirs
+            values = values + others
+            by_name = {name: rows + others_by_name[name] for name, rows in by_name.items()}
+        return values, by_name
+
+    def _own_result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         values = np.zeros(len(self._questions))
-        by_name = {term.name: np.zeros(len(self._questions)) for term in self._runtime.rewards}
+        by_name = {term.name: np.zeros(len(self._questions)) for term in self._rewards}
         for rows, scoring in self._scorings:
             values[rows], found = scoring.result(tally)
             for name, terms in found.items():
