@@ -146,7 +146,7 @@ def test_an_error_in_one_process_is_said_once(tmp_path):
         "    raise SystemExit\n"
     )
     error = _finished(_train(tmp_path, 2, 1, env__reward="mine:exits"), 2)
-    assert error.count("error: evaluation after sft step") == 1
+    assert error.count("error: evaluation after rl step 0") == 1
     assert "all 64 calls of the reward 'mine:exits' failed" in error
     other = tmp_path / "half"
     other.mkdir()

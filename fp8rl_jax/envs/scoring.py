@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from fp8rl_jax import processes
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.envs.reward_call import (
     BEYOND_FLOAT32,
@@ -81,6 +80,8 @@ class Tally:
         Raises:
           RewardError: of `work` in any process.
         """
+        from fp8rl_jax import processes  # with JAX, which the workers that import this do without
+
         if processes.count() == 1:
             return [work()]
         counters = (self._calls, self._failed, self._too_long)

@@ -16,6 +16,7 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.errors import RewardError
 from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.sharding import MESH_AXES, make_mesh
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.progress import Display
@@ -44,6 +45,7 @@ def _runtime(**sets: int) -> _Runtime:
     return _Runtime(
         config=config, keys={"eval": jax.random.key(3)}, questions={"eval": questions},
         rewards=load_rewards("exact_match, 2*gsm8k"), eval_sampler=None, used=[],
+        mesh=make_mesh(dict.fromkeys(MESH_AXES, 1)),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.sharding import MESH_AXES, make_mesh
 from fp8rl_jax.training.sample_step import sample_step
 from fp8rl_jax.training.step_record import StepRecord
 
@@ -37,7 +38,8 @@ def test_terms_over_all_rounds():
     config.rollout.update(prompts_per_step=2, group_size=2)
     config.algo.dynamic_sampling = True
     rewards = load_rewards("gsm8k, -0.5*math_equal")
-    runtime = _Runtime(config=config, rewards=rewards, sampler=None)
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
+    runtime = _Runtime(config=config, rewards=rewards, sampler=None, mesh=mesh)
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
     samples = sample_step(runtime, None, stream, jax.random.key(0), record, lambda progress: None)
