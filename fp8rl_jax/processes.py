@@ -32,6 +32,7 @@ _VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
 _JOIN_SECONDS = 300
 _HEARTBEAT_SECONDS = 60  # after which JAX takes a silent process for dead
 _LOOK_SECONDS = 2.0  # between looks at whether another process has ended
+_SILENT_SECONDS = 30.0  # after which process 0, whose store does not answer, is taken for gone
 _GRACE_SECONDS = 15.0  # for a process to end by itself, after another one has
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
 
@@ -44,7 +45,20 @@ class _Place(NamedTuple):
     coordinator: str | None = None  # None: JAX finds it in Slurm's variables
 
 
+class Traffic(NamedTuple):
+    """What this process has told the others; see `traffic`.
+
+    Attributes:
+      gathers: how often.
+      bytes: so many, to each of them.
+    """
+
+    gathers: int = 0
+    bytes: int = 0
+
+
 _joined = _Place()
+_traffic = Traffic()
 
 
 def _place_of_environment() -> _Place:
@@ -151,6 +165,18 @@ def first() -> bool:
     return number() == 0
 
 
+def traffic() -> Traffic:
+    """What this process has told the others since it joined."""
+    return _traffic
+
+
+def _gather(x: Any, tiled: bool = False) -> np.ndarray:
+    global _traffic
+    found = np.asarray(multihost_utils.process_allgather(x, tiled=tiled))
+    _traffic = Traffic(_traffic.gathers + 1, _traffic.bytes + found.nbytes // count())
+    return found
+
+
 # Arrays.
 
 
@@ -181,7 +207,7 @@ def fetch(tree):
             return jax.device_get(x)
         if x.is_fully_replicated:
             return np.asarray(x.addressable_data(0))
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return _gather(x, tiled=True)
 
     return jax.tree.map(get, tree)
 
@@ -205,10 +231,10 @@ def exchange(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     content = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.uint32(len(content)))
+    sizes = _gather(np.uint32(len(content)))
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(content)] = content
-    rows = multihost_utils.process_allgather(padded)
+    rows = _gather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -303,14 +329,14 @@ def _ended(client) -> dict[str, int] | None:
     """How the first process that ended did so; None if none has.
 
     Raises:
-      ConnectionError: process 0 is gone.
+      ConnectionError: process 0's store does not answer.
     """
     try:
         return json.loads(client.key_value_try_get(_END))
     except Exception as error:
         if "NOT_FOUND" in str(error):
             return None
-        raise ConnectionError("process 0 is gone") from error
+        raise ConnectionError("process 0 does not answer") from error
 
 
 def _leave(client, text: str) -> NoReturn:
@@ -339,10 +365,15 @@ def _watch() -> None:
     """Ends this process when another one has ended with an error, and the main thread has not
     noticed: it may wait in a collective for ever."""
     client = _client()
-    with contextlib.suppress(ConnectionError):
-        while (found := _ended(client)) is None:
-            time.sleep(_LOOK_SECONDS)
-        if found["process"] == number():
-            return
-        time.sleep(_GRACE_SECONDS)
+    heard = time.monotonic()
+    while time.monotonic() - heard < _SILENT_SECONDS:
+        with contextlib.suppress(ConnectionError):
+            found = _ended(client)
+            heard = time.monotonic()
+            if found and found["process"] == number():
+                return
+            if found:
+                time.sleep(_GRACE_SECONDS)
+                break
+        time.sleep(_LOOK_SECONDS)
     _leave(client, "")

@@ -32,7 +32,12 @@ from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
-from fp8rl_jax.training.environment import check_environment, environment, keep_environment
+from fp8rl_jax.training.environment import (
+    check_environment,
+    environment,
+    keep_environment,
+    layout,
+)
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
@@ -214,8 +219,7 @@ class _Run:
             f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
             f"{model.num_hidden_layers} layers; rollout {rt.rollout_recipe.name}, "
             f"learner {rt.learner_recipe.name}; "
-            f"{rt.mesh.size} {jax.devices()[0].platform} device(s){processes.described()}; "
-            f"seed {rt.config.run.seed}"
+            f"{layout()}; seed {rt.config.run.seed}"
         )
         if rt.config.model.checkpoint:
             self.display.note(f"initial parameters: {rt.config.model.checkpoint}")

@@ -45,7 +45,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
-    "bench": _PROGRAM | {"deviceless"},
+    "bench": _PROGRAM | {"deviceless", "train"},
     "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
     _PACKAGE: set(),
 }

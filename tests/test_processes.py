@@ -15,9 +15,11 @@ import sys
 import time
 
 import pytest
+import read_part
+from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
 from tiny_run import CONFIG, overrides, reproducible
 
-from fp8rl_jax import processes
+from fp8rl_jax import cli, processes
 from fp8rl_jax.errors import UserError
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -29,14 +31,24 @@ _SMALL = {
 }  # fmt: skip
 
 
-def _train(root: pathlib.Path, count: int, devices: int, *more: str, **fields) -> subprocess.Popen:
-    """`fp8rl train` as `count` processes with so many devices each."""
+_CLI = ["-m", "fp8rl_jax.cli"]
+
+
+def _train(
+    root: pathlib.Path, count: int, devices: int, *more: str, program=_CLI, **fields
+) -> subprocess.Popen:
+    """`fp8rl train` as `count` processes with so many devices each; `program`: what Python runs."""
     given = overrides(root, **{name.replace("__", "."): v for name, v in (_SMALL | fields).items()})
-    command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG), *given]
+    command = [*program, "train", "--config", str(CONFIG), *given, *more]
+    return _launch(root, count, devices, *command)
+
+
+def _launch(root: pathlib.Path, count: int, devices: int, *command: str) -> subprocess.Popen:
+    """Python as `count` processes with so many devices each."""
     launch = ["bash", str(_ROOT / "launch" / "multihost.sh"), str(count), "--devices", str(devices)]
     return subprocess.Popen(
-        [*launch, *command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(CONFIG.parent)}, cwd=root,
+        [*launch, sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(CONFIG.parent)}, cwd=root, text=True,
     )  # fmt: skip
 
 
@@ -177,3 +189,114 @@ def test_command_of_one_process(tmp_path):
     launch = ["bash", str(_ROOT / "launch" / "multihost.sh"), "2", *command]
     done = subprocess.run(launch, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "fp8rl report runs in one process" in done.stderr
+
+
+_EXPERTS = {"model.num_experts": 8, "model.moe_intermediate_size": 128}
+_FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        _FP8 | {"mesh.fsdp": 4},
+        _FP8 | {"mesh.fsdp": 4, "rollout.slots": 4},
+        _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS},
+        _FP8 | {"mesh.tensor": 4, "model.hidden_size": 128, "model.intermediate_size": 256},
+        {"mesh.tensor": 4},
+        {"mesh.expert": 4, "rollout.slots": 4, **_EXPERTS},
+        _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS, "algo.routing_replay": "weights",
+                "algo.num_minibatches": 2, "algo.dynamic_sampling": True},
+    ],
+    ids=["fsdp_fp8", "slots_fp8", "expert_fp8", "tensor_fp8", "tensor_f32", "expert_slots_f32",
+         "replay_fp8"],
+)  # fmt: skip
+def test_any_mesh_over_processes(fields, tmp_path):
+    """Two processes of two devices, and one of four: log-probabilities and all that follows from
+    them are equal; gradients of four devices are added in another order."""
+    roots = [tmp_path / "two", tmp_path / "one"]
+    for root, (count, devices) in zip(roots, ((2, 2), (1, 4)), strict=True):
+        root.mkdir()
+        given = {"mesh.data": 1, "run.steps": 2, **fields}
+        _finished(_train(root, count, devices, **given))
+    two, one = map(reproducible, roots)
+    for ours, theirs in zip(two["metrics"], one["metrics"], strict=True):
+        assert ours["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) > 0.1
+    # What the first update follows from; after it the parameters' last bits may differ.
+    added = dict.fromkeys(("loss", "grad_norm"))
+    assert {**two["metrics"][0], **added} == {**one["metrics"][0], **added}
+    for name in ("eval", "samples"):
+        before = [[r for r in run[name] if r["step"] == 0] for run in (two, one)]
+        assert before[0] == before[1] != []
+
+
+@pytest.mark.slow
+def test_checkpoints_go_to_other_numbers_of_processes(tmp_path):
+    """Saved by two processes, continued by one, then by four; each compares the checksum of the
+    state that it restores with the one saved."""
+    for count, steps in ((2, 2), (1, 4), (4, 6)):
+        _finished(_train(tmp_path, count, 1, "--resume", mesh__data=-1, run__steps=steps))
+    steps = reproducible(tmp_path)["metrics"]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert {r["train_rollout_logprob_abs_diff_max"] for r in steps} == {0.0}
+
+
+@pytest.mark.slow
+def test_refused_before_anything_is_written(tmp_path):
+    """Another version of JAX in one process; a run.dir of each process's own; two coordinators."""
+    begin = "import os, sys\nmine = os.environ['FP8RL_PROCESS_ID']\n"
+    end = "from fp8rl_jax.cli import entry\nentry()\n"
+    other_jax = (
+        "import importlib.metadata as m\nplain = m.version\n"
+        "m.version = lambda name: '9.9' if name == 'jax' and mine == '1' else plain(name)\n"
+    )
+    error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + other_jax + end]), 2)
+    assert error.count("jax is '9.9' in process 1 on ") == 1
+    own_disk = "os.mkdir(mine)\nos.chdir(mine)\n"
+    error = _finished(
+        _train(tmp_path, 2, 1, "--config.run.dir=run", program=["-c", begin + own_disk + end]), 2
+    )
+    assert error.count("run.dir: process 1 does not see what process 0 writes in run") == 1
+    two = (
+        "from fp8rl_jax import processes\nprocesses._JOIN_SECONDS = 10\n"
+        "if mine == '1': os.environ['FP8RL_COORDINATOR'] = 'localhost:1'\n"
+    )
+    error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + two + end]), 2)
+    assert "of 2 cannot join the others" in error and "Traceback" not in error
+    assert not list(tmp_path.glob("**/*.json*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fsdp", "expert", "fp8"), [(2, 1, True), (2, 1, False), (1, 2, False)])
+def test_each_process_reads_its_part_of_a_checkpoint(fsdp, expert, fp8, tmp_path):
+    """Half of the bytes of what is sharded, and all of what is replicated; the values of a load by
+    one process."""
+    name = "qwen3_moe" if expert > 1 else "qwen3"
+    tensors = fp8_tensors(name) if fp8 else named(CONFIGS[name], params_of(name))
+    write(tmp_path / "model", fields_of(name, fp8), tensors, shards=2)
+    process = _launch(
+        tmp_path, 2, 1, str(pathlib.Path(read_part.__file__)), str(tmp_path / "model"),
+        str(fsdp), str(expert),
+    )  # fmt: skip
+    output, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error[-3000:]
+    found = json.loads(output)
+    sharded = lambda key: (
+        "experts" in key if expert > 1 else "norm" not in key and "scale" not in key
+    )
+    half = sum(x.nbytes for key, x in tensors.items() if sharded(key)) / 2
+    everything = sum(x.nbytes for x in tensors.values())
+    assert found == {"read": [everything - half] * 2, "same": True}
+
+
+@pytest.mark.slow
+def test_bench_of_processes(capsys):
+    """Both forms train, in turns; only the second one gathers."""
+    fields = [f"--config.{name}={value}" for name, value in _SMALL.items()]
+    assert cli.run(["bench", "processes", "--config", str(CONFIG), *fields, "--pairs=2"]) == 0
+    head, one, two, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[-2:] == ["gathers", "KiB"]
+    assert one.startswith("1 x 2") and one.split()[-2:] == ["0", "0.0"]
+    assert two.startswith("2 x 1") and int(two.split()[-2]) > 4

@@ -106,6 +106,19 @@ def test_data_parallel_and_micro_batches():
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6, atol=_LOSS)
 
 
+@pytest.mark.slow
+def test_rows_are_worked_on_where_they_are():
+    """Of data parallelism only sums travel (gradients, counts, whether all have ended) and the
+    log-probabilities of a step; above all no keys, values or activations. (Where a device's rows
+    are no multiple of 128, blocks of gradients cross devices, and those rows travel.)"""
+    many = _run(2, {"data": 2, "fsdp": 1, "tensor": 1}, "fp8", 1, "rollout.max_new_tokens=38")
+    assert many["drift"] == 0.0
+    assert many["data_collectives"]["sampler"] == {"all-reduce pred": 1}
+    step = many["data_collectives"]["step"]
+    assert {name.split()[0] for name in step} <= {"all-reduce", "all-gather"}
+    assert step.get("all-gather f32", 0) <= 4 and sum(step.values()) <= 12, step
+
+
 _EXPERTS = ("model.num_experts=8", "model.moe_intermediate_size=64")
 
 

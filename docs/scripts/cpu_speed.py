@@ -65,8 +65,10 @@ def _head_by_autodiff() -> None:
 
     from fp8rl_jax.models import logprobs
 
-    rows = jax.checkpoint(logprobs._row_logprobs, static_argnums=(0,))
-    _replace("_chunk_logprobs", rows)
+    def rows(*operands):
+        return logprobs._row_logprobs(*operands)[:2]
+
+    _replace("_chunk_logprobs", jax.checkpoint(rows, static_argnums=(0,)))
 
 
 def _by_eigen() -> None:

@@ -1,4 +1,4 @@
-"""`fp8rl bench` and its subcommands: drift-cost, gemm-error, kernels, rollout."""
+"""`fp8rl bench` and its subcommands: drift-cost, gemm-error, kernels, processes, rollout."""
 
 from __future__ import annotations
 
@@ -98,6 +98,27 @@ def _kernels(values: argparse.Namespace) -> int:
     return 0 if result["ok"] else 1
 
 
+def _processes(values: argparse.Namespace) -> int:
+    if values.processes < 2 or values.pairs < 1:
+        raise UserError(
+            f"fp8rl bench processes: --processes is {values.processes} and --pairs "
+            f"{values.pairs}; write at least 2 and 1"
+        )
+    config = read_config("bench processes", values)
+    if config.rollout.slots:
+        raise UserError(
+            "fp8rl bench processes: rollout.slots is "
+            f"{config.rollout.slots}, whose programs are not timed: write --config.rollout.slots=0"
+        )
+    from fp8rl_jax.bench import processes
+    from fp8rl_jax.sharding import abstract_mesh
+
+    abstract_mesh(config.mesh.to_dict(), values.processes)  # UserError if it has others
+    arguments = [values.config, *values.overrides]
+    print(processes.format_table(processes.bench(arguments, values.processes, values.pairs, note)))
+    return 0
+
+
 def _rollout(values: argparse.Namespace) -> int:
     command = "bench rollout"
     if bool(values.models) == bool(values.config):
@@ -141,7 +162,8 @@ COMMANDS = (
         ),
         config=True,
         others="write `fp8rl bench --config FILE`, or `fp8rl bench drift-cost`, `fp8rl bench "
-        "gemm-error`, `fp8rl bench kernels` or `fp8rl bench rollout` and options after that; ",
+        "gemm-error`, `fp8rl bench kernels`, `fp8rl bench processes` or `fp8rl bench rollout` and "
+        "options after that; ",
     ),
     Command(
         "bench drift-cost",
@@ -177,6 +199,18 @@ COMMANDS = (
             ),
             _out("runs/bench_kernels", "kernels.json"),
         ),
+    ),
+    Command(
+        "bench processes",
+        "what several processes cost: a training with one process, and with several, in turns",
+        _processes,
+        (
+            argument("--processes", type=int, default=2, metavar="N",
+                     help=f"processes, and devices in all {_DEFAULT}"),
+            argument("--pairs", type=int, default=10, metavar="N",
+                     help=f"steps of each that are timed {_DEFAULT}"),
+        ),
+        config=True,
     ),
     Command(
         "bench rollout",

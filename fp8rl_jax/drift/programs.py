@@ -77,7 +77,10 @@ class Programs:
         sampler = rt.sampler
         if taps:
             sampler = rt.make_sampler(config.group_size, config.top_k, config.top_p, tuple(taps))
-        return rt.generate(sampler, self.weights, self.questions, self.key, self._temperature())
+        rollout, prompts, lengths = rt.generate(
+            sampler, self.weights, self.questions, self.key, self._temperature()
+        )
+        return processes.fetch(rollout), prompts, lengths
 
     def _temperature(self) -> np.ndarray:
         config = self.runtime.config.rollout

@@ -96,18 +96,28 @@ class LayerCache:
 
     def write(self, new: Stored, positions: jax.Array) -> LayerCache:
         """With `new` (B, T, ...) at `positions` (B, T)."""
-        place: tuple[jax.Array, ...]
         if self.table is not None:
-            place = jnp.take_along_axis(self.table, positions // PAGE, axis=1), positions % PAGE
+            page = jnp.take_along_axis(self.table, positions // PAGE, axis=1)
+
+            def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
+                between = (slice(None),) * 2 * slots_last  # heads and features
+                return old.at[(page, *between, positions % PAGE)].set(as_bytes(x))
+
         else:
             assert self.layer is not None
-            place = self.layer, jnp.arange(positions.shape[0])[:, None], positions
+            layer = jnp.broadcast_to(self.layer, positions.shape)
+            place = jnp.stack([layer, positions], axis=-1)
 
-        *row, slot = place
-
-        def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
-            between = (slice(None),) * 2 * slots_last  # heads and features
-            return old.at[(*row, *between, slot)].set(as_bytes(x))
+            def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
+                # The batch as such, and not by its indices: over a mesh each device writes its own
+                # rows, where XLA would otherwise gather those of all.
+                slots = old.ndim - 1 if slots_last else 2
+                dimensions = lax.ScatterDimensionNumbers(
+                    update_window_dims=tuple(range(2, x.ndim)), inserted_window_dims=(0, slots),
+                    scatter_dims_to_operand_dims=(0, slots), operand_batching_dims=(1,),
+                    scatter_indices_batching_dims=(0,),
+                )  # fmt: skip
+                return lax.scatter(old, place, as_bytes(x), dimensions)
 
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 

@@ -37,7 +37,6 @@ from fp8rl_jax.kernels import (
     prevent_fma,
     stored,
     sum_last,
-    sum_rows,
 )
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.taps import tap
@@ -263,7 +262,7 @@ def _rms_norm_backward(recipe, eps, quantise, residual, cotangent):
     dy_weighted = dy * weight
     projection = sum_last(dy_weighted * y)[..., None] * np.float32(1 / x.shape[-1])
     dx = inverse * (dy_weighted - y * projection)
-    return dx.astype(x.dtype), sum_rows(_rows(dy * y)).astype(weight.dtype)
+    return dx.astype(x.dtype), tensor_parallel.sum_over_batch(dy * y).astype(weight.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve
+from fp8rl_jax.kernels import EXP_LANES, as_bytes, from_bytes, resolve, sum_rows
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, is_weight
@@ -231,6 +231,23 @@ def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
     rows = PartitionSpec(_rows(by_row[0].shape[0]))
     specs = (*(rows,) * len(by_row), *(_WHOLE,) * len(shared))
     return jax.shard_map(run, in_specs=specs, out_specs=rows)(*by_row, *shared)
+
+
+def sum_over_batch(x: jax.Array) -> jax.Array:
+    """Sum of float32 (B, ..., N) over all axes but the last, (N,): every device of a mesh adds its
+    own rows, then they add up. The order of additions, and so the last bits, depend on the mesh."""
+
+    def own(x: jax.Array) -> jax.Array:
+        return sum_rows(x.reshape(-1, x.shape[-1]))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = None if mesh.empty or mesh.size == 1 or mesh.manual_axes else _rows(x.shape[0])
+    if axes is None:
+        return own(x)
+    total = jax.shard_map(
+        lambda x: lax.psum(own(x), axes), in_specs=PartitionSpec(axes), out_specs=_WHOLE
+    )
+    return total(x)
 
 
 # Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from fp8rl_jax.json_file import read_json
 from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.html import (
     COLOURS,
@@ -189,7 +190,15 @@ def _time_table(rows: list[dict]) -> str:
     return table_html(("Phase", "First step, s", "Median of the others, s"), cells)
 
 
-def _key_figures(s: dict) -> str:
+def _devices(run: RunFiles) -> str:
+    """What the run was last started on."""
+    try:
+        return str(read_json(run.path / "environment.json")[-1]["devices"]["layout"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return MISSING
+
+
+def _key_figures(run: RunFiles, s: dict) -> str:
     checks = f"{s['refit_checks'] - s['refit_failures']:,} of {s['refit_checks']:,} matched"
     first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
@@ -202,9 +211,11 @@ def _key_figures(s: dict) -> str:
         ("Accuracy, greedy: last of SFT → last of RL", greedy),
         ("Best SFT accuracy, greedy", share(s["greedy"]["sft_best"])),
         ("Held-out questions", number(s["questions"])),
+        ("Devices", _devices(run)),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
         ("First step; median of the others", f"{first}; {others}"),
         ("Tokens per second, rollout; learner", "; ".join(rates)),
+        ("Seed", s["seed"] or MISSING),
         ("Max |Δlogp|", drift_text(s)),
         ("Mean |Δlogp|", number(s["drift_mean"])),
         ("Bit-equal log-probs", share(s["logprob_equal_frac"])),
@@ -288,7 +299,7 @@ def _rows(run: RunFiles) -> dict[str, list[dict]]:
 
 def _sections(run: RunFiles, others: list[RunFiles], s: dict) -> dict[str, str]:
     """{heading: what is below it}."""
-    sections, rows = {"Key figures": _key_figures(s)}, _rows(run)
+    sections, rows = {"Key figures": _key_figures(run, s)}, _rows(run)
     for title, (source, caption, *panels) in _PLOTS.items():
         if source == "time":
             figure = _plot_time(run.metrics)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from fp8rl_jax import processes
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
 from fp8rl_jax.errors import UserError
@@ -53,6 +54,7 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
             "platform": device.platform,
             "kind": device.device_kind,
             "machine": machine(),
+            "layout": layout(),
             "flags": os.environ.get("XLA_FLAGS", ""),
         },
         "tokenizer": _digests(
@@ -62,6 +64,12 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
         ),
         "functions": _digests(files_of_functions(named_functions(config))),
     }
+
+
+def layout() -> str:
+    """How many devices of how many processes and hosts the run has, for a sentence."""
+    found = jax.devices()
+    return f"{len(found)} {found[0].platform} device(s){processes.described()}"
 
 
 def _version(name: str) -> str:

@@ -6,6 +6,7 @@ checkpoints, and the directory they came from may have changed since.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -272,7 +273,8 @@ def check_shared(directory: pathlib.Path) -> None:
                     f"{directory}: name a directory on a file system that all hosts share"
                 )
             time.sleep(0.2)
-            os.listdir(directory)  # a network file system looks again
+            with contextlib.suppress(OSError):
+                os.listdir(directory)  # a network file system looks again
 
     try:
         processes.everywhere(look)

@@ -12,6 +12,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
@@ -360,7 +361,8 @@ class Runtime(Resolved):
         watch: Watch | None = None,
         first_id: int = 0,
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
-        """Samples responses: the rollout on the host, prompt tokens and lengths (P, ...).
+        """Samples responses: the rollout on the host, its taps where they are, prompt tokens and
+        lengths (P, ...).
 
         `watch` is told what has ended while a `ContinuousSampler` goes on; others end at once.
         Samples are numbered from `first_id` on; key and number decide a sample's random bits.
@@ -373,7 +375,8 @@ class Runtime(Resolved):
         )
         watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
         out = sampler(weights, tokens, rows[0], key, *rows[1:], self.rope, **watching)
-        return processes.fetch(out), prompts, lengths
+        rollout = processes.fetch(dataclasses.replace(out, taps={}))
+        return dataclasses.replace(rollout, taps=out.taps), prompts, lengths
 
     def batch(
         self, prompts, lengths, targets, mask, temperature: np.ndarray, **fields
@@ -384,7 +387,8 @@ class Runtime(Resolved):
         return learner.make_batch(tokens, lengths, targets, mask, temperature, **fields)
 
     def rollout_batch(self, rollout: Rollout, prompts, lengths, advantages=None) -> learner.Batch:
-        """A rollout as a training batch on the host; old log-probabilities are the sampler's.
+        """A rollout as a training batch on the host, its routing on the devices; old
+        log-probabilities are the sampler's.
 
         prompts (P, Tp) and lengths (P,) are those of `generate`; advantages are (B,), or 1.
         """
@@ -394,7 +398,7 @@ class Runtime(Resolved):
             np.repeat(prompts, group, axis=0), np.repeat(lengths, group),
             rollout.tokens, rollout.mask, temperature,
             advantages=advantages, old_logprobs=rollout.logprobs,
-            routing={n: np.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
+            routing={n: jnp.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
         )  # fmt: skip
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
@@ -456,5 +460,5 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
 
 
 def to_device(batch: learner.Batch, runtime: Runtime) -> learner.Batch:
-    """Host arrays of a batch, laid out over the mesh by rows."""
+    """A batch, laid out over the mesh by rows."""
     return processes.place(batch, sharding.batch_sharding(runtime.mesh))

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.data import Stream
@@ -31,7 +32,7 @@ class Samples:
 
     Attributes:
       questions: of the groups.
-      rollout: the responses, on the host.
+      rollout: the responses, on the host; what the routers chose is on the devices.
       prompts, lengths: (P, Tp) int32 and (P,) int32.
       rewards: (P, G) float64.
       by_name: {name: (P, G)} of each reward, without its weight.
@@ -137,7 +138,7 @@ def _joined(rounds: list[Samples]) -> Samples:
     rollouts = [r.rollout for r in rounds]
     rollout = Rollout(
         *(np.concatenate([getattr(r, f) for r in rollouts]) for f in _ROW_FIELDS),
-        taps={n: np.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps},
+        taps={n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps},
     )
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]

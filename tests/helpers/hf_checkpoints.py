@@ -19,6 +19,7 @@ from oracles.decoder_oracle import random_params
 from safetensors.numpy import save_file
 
 from fp8rl_jax.models import ModelConfig, init_params
+from fp8rl_jax.models.hf.config_json import config_json
 
 _SIZES = dict(
     vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=3, rms_norm_eps=1e-5,
@@ -142,6 +143,17 @@ def is_linear(name: str, value: np.ndarray) -> bool:
 
 def bf16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16)
+
+
+def fields_of(name: str, fp8: bool = False) -> dict:
+    """The config.json of CONFIGS[name]."""
+    fields = config_json(CONFIGS[name], "bfloat16")
+    if fp8:
+        fields["quantization_config"] = {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }  # fmt: skip
+    return fields
 
 
 def write(

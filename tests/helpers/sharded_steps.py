@@ -33,6 +33,16 @@ def _note_collectives(sampler) -> list[str]:
     return found
 
 
+def _noted(program, found: dict[str, int]):
+    """A jitted program that notes the collectives of its compiled form when it is called."""
+
+    def run(*arguments):
+        found.update(deviceless.collectives(program.lower(*arguments).compile().as_text()))
+        return program(*arguments)
+
+    return run
+
+
 def main() -> None:
     mesh, recipe, micro_batches = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     overrides = [f"--config.mesh.{k}={v}" for k, v in mesh.items()]
@@ -49,8 +59,12 @@ def main() -> None:
         weights, checksum, _ = rt.refit_state(state)
         questions = rt.questions["train"][:8]
         collectives = _note_collectives(rt.sampler)
+        sampler, by_rows = rt.sampler, {"sampler": {}, "step": {}}
+        if rt.mesh.size == rt.mesh.shape["data"] > 1:  # every device holds all parameters
+            sampler = _noted(sampler, by_rows["sampler"])
+            step = _noted(step, by_rows["step"])
         rollout, prompts, lengths = rt.generate(
-            rt.sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
+            sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
         )
         advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
         batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
@@ -69,6 +83,7 @@ def main() -> None:
                 "devices": rt.mesh.size,
                 "sharded_leaves": int(sharded),
                 "loop_collectives": collectives,
+                "data_collectives": by_rows,
                 "drift": float(drift),
                 "tokens": rollout.tokens.tolist(),
                 "logp": logp.view(np.int32)[rollout.mask].tolist(),

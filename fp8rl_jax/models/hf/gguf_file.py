@@ -134,7 +134,9 @@ class GGUF:
         self._heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         return config, load_from(self, config, dtype)
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def rows(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray:
         if self._last is None or self._last[0] != name:
             tensor, (kind, row) = self._tensors[name], self._rows[name]
             size = math.prod(tensor.shape[:-1]) * row
@@ -151,7 +153,8 @@ class GGUF:
             if part:
                 value = _halves_paired(value, self._heads[part[1]])
             self._last = name, value.astype(np.float32)
-        return self._last[1][start:stop]
+        rows = self._last[1][start:stop]
+        return rows if columns is None else rows[:, slice(*columns)]
 
     def write_tokenizer(self, directory: pathlib.Path) -> None:
         """Writes tokenizer.json, and tokenizer_config.json with special tokens and chat template.

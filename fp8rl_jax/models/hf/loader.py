@@ -2,7 +2,8 @@
 
 Memory: the result is allocated where it will be, and filled by slices of at most SLICE_BYTES of
 the files. What the host holds beyond the result is a few slices, whatever the model's size
-(docs/checkpoints.md has the measurement).
+(docs/checkpoints.md has the measurement). Of several processes each reads what its own devices
+hold.
 """
 
 from __future__ import annotations
@@ -131,11 +132,12 @@ def load_from(
     leaves = _allocate(tree, shardings(tree) if callable(shardings) else shardings)
     for tensor in tensors:
         scales = _scales(source, tensor, check_finite)
-        bad = 0
-        for piece in tensor.pieces:
-            bad += _copy(source, tensor, piece, leaves[piece.path], scales, check_finite)
-        if bad:
-            raise _not_finite(source, tensor.name, bad, "NaN or infinite")
+        counts = [
+            _copy(source, tensor, piece, leaves[piece.path], scales, check_finite)
+            for piece in tensor.pieces
+        ]
+        if any(bad for bad, _ in counts):
+            raise _not_finite(source, tensor.name, counts, "NaN or infinite")
     return jax.tree.map(Filling.finish, traverse_util.unflatten_dict(leaves))
 
 
@@ -193,12 +195,15 @@ def _allocate(tree: Any, shardings: Any) -> dict[Path, Any]:
     return traverse_util.flatten_dict(jax.tree.unflatten(structure, arrays))
 
 
-def _slices(source: Source, name: str, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of slices of at most SLICE_BYTES."""
-    row_bytes = math.prod(source.entries[name].shape[1:]) * _dtype(source, name).itemsize
-    step = max(SLICE_BYTES // max(row_bytes, 1), 1)
-    for first in range(start, stop, step):
-        yield first, source.rows(name, first, min(first + step, stop))
+def _slices(
+    source: Source, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, values) of slices of at most SLICE_BYTES; of a matrix, `columns` or all."""
+    shape, itemsize = source.entries[name].shape, _dtype(source, name).itemsize
+    width = columns[1] - columns[0] if columns else math.prod(shape[1:])
+    step = max(SLICE_BYTES // max(width * itemsize, 1), 1)
+    for first in range(*rows, step):
+        yield first, source.rows(name, first, min(first + step, rows[1]), columns)
 
 
 def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | None:
@@ -212,7 +217,7 @@ def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | 
     name = tensor.module + SCALE_SUFFIX
     scales = source.rows(name, 0, -(-tensor.shape[0] // BLOCKS[0])).astype(np.float32)
     if check_finite and (bad := count_bad_scales(scales)):
-        raise _not_finite(source, name, bad, "not finite and positive")
+        raise _not_finite(source, name, [(bad, scales.size)], "not finite and positive")
     return scales
 
 
@@ -223,30 +228,40 @@ def _copy(
     leaf: Any,
     scales: np.ndarray | None,
     check_finite: bool,
-) -> int:
+) -> tuple[int, int]:
     """Fills a piece of a leaf: with values, dequantised, or in a QArray with bytes and scales.
 
     Returns:
-      How many of its elements are NaN or infinite; 0 unless `check_finite`.
+      How many of its elements are NaN or infinite (0 unless `check_finite`), and were read.
     """
     if isinstance(leaf, QArray):
         assert scales is not None
         own = slice(piece.start // BLOCKS[0], -(-piece.stop // BLOCKS[0]))
-        leaf.scale.write(piece.index, 0, scales[own], piece.transposed)  # type: ignore[attr-defined]
+        leaf.scale.write(piece.index, (0, 0), scales[own], piece.transposed)  # type: ignore[attr-defined]
         leaf, scales = leaf.qvalue, None
-    bad = 0
-    for start, rows in _slices(source, tensor.name, piece.start, piece.stop):
-        bad += count_not_finite(rows) if check_finite else 0
-        blocks = np.arange(start, start + len(rows)) // BLOCKS[0]
+    held = leaf.held(piece.index, (piece.stop - piece.start, *tensor.shape[1:]), piece.transposed)
+    if held is None:
+        return 0, 0
+    (first, last), *columns = held
+    rows = first + piece.start, last + piece.start
+    bad = read = 0
+    for start, values in _slices(source, tensor.name, rows, *columns):
+        read += values.size
+        bad += count_not_finite(values) if check_finite else 0
+        blocks = np.arange(start, start + len(values)) // BLOCKS[0]
         own_scales = None if scales is None else scales[blocks]
-        leaf.write(piece.index, start - piece.start, rows, piece.transposed, own_scales)
-    return bad
+        place = (start - piece.start, *(first for first, _ in columns))
+        leaf.write(piece.index, place, values, piece.transposed, own_scales)
+    return bad, read
 
 
-def _not_finite(source: Source, name: str, bad: int, what: str) -> UserError:
+def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:
+    """`counts`: of elements that are so, and that were read."""
+    bad, read = map(sum, zip(*counts, strict=True))
     entry = source.entries[name]
+    here = "" if read == math.prod(entry.shape) else " that this process reads"
     return UserError(
-        f"{entry.file}: {bad:,} of the {math.prod(entry.shape):,} elements of tensor {name} are "
+        f"{entry.file}: {bad:,} of the {read:,} elements of tensor {name}{here} are "
         f"{what}: take a checkpoint without, or allow it with model.check_finite=False "
         "(hf.load: check_finite=False)"
     )
@@ -254,7 +269,7 @@ def _not_finite(source: Source, name: str, bad: int, what: str) -> UserError:
 
 def _check_tied(source: Source, config: ModelConfig) -> None:
     """A head that is tied may be in the files, if it is the embedding."""
-    for start, head in _slices(source, HEAD, 0, config.vocab_size):
+    for start, head in _slices(source, HEAD, (0, config.vocab_size)):
         table = source.rows(EMBEDDING, start, start + len(head)).astype(np.float32)
         head = head.astype(np.float32)
         same = (head == table) | ((head != head) & (table != table))  # NaN is counted later

@@ -44,46 +44,60 @@ class Filling:
             own = tuple(stop - start for start, stop in spans)
             self._shards[device] = _zeros(own, self.dtype, device)
 
+    def held(
+        self, index: tuple[int, ...], shape: tuple[int, ...], transposed: bool
+    ) -> list[tuple[int, int]] | None:
+        """The part of a matrix that this process's devices hold.
+
+        Args:
+          index: of the matrix in the axes in front.
+          shape: of the matrix, (rows, columns), or of a vector.
+          transposed: as for `write`.
+
+        Returns:
+          (first, last + 1) along each axis of `shape`; None if they hold nothing of it.
+        """
+        whole = [(0, n) for n in shape]
+        overlaps = [_overlap(spans, index, whole, transposed) for spans in self._spans.values()]
+        found = [overlap for overlap in overlaps if overlap]
+        if not found:
+            return None
+        axes = zip(*found, strict=True)
+        return [(min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes]
+
     def write(
         self,
         index: tuple[int, ...],
-        start: int,
-        rows: np.ndarray,
+        start: tuple[int, ...],
+        values: np.ndarray,
         transposed: bool,
         scales: np.ndarray | None = None,
     ) -> None:
-        """Writes rows of the matrix (or vector) at `index` of the axes in front.
+        """Writes a part of the matrix (or vector) at `index` of the axes in front.
 
         Args:
           index: into the stacks.
-          start: the first row's place.
-          rows: (n, m), or (n,) of a vector; any type.
-          transposed: the array holds rows as columns: rows[i, j] goes to [..., j, start + i].
-          scales: (n, ceil(m / 128)) float32, to multiply a row's blocks of 128 by; None: 1.
+          start: where the part begins: (row, column), or (element,).
+          values: (n, m), or (n,) of a vector; any type.
+          transposed: the array holds rows as columns: values[i, j] goes to
+            [..., start[1] + j, start[0] + i].
+          scales: (n, blocks) float32, to multiply each of a whole row's blocks of 128 by; None: 1.
         """
-        extents = [(start, start + rows.shape[0]), *((0, n) for n in rows.shape[1:])]
-        placed = extents[::-1] if transposed else extents
-        wanted = [*((i, i + 1) for i in index), *placed]
+        extents = [(a, a + n) for a, n in zip(start, values.shape, strict=True)]
         for device, spans in self._spans.items():
-            common = [
-                (max(a, low), min(b, high))
-                for (a, b), (low, high) in zip(wanted, spans, strict=True)
-            ]
-            if any(a >= b for a, b in common):
+            overlap = _overlap(spans, index, extents, transposed)
+            if overlap is None:
                 continue
-            inner = common[len(index) :]
-            inner = inner[::-1] if transposed else inner
-            cut = tuple(
-                slice(a - low, b - low) for (a, b), (low, _) in zip(inner, extents, strict=True)
-            )
-            place = np.array(
-                [a - low for (a, _), (low, _) in zip(common, spans, strict=True)], np.int32
-            )
+            cut = tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, start, strict=True))
+            corner = [a for a, _ in (overlap[::-1] if transposed else overlap)]
+            lows = [low for low, _ in spans]
+            place = np.array([*index, *corner], np.int32) - np.array(lows, np.int32)
             spread, skipped = None, 0
             if scales is not None:
-                first, last = cut[1].start // 128, -(-cut[1].stop // 128)
-                spread, skipped = scales[cut[0], first:last], cut[1].start - first * 128
-            piece = jax.device_put((np.ascontiguousarray(rows[cut]), spread, place), device)
+                first, last = overlap[1]
+                spread = scales[cut[0], first // 128 : -(-last // 128)]
+                skipped = first % 128
+            piece = jax.device_put((np.ascontiguousarray(values[cut]), spread, place), device)
             shard = _writer(transposed, skipped)(self._shards.pop(device), *piece)
             # Dispatched work holds its arguments: without waiting, pieces would pile up.
             self._shards[device] = shard.block_until_ready()
@@ -92,6 +106,25 @@ class Filling:
         """The array."""
         shards = list(self._shards.values())
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+
+def _overlap(
+    spans: tuple[tuple[int, int], ...],
+    index: tuple[int, ...],
+    extents: list[tuple[int, int]],
+    transposed: bool,
+) -> list[tuple[int, int]] | None:
+    """What a shard over `spans` holds of the extents of a matrix, along the matrix's axes; None:
+    nothing."""
+    placed = extents[::-1] if transposed else extents
+    wanted = [*((i, i + 1) for i in index), *placed]
+    common = [
+        (max(a, low), min(b, high)) for (a, b), (low, high) in zip(wanted, spans, strict=True)
+    ]
+    if any(a >= b for a, b in common):
+        return None
+    inner = common[len(index) :]
+    return inner[::-1] if transposed else inner
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:

@@ -40,8 +40,10 @@ class Source(Protocol):
     where: pathlib.Path
     entries: dict[str, Entry]
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of the first axis of a tensor that `check` has seen."""
+    def rows(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """Rows of the first axis of a tensor that `check` has seen; of a matrix, some columns."""
 
 
 class Checkpoint:
@@ -64,8 +66,10 @@ class Checkpoint:
         else:
             self._refuse()
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return read_rows(self.entries[name], start, stop)
+    def rows(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        return read_rows(self.entries[name], start, stop, columns)
 
     def _refuse(self) -> None:
         found = sorted(path.name for path in self.where.iterdir())

@@ -108,23 +108,39 @@ def _entry(file, data: int, dtype: str, shape: list[int], data_offsets: list[int
     return Entry(file, dtype, tuple(shape), data + start, data + stop)
 
 
-def read_rows(entry: Entry, start: int, stop: int) -> np.ndarray:
+def read_rows(
+    entry: Entry, start: int, stop: int, columns: tuple[int, int] | None = None
+) -> np.ndarray:
     """Rows start..stop (of the first axis) of a tensor, whose dtype is one of DTYPES.
+
+    Args:
+      entry: of the tensor.
+      start, stop: rows.
+      columns: (first, last + 1) of a matrix; None: all. Only their bytes are read.
 
     Raises:
       UserError: the file has become shorter.
     """
     dtype = DTYPES[entry.dtype]
     row = math.prod(entry.shape[1:]) * dtype.itemsize
+    begin, end = (c * dtype.itemsize for c in columns) if columns else (0, row)
+    shape, pieces = entry.shape[1:], [(entry.start + start * row, (stop - start) * row)]
+    if end - begin < row:
+        assert columns
+        shape = (columns[1] - columns[0],)
+        pieces = [(entry.start + i * row + begin, end - begin) for i in range(start, stop)]
+    data = np.empty(sum(size for _, size in pieces), np.uint8)
+    done = 0
     try:
-        data = np.fromfile(
-            entry.file, np.uint8, (stop - start) * row, offset=entry.start + start * row
-        )
+        with open(entry.file, "rb", buffering=0) as file:
+            for offset, size in pieces:
+                file.seek(offset)
+                if file.readinto(data[done : done + size].data) != size:
+                    raise UserError(f"{entry.file} has become shorter while it was read; {_AGAIN}")
+                done += size
     except OSError as error:
         raise UserError(f"{entry.file} cannot be read ({error.strerror}): try again") from None
-    if data.size != (stop - start) * row:
-        raise UserError(f"{entry.file} has become shorter while it was read; {_AGAIN}")
-    return data.view(dtype).reshape(stop - start, *entry.shape[1:])
+    return data.view(dtype).reshape(stop - start, *shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
+from hf_checkpoints import CONFIGS, bf16, fields_of, fp8_tensors, named, params_of, write
 from marks import slow
 from random_model import quantized
 from safetensors import safe_open
@@ -20,7 +20,6 @@ from safetensors import safe_open
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig, hf
 from fp8rl_jax.models.hf import loader
-from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.quant import QArray, quantize
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -55,22 +54,12 @@ def _equal(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), str(path))
 
 
-def _fields(name: str, fp8: bool = False) -> dict:
-    fields = config_json(CONFIGS[name], "bfloat16")
-    if fp8:
-        fields["quantization_config"] = {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-        }  # fmt: skip
-    return fields
-
-
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe", "llama", "deepseek_v3"])
 def test_float32_is_exact_both_ways(name, tmp_path):
     """The table's names and layouts are those of loops written out."""
     params = params_of(name)
     tensors = named(CONFIGS[name], params)
-    write(tmp_path / "theirs", _fields(name), tensors, shards=3)
+    write(tmp_path / "theirs", fields_of(name), tensors, shards=3)
     config, loaded = hf.load(tmp_path / "theirs")
     assert config == CONFIGS[name]
     _equal(loaded, params)
@@ -90,7 +79,7 @@ def test_bf16_files_come_back(dtype, tmp_path):
         key: value if key.endswith("bias") else bf16(value)
         for key, value in named(CONFIGS[name], params_of(name)).items()
     }
-    write(tmp_path / "theirs", _fields(name), tensors)
+    write(tmp_path / "theirs", fields_of(name), tensors)
     config, params = hf.load(tmp_path / "theirs", dtype=dtype)
     bias = params["layers"]["router"]["e_score_correction_bias"]
     assert bias.dtype == np.float32
@@ -106,7 +95,7 @@ def test_bf16_files_come_back(dtype, tmp_path):
 def test_fp8_files_come_back(name, tmp_path):
     """Bytes and scales, through QArrays; as values they are weight * weight_scale_inv."""
     tensors = fp8_tensors(name)
-    write(tmp_path / "theirs", _fields(name, fp8=True), tensors, shards=2)
+    write(tmp_path / "theirs", fields_of(name, fp8=True), tensors, shards=2)
     config, params = hf.load(tmp_path / "theirs", dtype="fp8")
     linears = [
         x for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QArray))
@@ -144,7 +133,7 @@ def test_fp8_export_is_a_fresh_quantisation(name, tmp_path):
     assert all("norm" in key or key.endswith("mlp.gate.weight") for key in kept) and kept
     about = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     not_converted = set(about.pop("modules_to_not_convert"))
-    assert about == _fields(name, fp8=True)["quantization_config"]
+    assert about == fields_of(name, fp8=True)["quantization_config"]
     fp8 = {key.removesuffix(".weight") for key in written if written[key][0] == "F8_E4M3"}
     others = {k.rpartition(".")[0] for k in written if not k.endswith("_scale_inv")} - fp8
     assert not_converted == others
@@ -165,7 +154,7 @@ def test_export_is_what_the_sampler_serves(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3", slow("latent_fp8")])
 def test_slices_do_not_show(name, tmp_path, monkeypatch):
     """Read a few rows at a time, also across blocks of 128, tensors are the same."""
-    write(tmp_path / "fp8", _fields(name, fp8=True), fp8_tensors(name))
+    write(tmp_path / "fp8", fields_of(name, fp8=True), fp8_tensors(name))
     whole = {dtype: hf.load(tmp_path / "fp8", dtype=dtype)[1] for dtype in ("float32", "fp8")}
     monkeypatch.setattr(loader, "SLICE_BYTES", 3000)
     for dtype, params in whole.items():
@@ -180,7 +169,7 @@ def test_half_precision_and_bf16_scales(tmp_path):
             tensors[key] = bf16(value)
         elif value.dtype == ml_dtypes.bfloat16:
             tensors[key] = value.astype(np.float16)
-    write(tmp_path / "theirs", _fields("qwen3", fp8=True), tensors)
+    write(tmp_path / "theirs", fields_of("qwen3", fp8=True), tensors)
     params = hf.load(tmp_path / "theirs", dtype="fp8")[1]
     assert params["embed_tokens"].dtype == np.float32
     table = tensors["model.embed_tokens.weight"].astype(np.float32)
@@ -200,12 +189,12 @@ def test_names_that_are_passed_over(tmp_path):
         tensors = named(CONFIGS[name], params) | {further: np.ones(3, np.float32)}
         if name == "qwen3_tied":
             tensors["lm_head.weight"] = params["embed_tokens"]
-        write(tmp_path / name, _fields(name), tensors)
+        write(tmp_path / name, fields_of(name), tensors)
         _equal(hf.load(tmp_path / name)[1], params)
     with pytest.raises(UserError, match=r"lm_head.weight is not the embedding.*tie_word"):
         tensors = named(CONFIGS["qwen3_tied"], params_of("qwen3_tied"))
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-        hf.load(write(tmp_path / "untied", _fields("qwen3_tied"), tensors))
+        hf.load(write(tmp_path / "untied", fields_of("qwen3_tied"), tensors))
 
 
 _SHARDED = """
@@ -262,8 +251,10 @@ except ValueError as error:
 @pytest.mark.slow
 def test_sharded_is_the_same(tmp_path):
     """On two devices with features, vocabulary or experts in parts; FP8 blocks too."""
-    write(tmp_path / "a", _fields("moonlight"), named(CONFIGS["moonlight"], params_of("moonlight")))
-    write(tmp_path / "b", _fields("qwen3", fp8=True), fp8_tensors("qwen3"))
+    write(
+        tmp_path / "a", fields_of("moonlight"), named(CONFIGS["moonlight"], params_of("moonlight"))
+    )
+    write(tmp_path / "b", fields_of("qwen3", fp8=True), fp8_tensors("qwen3"))
     done = subprocess.run(
         [sys.executable, "-c", _SHARDED, str(tmp_path / "a"), str(tmp_path / "b")],
         capture_output=True, text=True,
@@ -281,7 +272,7 @@ def _environment(**changes: str) -> dict[str, str]:
 
 def _good(tmp_path, shards: int = 2, fp8: bool = False):
     tensors = fp8_tensors("qwen3") if fp8 else named(CONFIGS["qwen3"], params_of("qwen3"))
-    return write(tmp_path / "model", _fields("qwen3", fp8=fp8), tensors, shards), tensors
+    return write(tmp_path / "model", fields_of("qwen3", fp8=fp8), tensors, shards), tensors
 
 
 def _refused(directory, *words: str, dtype: str = "float32") -> None:
@@ -314,7 +305,7 @@ _SCALE = _Q + "_scale_inv"
 def test_wrong_tensor_is_named(change, words, tmp_path):
     _, tensors = _good(tmp_path / "good")
     change(tensors)
-    _refused(write(tmp_path / "bad", _fields("qwen3"), tensors), *words)
+    _refused(write(tmp_path / "bad", fields_of("qwen3"), tensors), *words)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +320,7 @@ def test_wrong_tensor_is_named(change, words, tmp_path):
 def test_wrong_scales_are_named(change, words, tmp_path):
     _, tensors = _good(tmp_path / "good", fp8=True)
     change(tensors)
-    _refused(write(tmp_path / "bad", _fields("qwen3", fp8=True), tensors), *words)
+    _refused(write(tmp_path / "bad", fields_of("qwen3", fp8=True), tensors), *words)
 
 
 def test_fp8_that_cannot_be_kept(tmp_path):
@@ -337,10 +328,10 @@ def test_fp8_that_cannot_be_kept(tmp_path):
     _, tensors = _good(tmp_path / "good", fp8=True)
     tensors[_Q] = bf16(tensors[_Q].astype(np.float32))
     del tensors[_SCALE]
-    mixed = write(tmp_path / "mixed", _fields("qwen3", fp8=True), tensors)
+    mixed = write(tmp_path / "mixed", fields_of("qwen3", fp8=True), tensors)
     _refused(mixed, _Q, "model.layers.0.self_attn.q_proj.weight", "float32", dtype="fp8")
     hf.load(mixed, dtype="bfloat16")
-    heads = write(tmp_path / "heads", _fields("moonlight", fp8=True), fp8_tensors("moonlight"))
+    heads = write(tmp_path / "heads", fields_of("moonlight", fp8=True), fp8_tensors("moonlight"))
     _refused(heads, "kv_b_proj.weight", "128 rows", dtype="fp8")
     hf.load(heads)
 

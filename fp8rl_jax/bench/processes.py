@@ -1,0 +1,215 @@
+"""`fp8rl bench processes`: one process with N devices against N processes with one device each.
+
+Both run the same training, two programs side by side that take turns: a step of one, then the same
+step of the other. Figures are medians of the steps. CPU seconds are those of all processes of a
+form, without their reward workers. The host's part of a step is what remains of its time without
+the compiled programs: text, rewards, records, and what travels between the hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from fp8rl_jax import processes
+from fp8rl_jax.bench.table import text_table
+from fp8rl_jax.errors import UserError
+
+_COMPILING = 3  # turns that are not counted: the start, the first step, and one more
+_MANY = 64  # processes that the bytes of the gathers are computed for
+_LONG = 1_000_000
+
+
+class _Form:
+    """The processes of one form of the program.
+
+    Args:
+      arguments: of `fp8rl train`, that make the configuration.
+      count, devices: processes, and devices of each.
+      folder: for what the run writes.
+    """
+
+    def __init__(self, arguments: Sequence[str], count: int, devices: int, folder: pathlib.Path):
+        self.name, self.count = f"{count} x {devices}", count
+        self._errors = open(folder / "errors.txt", "w+b")  # noqa: SIM115
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        variables = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+        if count > 1:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            variables |= {"FP8RL_COORDINATOR": f"localhost:{port}", "FP8RL_PROCESSES": str(count)}
+        command = [sys.executable, "-m", __name__, *arguments, f"--config.run.dir={folder / 'run'}"]
+        self._processes = [
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                env=variables | {"FP8RL_PROCESS_ID": str(number)} if count > 1 else variables,
+            )
+            for number in range(count)
+        ]  # fmt: skip
+        self.steps: list[dict[str, float]] = []
+
+    def step(self) -> None:
+        """Lets all processes make one step, and keeps what it took.
+
+        Raises:
+          UserError: they cannot; with what the first of them said.
+        """
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+        line = self._processes[0].stdout.readline()
+        if not line:
+            self.end()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            raise UserError(
+                f"fp8rl bench processes: processes x devices of {self.name} ended: "
+                + (said[-1] if said else "nothing was said")
+            )
+        self.steps.append(json.loads(line))
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def median(self, name: str) -> float:
+        return statistics.median(step[name] for step in self.steps[_COMPILING:])
+
+
+def bench(
+    arguments: Sequence[str], count: int, pairs: int, note: Callable[[str], None]
+) -> list[_Form]:
+    """Times both forms.
+
+    Args:
+      arguments: of `fp8rl train`, that make the configuration.
+      count: of processes, and of devices in all.
+      pairs: of steps.
+      note: told what goes on.
+
+    Raises:
+      UserError: one of them cannot run.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fp8rl-bench-") as root,
+        contextlib.ExitStack() as stack,
+    ):
+        forms = []
+        for number, (own, devices) in enumerate(((1, count), (count, 1))):
+            folder = pathlib.Path(root) / str(number)
+            folder.mkdir()
+            forms.append(_Form(arguments, own, devices, folder))
+            stack.callback(forms[-1].end)
+        note("both forms compile")
+        for turn in range(_COMPILING + pairs):
+            for form in forms if turn % 2 else forms[::-1]:
+                form.step()
+            if turn >= _COMPILING:
+                note(f"pair {turn - _COMPILING + 1} of {pairs}")
+        return forms
+
+
+def format_table(forms: list[_Form]) -> str:
+    """The table, with a line for what the gathers of a step come to with many processes."""
+    rows = [("processes x devices", "CPU s", "ratio", "wall s", "host's part s", "gathers", "KiB")]
+    for form in forms:
+        ratio = form.median("cpu") / forms[0].median("cpu")
+        rows.append((
+            form.name, f"{form.median('cpu'):.3f}", f"{ratio:.3f}", f"{form.median('wall'):.3f}",
+            f"{form.median('host'):.3f}", f"{form.median('gathers'):.0f}",
+            f"{form.median('bytes') / 1024:.1f}",
+        ))  # fmt: skip
+    told = forms[-1].median("bytes") / 1024
+    return "\n".join((
+        *text_table(*rows),
+        "medians of a step; gathers: of values from all processes, KiB that each tells the others",
+        f"with {_MANY} processes and as many rows in each, a process would receive "
+        f"{_MANY - 1} x {told:.1f} = {(_MANY - 1) * told:.0f} KiB",
+        "platform cpu",
+    ))  # fmt: skip
+
+
+class _Clock:
+    """The clocks of one process, and its turns: `stop` of `train`."""
+
+    def __init__(self) -> None:
+        self._out = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115
+        os.dup2(2, 1)  # what the run prints is not a report
+        self._in_programs = 0.0
+        self._begun: dict[str, float] | None = None
+
+    def timed(self, program: Callable) -> Callable:
+        """`program`, whose time counts as that of a compiled one."""
+
+        def run(*arguments, **options):
+            begin = time.perf_counter()
+            found = jax.block_until_ready(program(*arguments, **options))
+            self._in_programs += time.perf_counter() - begin
+            return found
+
+        return run
+
+    def _now(self) -> dict[str, float]:
+        wall = time.perf_counter()
+        return {
+            "cpu": time.process_time(), "wall": wall, "host": wall - self._in_programs,
+        } | processes.traffic()._asdict()  # fmt: skip
+
+    def turn(self) -> None:
+        """Reports the step that has ended, and waits for the next turn."""
+        if self._begun is not None:
+            now = self._now()
+            spent = {name: value - self._begun[name] for name, value in now.items()}
+            everyone = processes.exchange(spent)
+            total = everyone[0] | {"cpu": sum(each["cpu"] for each in everyone)}
+            if processes.first():
+                print(json.dumps(total), file=self._out, flush=True)
+        sys.stdin.readline()
+        self._begun = self._now()
+
+
+def _worker(arguments: list[str]) -> None:
+    """One process of a form: trains, a step at each turn."""
+    clock = _Clock()
+    processes.join()
+    from fp8rl_jax import train as training
+    from fp8rl_jax.config import load_config
+    from fp8rl_jax.training.runtime import Runtime
+
+    path, *overrides = arguments
+    config = load_config(path, overrides)
+    config.run.steps = config.run.checkpoint_every = config.eval.every = _LONG
+    config.run.loggers, config.run.cache_dir = "", str(pathlib.Path(config.run.dir) / "cache")
+    config.sft.steps, config.precision.self_check = 0, False
+    make = training.make_runtime
+
+    def make_timed(config) -> Runtime:
+        runtime = make(config)
+        programs = vars(runtime)  # where cached properties are kept
+        for name in ("sampler", "eval_sampler", "refit", "score", "calibrate"):
+            programs[name] = clock.timed(getattr(runtime, name))
+        plain = runtime.train_step
+        programs["train_step"] = lambda *more, **options: clock.timed(plain(*more, **options))
+        return runtime
+
+    training.make_runtime = make_timed
+    training.train(config, stop=clock.turn)
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1:])
