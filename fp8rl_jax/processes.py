@@ -282,14 +282,14 @@ def check_equal(values: dict[str, Any], remedy: str) -> None:
 
 
 @functools.cache
-def hosts() -> int:
-    """Number of machines that the processes are on."""
-    return len(set(exchange(socket.gethostname())))
+def hosts() -> list[str]:
+    """The machine of every process, by its number."""
+    return exchange(socket.gethostname())
 
 
 def described() -> str:
     """' of N processes on H host(s)', for a sentence; '' for one process."""
-    return f" of {count()} processes on {hosts()} host(s)" if count() > 1 else ""
+    return f" of {count()} processes on {len(set(hosts()))} host(s)" if count() > 1 else ""
 
 
 # The end.

@@ -18,8 +18,10 @@ replicated over `data` and `fsdp`, and sharded over `tensor` where the computati
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.errors import UserError
@@ -86,6 +88,13 @@ def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractM
       UserError: the sizes do not multiply to the number of devices.
     """
     return AbstractMesh(_sizes(axes, devices), MESH_AXES, axis_types=_TYPES)
+
+
+def between_hosts(mesh: Mesh, axis: str, hosts: Sequence[str]) -> bool:
+    """Whether devices along an axis are on several machines; `hosts`: of every process."""
+    place = np.vectorize(lambda device: hosts[device.process_index])(mesh.devices)
+    along = np.moveaxis(place, mesh.axis_names.index(axis), 0)
+    return bool((along != along[:1]).any())
 
 
 def batch_divisor(mesh: Mesh | AbstractMesh) -> int:

@@ -19,7 +19,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax import processes, sharding
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
 from fp8rl_jax.drift.render import write_json
@@ -221,6 +221,11 @@ class _Run:
             f"learner {rt.learner_recipe.name}; "
             f"{layout()}; seed {rt.config.run.seed}"
         )
+        if sharding.between_hosts(rt.mesh, "tensor", processes.hosts()):
+            self.display.note(
+                f"mesh.tensor={rt.mesh.shape['tensor']} goes over several hosts: in every layer "
+                "activations travel between them; a number that divides a host's devices is faster"
+            )
         if rt.config.model.checkpoint:
             self.display.note(f"initial parameters: {rt.config.model.checkpoint}")
 

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
+import numpy as np
 import pytest
 import read_part
 from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
@@ -21,6 +23,7 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli, processes
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.sharding import between_hosts
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SMALL = {
@@ -92,6 +95,18 @@ def test_environment_that_cannot_be(variables, words, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
         processes.asked()
+
+
+def test_axis_between_hosts():
+    """Eight processes of one device, four to a host."""
+    devices = [types.SimpleNamespace(process_index=i) for i in range(8)]
+    hosts = ["a"] * 4 + ["b"] * 4
+    for shape, crosses in (((1, 2, 4), False), ((2, 2, 2), False), ((1, 1, 8), True)):
+        mesh = types.SimpleNamespace(
+            devices=np.array(devices).reshape(shape), axis_names=("data", "fsdp", "tensor")
+        )
+        assert between_hosts(mesh, "tensor", hosts) == crosses
+    assert between_hosts(mesh, "fsdp", hosts) is False
 
 
 def _step(root: pathlib.Path, step: int, process: subprocess.Popen) -> None:
