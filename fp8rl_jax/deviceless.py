@@ -48,11 +48,12 @@ runtime_version { major: 13 }
 """
 
 
-def h200_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh of H200s that are not there, of one host.
+def h200_mesh(axes: dict[str, int], hosts: int = 1) -> Mesh:
+    """A mesh of H200s that are not there.
 
     Args:
       axes: {mesh axis: devices}; axes that are left out are 1.
+      hosts: that the devices are on, in equal numbers.
 
     Raises:
       UserError: JAX's CUDA plugin is not installed.
@@ -73,7 +74,7 @@ def h200_mesh(axes: dict[str, int]) -> Mesh:
         )
     sizes = [axes.get(name, 1) for name in MESH_AXES]
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology=f"1x1x{int(np.prod(sizes))}"
+        platform="cuda", target_config=H200, topology=f"1x{hosts}x{int(np.prod(sizes)) // hosts}"
     )
     devices = np.array(topology.devices).reshape(sizes)
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

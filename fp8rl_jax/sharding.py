@@ -29,15 +29,16 @@ from fp8rl_jax.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter -> mesh axis. 'embed' and 'wide' are the input and output features of
-# a layer.
-RULES = {
-    "embed": "fsdp",
-    "wide": "tensor",
-    "vocab": "tensor",
-    "layers": None,
-    "experts": "expert",
-    "heads": None,
+# Logical axis of a parameter -> mesh axes: the first of these that divide it. 'embed' and 'wide'
+# are the input and output features of a layer. Experts and heads are stored whole: a block of 128
+# that is cut could not be quantised where it is stored.
+RULES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "embed": (("fsdp",),),
+    "wide": (("tensor",),),
+    "vocab": (("tensor",),),
+    "layers": (),
+    "experts": (("expert", "fsdp"), ("expert",)),
+    "heads": (("fsdp",),),
 }
 
 # Name of a parameter's module -> logical axes of its array.
@@ -46,7 +47,7 @@ _KERNELS = {
     "q_proj": _LAYER, "k_proj": _LAYER, "v_proj": _LAYER, "o_proj": _LAYER,
     "gate_proj": _LAYER, "up_proj": _LAYER, "down_proj": _LAYER,
     "q_a_proj": _LAYER, "q_b_proj": _LAYER, "kv_a_proj_with_mqa": _LAYER,
-    "k_b_proj": ("layers", "heads", "embed"), "v_b_proj": ("layers", "heads", "embed"),
+    "k_b_proj": ("layers", "heads"), "v_b_proj": ("layers", "heads"),
     "router": ("layers", "embed"), "embed_tokens": ("vocab", "embed"),
     "lm_head": ("embed", "vocab"),
 }  # fmt: skip
@@ -116,6 +117,14 @@ def named(mesh: Mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def stored_over(logical: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
+    """The mesh axes over which an axis of a parameter is sharded; None if it is replicated."""
+    for axes in RULES[logical]:
+        if size % math.prod(mesh.shape[name] for name in axes) == 0:
+            return axes
+    return None
+
+
 def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:
     """NamedSharding of every leaf of a (float32 or quantised) parameter tree.
 
@@ -126,12 +135,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:
         names = [entry.key for entry in path if hasattr(entry, "key")]
         logical = next((_KERNELS[name] for name in reversed(names) if name in _KERNELS), ())
         if "experts" in names:
-            logical = (logical[0], "experts", *logical[1:])
-        axes = []
-        for size, axis in zip(leaf.shape, logical, strict=False):
-            mesh_axis = RULES[axis]
-            fits = mesh_axis is not None and size % mesh.shape[mesh_axis] == 0
-            axes.append(mesh_axis if fits else None)
+            logical = ("layers", "experts")
+        axes = (stored_over(name, n, mesh) for name, n in zip(logical, leaf.shape, strict=False))
         return NamedSharding(mesh, PartitionSpec(*axes))
 
     return jax.tree_util.tree_map_with_path(spec, params)

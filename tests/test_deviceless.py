@@ -99,6 +99,29 @@ def test_train_step(axes):
         assert sent["all-gather u8"]  # weights as bytes; XLA may send several at once
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes", "hosts"),
+    [("qwen3_30b_a3b", {"fsdp": 4, "expert": 4}, 2),
+     ("qwen3_235b_a22b", {"fsdp": 8, "expert": 8}, 8)],
+)  # fmt: skip
+def test_a_layer_of_experts_takes_its_part(name, axes, hosts, monkeypatch):
+    """What a train step needs for each further layer beside its state: at most three times the
+    layer's float32 part. Whole experts on every device would be 20 and 60 times."""
+    mesh = deviceless.h200_mesh(axes, hosts)
+    monkeypatch.setattr(aot_h200, "SEQUENCES", {"train": 2 * mesh.size})
+    temporary, text = {}, ""
+    for layers in (2, 4):
+        programs = aot_h200.Programs(name, mesh, layers)
+        compiled = programs.train(2).compile()
+        temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
+        text = compiled.as_text()
+    layer = sum(x.size // 4 for x in jax.tree.leaves(programs.params["layers"]))
+    assert (temporary[4] - temporary[2]) / 2 < 3 * 4 * layer / mesh.size
+    sent = deviceless.collectives(text)
+    assert sent["all-gather u8"] and sent["reduce-scatter f32"] >= 8  # seven kernels, and the head
+
+
 def test_without_the_plugin_it_says_what_to_install(monkeypatch):
     from jax._src import xla_bridge
 

@@ -166,7 +166,8 @@ def test_latent_attention_on_a_mesh_equals_one_device(recipe):
     np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-3)
 
 
-# Tensor parallelism. Meshes are [data, fsdp, tensor]; each learns from the one before's rollout.
+# Tensor parallelism. Meshes are [data, fsdp, tensor], or with expert as a fourth; each learns from
+# the rollout of the one before.
 
 _GRADIENT = {"f32": 1e-5}  # others: the rounding noise of gradients, see `_assert_one_device`
 
@@ -224,6 +225,27 @@ def test_rows_by_hand_equal_one_device(case):
         assert len(differing) == 5 and not any(differing.values()), differing
         assert result["drift"] == 0 and result["gradient_error"] < 0.08
         assert result["health"] == first["health"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8", "fp8_delayed"])
+@pytest.mark.parametrize("config", [_EXPERTS, _LATENT], ids=["experts", "latent"])
+def test_stored_experts_equal_one_device(config, recipe):
+    """As GPU kernels need it: experts, shared ones, latents and heads are stored in parts over
+    fsdp and expert, and gathered in each layer; gradients come back as the parts."""
+    pytest.importorskip("jax_triton", reason="traces the kernels: pip install 'fp8rl_jax[dev]'")
+    fields = {"rollout.max_new_tokens": 4, "learner.remat": "full"}
+    fields |= dict(field.split("=") for field in config)
+    meshes = [[1, 1, 1], [1, 2, 1, 4], [2, 2, 1, 2]]
+    if config is _EXPERTS:  # latents are not shared over tensor
+        meshes.append([1, 2, 2, 2])
+    case = {"recipe": recipe, "config": fields, "meshes": meshes, "by_hand": True}
+    for result in _script(8, "tensor_steps.py", json.dumps(case))[1:]:
+        assert result["stored"] == (25 if config is _LATENT else 10), "every matrix and the router"
+        differing = {name: count for name, count in result.items() if name.endswith("_differing")}
+        assert len(differing) == 5 and not any(differing.values()), differing
+        assert result["drift"] == 0
+        assert result["gradient_error"] < {"f32": 1e-5, "fp8": 0.08}.get(recipe, 0.3)
 
 
 _MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]

@@ -90,12 +90,14 @@ def tap_activation(
 def kernel_of(module: nn.Module, shape: tuple[int, ...], init_scale: float) -> Weight:
     """A module's parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh.
 
-    One layer of a stack stays there; Flax checks the shapes of others.
+    One layer of a stack stays there; Flax checks the shapes of others that are whole.
     """
     if module.has_variable("params", "kernel"):
         named: Any = module.get_variable("params", "kernel")
         if isinstance(named, StackedLayer):
             return named
+        if tensor_parallel.in_shard_map():
+            return tensor_parallel.gather_stored(named)
     return replicate(module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape))
 
 

@@ -48,15 +48,25 @@ from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
-from fp8rl_jax.sharding import BATCH_AXES
+from fp8rl_jax.sharding import BATCH_AXES, stored_over
 
 AXIS = "tensor"
 _STORAGE = "fsdp"
 _WHOLE = PartitionSpec()
-# Places of the linear layers of a decoder layer in its parameters.
+# Places of the linear layers of a decoder layer in its parameters: those that may be cut,
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _LINEAR = {
     *(("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj")),
-    *((name, "kernel") for name in ("o_proj", "gate_proj", "up_proj", "down_proj")),
+    *((name, "kernel") for name in ("o_proj", *_MLP)),
+}
+# and those that every device computes whole. Of experts and heads whole ones are stored.
+_WHOLE_LINEAR = {
+    *(("self_attn", name, "kernel") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
+    *(("shared_experts", name, "kernel") for name in _MLP),
+}
+_STACKS = {
+    **{("self_attn", name, "kernel"): "heads" for name in ("k_b_proj", "v_b_proj")},
+    **{("experts", name, "kernel"): "experts" for name in _MLP},
 }
 
 
@@ -168,27 +178,41 @@ def _weight_spec(weight, cut: bool, storage: int):
     return spec(weight, cut, storage)
 
 
-def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, storage: int = 1):
+def _stack_spec(weight: BoundWeight, logical: str, mesh) -> BoundWeight:
+    """PartitionSpecs of a weight with a master, (L, E, in, out): whole matrices of the stack."""
+    spec = PartitionSpec(None, stored_over(logical, weight.shape[1], mesh))
+    value, master = (jax.tree.map(lambda _: spec, x) for x in (weight.value, weight.master))
+    whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
+    return BoundWeight(value, master, *whole)
+
+
+def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, mesh=None):
     """PartitionSpec of every array that `forward` and `head_logits` read.
 
     Args:
       params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
         linear layers and no head of their own are replicated.
       config, recipe, parts: shapes, numerics, devices on the axis `tensor`.
-      storage: devices on the axis `fsdp`, over which weights with a master are sharded by their
-        input features. Others are read at every decoded token and are replicated over it.
+      mesh: over which weights with a master are sharded as they are stored (`sharding.RULES`);
+        None for whole ones. Others are read at every decoded token and are replicated.
     """
+    storage = 1 if mesh is None else mesh.shape[_STORAGE]
     runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
     def spec(path, weight):
         names = [str(getattr(entry, "key", "")) for entry in path]
         if names == ["lm_head"]:
             return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
-        if names[0] in runs and tuple(names[1:]) in _LINEAR:
+        place = tuple(names[1:]) if names[0] in runs else ()
+        trained = isinstance(weight, BoundWeight) and weight.master is not None
+        if place in _LINEAR:
             site = runs[names[0]].for_module(names[-2])
-            trained = isinstance(weight, BoundWeight) and weight.master is not None
             cut = _is_cut(site, weight.shape[-1], parts)
             return _weight_spec(weight, cut, storage if trained else 1)
+        if place in _WHOLE_LINEAR and trained:
+            return _weight_spec(weight, False, storage)
+        if place in _STACKS and trained and mesh is not None:
+            return _stack_spec(weight, _STACKS[place], mesh)
         return jax.tree.map(lambda _: _WHOLE, weight)
 
     return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)
@@ -202,8 +226,8 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
 
     def split(params, tokens, cache, kv_scales, *others):
         axes = _rows(tokens.shape[0])
-        storage = jax.sharding.get_abstract_mesh().shape.get(_STORAGE, 1) if axes else 1
-        weights = weight_specs(params, config, recipe, parts, storage)
+        mesh = jax.sharding.get_abstract_mesh() if axes else None
+        weights = weight_specs(params, config, recipe, parts, mesh)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
         stored = PartitionSpec(None, axes, None, heads)  # (L, B, S, Hkv, ...)
         return jax.shard_map(
@@ -333,16 +357,15 @@ def combine(aux: dict) -> dict:
 
 
 def gather_stored(weight):
-    """A layer's weight with all its input features, from parts over `fsdp`.
+    """A layer's weight with all its input features, or all experts, from what is stored here.
 
-    The gradient of a master is summed over that axis and comes back as the part. Its value is
+    The gradient of a master is summed over the devices and comes back as the part. Its value is
     gathered only for backward passes that read it.
     """
 
     def gather(x: jax.Array, to: str) -> jax.Array:
-        if _STORAGE not in _varying(x):
-            return x
-        return lax.all_gather(x, _STORAGE, axis=0, tiled=True, to=to)
+        axes = tuple(name for name in ("expert", _STORAGE) if name in _varying(x))
+        return lax.all_gather(x, axes, axis=0, tiled=True, to=to) if axes else x
 
     def value(x: jax.Array) -> jax.Array:
         return from_bytes(gather(as_bytes(x), "invarying"), x.dtype)

@@ -38,8 +38,8 @@ MODEL = {
 
 
 def _mesh(sizes: list[int]):
-    """A mesh of [data, fsdp, tensor] devices, the first of this process."""
-    shape = (*sizes, 1)
+    """A mesh of [data, fsdp, tensor] or [data, fsdp, tensor, expert] devices of this process."""
+    shape = (*sizes, 1)[:4]
     devices = jax.devices()[: int(np.prod(shape))]
     types = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(shape, sharding.MESH_AXES, axis_types=types, devices=devices)
@@ -63,7 +63,7 @@ def _collectives(rt: Runtime, state, batch) -> list[str]:
 def _gradient_error(one: dict, other: dict) -> float:
     """Largest relative difference of any parameter's gradient, in the Euclidean norm."""
     norm = np.linalg.norm
-    errors = jax.tree.map(lambda a, b: norm(a - b) / norm(a), one, other)
+    errors = jax.tree.map(lambda a, b: norm(a - b) / (norm(a) or 1.0), one, other)
     return float(max(jax.tree.leaves(errors)))
 
 
@@ -76,6 +76,7 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
         questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
         state = rt.calibrate_state(state, *rt.pad_prompts(questions))
         weights, checksum, _ = rt.refit_state(state)
+        stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
         cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
         own, prompts, lengths = rt.generate(
             rt.sampler, weights, questions, rt.keys["rollout"], temperature
@@ -88,8 +89,8 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
         state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
-        "cut": int(cut), "rollout": own, "scored": scored, "logp": logp, "scales": scales,
-        "gradient": state.opt_state[0].trace, "health": metrics.get("health", {}),
+        "cut": int(cut), "stored": stored, "rollout": own, "scored": scored, "logp": logp,
+        "scales": scales, "gradient": state.opt_state[0].trace, "health": metrics.get("health", {}),
         "collectives": collectives, "seconds": time.time() - start,
     }  # fmt: skip
 
@@ -123,6 +124,7 @@ def main() -> None:
             {
                 "mesh": sizes,
                 "cut": now["cut"],
+                "stored": now["stored"],
                 "tokens": int(mask.sum()),
                 "tokens_differing": int((now["rollout"].tokens != one["rollout"].tokens).sum()),
                 "rollout_differing": _differing(now["rollout"].logprobs, one["rollout"].logprobs),
