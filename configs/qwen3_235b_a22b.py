@@ -6,8 +6,10 @@ Precision cases, after the file's name (`qwen3_235b_a22b.py:case1`); the rollout
 
 Command:   fp8rl train --config configs/qwen3_235b_a22b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-235B-A22B in DIR
-Mesh:      256 GPUs: fsdp 32, expert 8. The sampler holds every expert on every device, 235 GB
-           in FP8, which no such GPU has: training fits, the rollout does not yet.
+Mesh:      64 GPUs of 141 GB: fsdp 8, expert 8. A train step needs 112.8 GiB of each (compiled and
+           extrapolated: docs/scripts/learner_h200.py qwen3_235b_a22b fsdp=8 expert=8). The
+           sampler holds every expert on every device, 220 GiB in FP8, which no such GPU has:
+           the rollout does not fit yet.
 Expected:  not run by us (it needs the GPUs); published: FP8 on both sides keeps lowering clip
            fraction and difference at this size.
 """
@@ -23,17 +25,17 @@ def get_config(case="case4"):
             "run": {"dir": "runs/qwen3_235b_a22b", "steps": 200, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/Qwen3-235B-A22B"},
             "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
-            "mesh": {"fsdp": 32, "expert": 8, "data": 1},
+            "mesh": {"fsdp": 8, "expert": 8, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
             "rollout": {
-                "prompts_per_step": 32,
+                "prompts_per_step": 64,
                 "group_size": 16,
                 "max_prompt_tokens": 512,
                 "max_new_tokens": 2048,
             },
             "algo": {"clip_high": 0.28, "num_minibatches": 1},
-            "learner": {"gradient_accumulation_steps": 2, "remat": "full"},
+            "learner": {"gradient_accumulation_steps": 16, "remat": "full"},
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
             "sft": {"steps": 0},
             "eval": {"questions": 1024, "every": 50},

@@ -75,7 +75,7 @@ def _place_of_environment() -> _Place:
                 f"{', '.join(given)} is set and {', '.join(missing)} is not: set all three, or none"
             )
         coordinator, count, process = given.values()
-        if ":" not in coordinator:
+        if not coordinator.rpartition(":")[2].isdecimal() or ":" not in coordinator:
             raise UserError(f"FP8RL_COORDINATOR is {coordinator!r}: write HOST:PORT of process 0")
         if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):
             raise UserError(
@@ -117,6 +117,8 @@ def join() -> None:
         }  # fmt: skip
     elif os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
         options = {"local_device_ids": _visible_devices()}
+    if place.coordinator:
+        _meet(place)
     try:
         jax.distributed.initialize(
             **options, initialization_timeout=_JOIN_SECONDS,
@@ -132,6 +134,73 @@ def join() -> None:
     _joined = place
     _own_standard_output(place.process == 0)
     threading.Thread(target=_watch, daemon=True).start()
+
+
+def _meet(place: _Place) -> None:
+    """Waits until all processes are there, at the address where JAX's service will be: of one that
+    is missing JAX would know only its own deadline, and abort.
+
+    Raises:
+      UserError: they are not, or do not fit together.
+    """
+    host, _, port = (place.coordinator or "").rpartition(":")
+    deadline = time.monotonic() + _JOIN_SECONDS
+    if place.process == 0:
+        problem = _receive_all(place, int(port), deadline)
+    else:
+        problem = _announce_to(host, int(port), place, deadline)
+    if problem:
+        raise UserError(
+            f"process {place.process} of {place.processes} cannot join the others: {problem}; "
+            "start all of them with the same FP8RL_COORDINATOR and FP8RL_PROCESSES, and each with "
+            "its own FP8RL_PROCESS_ID"
+        )
+
+
+def _receive_all(place: _Place, port: int, deadline: float) -> str:
+    """Process 0 waits for the others; what is wrong, which they are told too, or ''."""
+    callers: list[socket.socket] = []
+    missing = set(range(1, place.processes))
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.create_server(("", port)))
+        except OSError as error:
+            return f"port {port} cannot be taken here ({error.strerror})"
+        problem = ""
+        while missing and not problem:
+            listener.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                caller = stack.enter_context(listener.accept()[0])
+                caller.settimeout(_GRACE_SECONDS)
+                process, processes = json.loads(caller.recv(100))
+            except TimeoutError:
+                names = ", ".join(map(str, sorted(missing)))
+                problem = f"after {_JOIN_SECONDS:.0f} s there is no process {names}"
+                break
+            except (OSError, ValueError, TypeError):
+                continue  # no process of ours
+            callers.append(caller)
+            if processes != place.processes:
+                problem = f"process {process} says that there are {processes}"
+            elif process not in missing:
+                problem = f"two say that they are process {process}"
+            missing.discard(process)
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                caller.sendall(problem.encode() + b"\n")
+        return problem
+
+
+def _announce_to(host: str, port: int, place: _Place, deadline: float) -> str:
+    """Tells process 0 that this one is there; what is wrong, or ''."""
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 5.0) as caller:
+            caller.settimeout(left + _GRACE_SECONDS)
+            caller.sendall(json.dumps((place.process, place.processes)).encode())
+            if answer := caller.makefile().readline():
+                return answer.strip()
+        time.sleep(0.2)
+    return f"process 0 is not found at {host}:{port} within {_JOIN_SECONDS:.0f} s"
 
 
 def _visible_devices() -> list[int] | None:

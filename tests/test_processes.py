@@ -280,7 +280,11 @@ def test_refused_before_anything_is_written(tmp_path):
         "if mine == '1': os.environ['FP8RL_COORDINATOR'] = 'localhost:1'\n"
     )
     error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + two + end]), 2)
-    assert "of 2 cannot join the others" in error and "Traceback" not in error
+    assert "process 0 of 2 cannot join the others: after 10 s there is no process 1" in error
+    assert "process 1 of 2 cannot join the others: process 0 is not found at localhost:1" in error
+    twins = "os.environ['FP8RL_PROCESS_ID'] = mine if mine == '0' else '1'\n"
+    error = _finished(_train(tmp_path, 3, 1, program=["-c", begin + twins + end]), 2)
+    assert error.count("two say that they are process 1") == 3 and "Traceback" not in error
     assert not list(tmp_path.glob("**/*.json*"))
 
 

@@ -262,11 +262,15 @@ def check_shared(directory: pathlib.Path) -> None:
     """Raises UserError if a process does not see what the first one writes in `directory`."""
     if processes.count() == 1:
         return
-    probe = processes.decided(lambda: tempfile.mkstemp(prefix=".shared-", dir=directory)[1])
+
+    def write() -> str:
+        return os.path.basename(tempfile.mkstemp(prefix=".shared-", dir=directory)[1])
+
+    probe = directory / processes.decided(write)  # a relative one may be another for each process
 
     def look() -> None:
         deadline = time.monotonic() + _SHARED_SECONDS
-        while not os.path.exists(probe):
+        while not probe.exists():
             if time.monotonic() > deadline:
                 raise UserError(
                     f"run.dir: process {processes.number()} does not see what process 0 writes in "
@@ -280,7 +284,7 @@ def check_shared(directory: pathlib.Path) -> None:
         processes.everywhere(look)
     finally:
         if processes.first():
-            os.unlink(probe)
+            probe.unlink()
 
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:

@@ -11,6 +11,7 @@ from fp8rl_jax import sharding
 from fp8rl_jax.config import (
     FIELDS,
     all_fields,
+    checks,
     default_config,
     describe_fields,
     flatten,
@@ -347,6 +348,7 @@ def test_published_runs_are_valid(name, case):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
+    checks.check_mesh(config, sharding.batch_divisor(mesh))
     if case:
         return
     shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))
