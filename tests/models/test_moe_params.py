@@ -242,11 +242,13 @@ def test_an_expert_without_tokens_grows_old():
 
 
 def test_storage_on_a_mesh():
-    """Experts over `expert`, their matrices over `fsdp` as dense ones; the router over `fsdp`."""
-    mesh = AbstractMesh((1, 2, 1, 4), MESH_AXES)
+    """Whole experts over `expert` and `fsdp`, or `expert` alone; the router over `fsdp`."""
+    mesh = AbstractMesh((1, 2, 1, 2), MESH_AXES)
     specs = jax.tree.map(lambda s: tuple(s.spec), param_shardings(mesh, _params()))["layers"]
-    assert specs["experts"]["gate_proj"]["kernel"] == (None, "expert", "fsdp", "tensor")
-    assert specs["experts"]["down_proj"]["kernel"] == (None, "expert", "fsdp", "tensor")
+    assert specs["experts"]["gate_proj"]["kernel"] == (None, ("expert", "fsdp"))
+    assert specs["experts"]["down_proj"]["kernel"] == (None, ("expert", "fsdp"))
+    eight = param_shardings(AbstractMesh((1, 2, 1, 4), MESH_AXES), _params())["layers"]["experts"]
+    assert tuple(eight["up_proj"]["kernel"].spec) in ((None, "expert"), (None, ("expert",)))
     assert specs["router"]["kernel"] == (None, "fsdp")
     assert specs["o_proj"]["kernel"] == (None, "fsdp", "tensor")
     odd = AbstractMesh((1, 1, 1, 3), MESH_AXES)
