@@ -229,7 +229,8 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
         mesh = jax.sharding.get_abstract_mesh() if axes else None
         weights = weight_specs(params, config, recipe, parts, mesh)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
-        stored = PartitionSpec(None, axes, None, heads)  # (L, B, S, Hkv, ...)
+        # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
+        stored = PartitionSpec(None, axes, None, heads) if heads else PartitionSpec(None, axes)
         return jax.shard_map(
             apply,
             in_specs=(weights, rows, stored, _WHOLE, rows, rows, rows, rows),
