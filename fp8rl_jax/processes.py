@@ -34,6 +34,7 @@ _HEARTBEAT_SECONDS = 60  # after which JAX takes a silent process for dead
 _LOOK_SECONDS = 2.0  # between looks at whether another process has ended
 _SILENT_SECONDS = 30.0  # after which process 0, whose store does not answer, is taken for gone
 _GRACE_SECONDS = 15.0  # for a process to end by itself, after another one has
+_ANSWER = b"fp8rl: "  # of process 0 to those that have come
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
 
 
@@ -163,7 +164,10 @@ def _receive_all(place: _Place, port: int, deadline: float) -> str:
     missing = set(range(1, place.processes))
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(socket.create_server(("", port)))
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            stack.enter_context(listener)
         except OSError as error:
             return f"port {port} cannot be taken here ({error.strerror})"
         problem = ""
@@ -171,14 +175,15 @@ def _receive_all(place: _Place, port: int, deadline: float) -> str:
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(listener.accept()[0])
-                caller.settimeout(_GRACE_SECONDS)
-                process, processes = json.loads(caller.recv(100))
             except TimeoutError:
                 names = ", ".join(map(str, sorted(missing)))
                 problem = f"after {_JOIN_SECONDS:.0f} s there is no process {names}"
                 break
-            except (OSError, ValueError, TypeError):
-                continue  # no process of ours
+            try:
+                caller.settimeout(2.0)
+                process, processes = json.loads(caller.recv(100))
+            except (OSError, ValueError, TypeError):  # no process of ours
+                continue
             callers.append(caller)
             if processes != place.processes:
                 problem = f"process {process} says that there are {processes}"
@@ -187,18 +192,22 @@ def _receive_all(place: _Place, port: int, deadline: float) -> str:
             missing.discard(process)
         for caller in callers:
             with contextlib.suppress(OSError):
-                caller.sendall(problem.encode() + b"\n")
+                caller.sendall(_ANSWER + problem.encode() + b"\n")
         return problem
 
 
 def _announce_to(host: str, port: int, place: _Place, deadline: float) -> str:
     """Tells process 0 that this one is there; what is wrong, or ''."""
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), 5.0) as caller:
-            caller.settimeout(left + _GRACE_SECONDS)
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host.strip("[]"), port), 5.0) as caller,
+        ):
+            caller.settimeout(_JOIN_SECONDS + _GRACE_SECONDS)  # process 0 has a deadline of its own
             caller.sendall(json.dumps((place.process, place.processes)).encode())
-            if answer := caller.makefile().readline():
-                return answer.strip()
+            answer = caller.makefile("rb").readline()
+            if answer.startswith(_ANSWER):  # others than process 0 may be at that port
+                return answer.removeprefix(_ANSWER).decode().strip()
         time.sleep(0.2)
     return f"process 0 is not found at {host}:{port} within {_JOIN_SECONDS:.0f} s"
 

@@ -11,7 +11,8 @@ Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its 
 is by columns: every device multiplies its rows by its own columns of each matrix, written out under
 shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
 log-probabilities are those of a single device (tested). Storage follows: a parameter's input
-features are sharded over `fsdp`, its output features over `tensor`. The sampler's weights are
+features are sharded over `fsdp`, its output features over `tensor`; of experts whole ones are
+stored, over `expert` and `fsdp` where these divide their number. The sampler's weights are
 replicated over `data` and `fsdp`, and sharded over `tensor` where the computation is.
 """
 
@@ -29,15 +30,15 @@ from fp8rl_jax.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter -> mesh axes: the first of these that divide it. 'embed' and 'wide'
-# are the input and output features of a layer. Experts and heads are stored whole: a block of 128
-# that is cut could not be quantised where it is stored.
+# Logical axis of a parameter -> mesh axes: of these the most devices that divide it. 'embed' and
+# 'wide' are the input and output features of a layer. Experts and heads are stored whole: a block
+# of 128 that is cut could not be quantised where it is stored.
 RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": (("fsdp",),),
     "wide": (("tensor",),),
     "vocab": (("tensor",),),
     "layers": (),
-    "experts": (("expert", "fsdp"), ("expert",)),
+    "experts": (("expert", "fsdp"), ("expert",), ("fsdp",)),
     "heads": (("fsdp",),),
 }
 
@@ -119,10 +120,11 @@ def named(mesh: Mesh, specs):
 
 def stored_over(logical: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
     """The mesh axes over which an axis of a parameter is sharded; None if it is replicated."""
-    for axes in RULES[logical]:
-        if size % math.prod(mesh.shape[name] for name in axes) == 0:
-            return axes
-    return None
+
+    def devices(axes: tuple[str, ...]) -> int:
+        return math.prod(mesh.shape[name] for name in axes)
+
+    return max((a for a in RULES[logical] if size % devices(a) == 0), key=devices, default=None)
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:

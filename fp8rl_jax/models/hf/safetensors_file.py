@@ -135,9 +135,14 @@ def read_rows(
         with open(entry.file, "rb", buffering=0) as file:
             for offset, size in pieces:
                 file.seek(offset)
-                if file.readinto(data[done : done + size].data) != size:
-                    raise UserError(f"{entry.file} has become shorter while it was read; {_AGAIN}")
-                done += size
+                end_of_piece = done + size
+                while done < end_of_piece:  # a network file system may give less at once
+                    read = file.readinto(data[done:end_of_piece].data)
+                    if not read:
+                        raise UserError(
+                            f"{entry.file} has become shorter while it was read; {_AGAIN}"
+                        )
+                    done += read
     except OSError as error:
         raise UserError(f"{entry.file} cannot be read ({error.strerror}): try again") from None
     return data.view(dtype).reshape(stop - start, *shape)
