@@ -112,14 +112,13 @@ def join() -> None:
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {}
     if place.coordinator:
+        _meet(place)
         options = {
             "coordinator_address": place.coordinator, "num_processes": place.processes,
             "process_id": place.process, "cluster_detection_method": "deactivate",
         }  # fmt: skip
     elif os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
         options = {"local_device_ids": _visible_devices()}
-    if place.coordinator:
-        _meet(place)
     try:
         jax.distributed.initialize(
             **options, initialization_timeout=_JOIN_SECONDS,

@@ -312,8 +312,9 @@ def test_each_process_reads_its_part_of_a_checkpoint(fsdp, expert, fp8, tmp_path
 
 
 @pytest.mark.slow
-def test_bench_of_processes(capsys):
+def test_bench_of_processes(capsys, monkeypatch):
     """Both forms train, in turns; only the second one gathers."""
+    monkeypatch.setenv("PYTHONPATH", str(CONFIG.parent))
     fields = [f"--config.{name}={value}" for name, value in _SMALL.items()]
     assert cli.run(["bench", "processes", "--config", str(CONFIG), *fields, "--pairs=2"]) == 0
     head, one, two, *_ = capsys.readouterr().out.splitlines()

@@ -41,8 +41,8 @@ class _Form:
     """
 
     def __init__(self, arguments: Sequence[str], count: int, devices: int, folder: pathlib.Path):
-        self.name, self.count = f"{count} x {devices}", count
-        self._errors = open(folder / "errors.txt", "w+b")  # noqa: SIM115
+        self.name = f"{count} x {devices}"
+        self._errors = [folder / f"errors{number}.txt" for number in range(count)]
         flag = f"--xla_force_host_platform_device_count={devices}"
         flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         variables = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
@@ -52,13 +52,15 @@ class _Form:
                 port = free.getsockname()[1]
             variables |= {"FP8RL_COORDINATOR": f"localhost:{port}", "FP8RL_PROCESSES": str(count)}
         command = [sys.executable, "-m", __name__, *arguments, f"--config.run.dir={folder / 'run'}"]
-        self._processes = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                env=variables | {"FP8RL_PROCESS_ID": str(number)} if count > 1 else variables,
-            )
-            for number in range(count)
-        ]  # fmt: skip
+        self._processes = []
+        for number, errors in enumerate(self._errors):
+            own = {"FP8RL_PROCESS_ID": str(number)} if count > 1 else {}
+            with open(errors, "wb") as file:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
+                    env=variables | own,
+                )  # fmt: skip
+            self._processes.append(process)
         self.steps: list[dict[str, float]] = []
 
     def step(self) -> None:
@@ -74,8 +76,8 @@ class _Form:
         line = self._processes[0].stdout.readline()
         if not line:
             self.end()
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            texts = (errors.read_text(errors="replace").strip() for errors in self._errors)
+            said = next(filter(None, texts), "").splitlines()
             raise UserError(
                 f"fp8rl bench processes: processes x devices of {self.name} ended: "
                 + (said[-1] if said else "nothing was said")

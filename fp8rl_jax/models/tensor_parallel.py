@@ -76,16 +76,20 @@ def size() -> int:
     return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(AXIS, 1)
 
 
+def _sees_all_rows() -> bool:
+    """Whether several devices share what this code sees whole: not without a mesh, on one device,
+    or inside a shard_map, where rows are a device's own already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.size == 1 or mesh.manual_axes)
+
+
 def uses_shard_map(recipe: Recipe) -> bool:
     """Whether `forward` writes out who computes what, under shard_map, on the mesh that is set.
 
     For sharded columns; and for GPU kernels, which XLA's partitioner cannot cut: left alone, every
     device would compute all rows.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or mesh.size == 1:
-        return False
-    return size() > 1 or resolve(recipe.kernels) != "reference"
+    return _sees_all_rows() and (size() > 1 or resolve(recipe.kernels) != "reference")
 
 
 def in_shard_map() -> bool:
@@ -250,8 +254,7 @@ def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
       run: returns arrays (B, ...).
       by_row: (B, ...). shared: what every device holds.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.manual_axes:  # these rows are the device's own already
+    if not _sees_all_rows():
         return run(*by_row, *shared)
     rows = PartitionSpec(_rows(by_row[0].shape[0]))
     specs = (*(rows,) * len(by_row), *(_WHOLE,) * len(shared))
@@ -265,8 +268,7 @@ def sum_over_batch(x: jax.Array) -> jax.Array:
     def own(x: jax.Array) -> jax.Array:
         return sum_rows(x.reshape(-1, x.shape[-1]))
 
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = None if mesh.empty or mesh.size == 1 or mesh.manual_axes else _rows(x.shape[0])
+    axes = _rows(x.shape[0]) if _sees_all_rows() else None
     if axes is None:
         return own(x)
     total = jax.shard_map(
