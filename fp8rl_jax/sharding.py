@@ -3,17 +3,19 @@
 A single device runs the same program on a mesh of size 1.
 
 Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimiser state), `tensor`
-(output features of every matrix, and attention heads), `expert` (batch, and storage of experts;
-must be 1 for dense models).
+(output features of every matrix, and attention heads), `expert` (batch, and experts; must be 1 for
+dense models).
 
 Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its weights before use
-(`models.layers.replicate`) and every device multiplies its own rows of the batch. Over `tensor` it
-is by columns: every device multiplies its rows by its own columns of each matrix, written out under
-shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh the bits of
-log-probabilities are those of a single device (tested). Storage follows: a parameter's input
-features are sharded over `fsdp`, its output features over `tensor`; of experts whole ones are
-stored, over `expert` and `fsdp` where these divide their number. The sampler's weights are
-replicated over `data` and `fsdp`, and sharded over `tensor` where the computation is.
+(`models.layers.replicate`) and every device multiplies its own rows of the batch. Only routed
+experts stay where they are over `expert`: tokens travel to them (`models.expert_parallel`). Over
+`tensor` it is by columns: every device multiplies its rows by its own columns of each matrix,
+written out under shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh
+the bits of log-probabilities are those of a single device (tested). Storage follows: a parameter's
+input features are sharded over `fsdp`, its output features over `tensor`; of experts whole ones are
+stored, over `expert`, and over `fsdp` where both divide their number. The sampler's weights are
+replicated over `data` and `fsdp`; experts are sharded over `expert`, the others over `tensor`
+where the computation is.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "wide": (("tensor",),),
     "vocab": (("tensor",),),
     "layers": (),
-    "experts": (("expert", "fsdp"), ("expert",), ("fsdp",)),
+    "experts": (("expert", "fsdp"), ("expert",)),
     "heads": (("fsdp",),),
 }
 

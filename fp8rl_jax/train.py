@@ -341,6 +341,7 @@ class _Run:
             with record.timed("step"):
                 samples = self._sample(state, served.weights, stream, step, record)
                 batch = self._score(samples, state, reference, record)
+                served = served._replace(weights=None)  # the update needs their memory
                 state, logp, updates = self._update(state, batch, step, record)
                 begins_to_drift = self._compare(record, logp, samples.rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)

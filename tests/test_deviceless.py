@@ -87,6 +87,32 @@ def test_continuous_batching_keeps_its_pool_where_it_lies(monkeypatch):
     )  # fmt: skip
 
 
+def test_decode_step_of_experts_in_parts(monkeypatch):
+    """Qwen3-235B on eight devices, 64 rows each: a device has an eighth of the experts, and of a
+    layer's rows only what the design names travels, of its size.
+
+    17 launches a layer: four products around attention, attention, the router's and three of
+    experts, four norms and the gate; and rows and the inputs of o_proj and down_proj are quantised.
+    """
+    monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 512})
+    programs = aot_h200.Programs("qwen3_235b_a22b", deviceless.h200_mesh({"expert": 8}), layers=2)
+    compiled = programs.decode().compile()
+    text, memory, model = compiled.as_text(), compiled.memory_analysis(), programs.model
+    tables = 2 * 2 * model.vocab_size * model.hidden_size  # bf16
+    cache = 2 * 2 * 4 * 256 * 64 * (128 + 4)  # layers, K and V, heads, slots, rows
+    layer = (memory.argument_size_in_bytes - tables - cache) / 2
+    assert (94 * layer + tables) / 2**30 < 36
+    assert deviceless.collectives(text) == {"all-gather u8": 1, "ragged-all-to-all f32": 1}
+    rows, width, chosen = 64, model.hidden_size, model.num_experts_per_tok
+    assert deviceless.collective_bytes(text) == {
+        "all-gather": 8 * rows * (width + 4 * width // 128 + 4 * chosen),
+        "ragged-all-to-all": rows * chosen * 4 * width,
+    }
+    found = deviceless.products(text)
+    assert set(found) == {"triton_kernel_call"}
+    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 17
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_train_step(axes):

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from devices import run_script
 
-HERE = pathlib.Path(__file__).parent / "helpers"
 _LOSS = 1e-6  # terms of about 1, of either sign, added in another order
-_COMPILER = os.environ.get("XLA_FLAGS", "")  # conftest.py's
-# Devices that share a busy machine's cores may come late to a collective operation.
-_PATIENT = "".join(
-    f" --xla_cpu_collective_{name}_timeout_seconds=1800"
-    for name in ("call_warn_stuck", "call_terminate")
-)
-
-
-def _script(devices: int, name: str, *arguments: str):
-    """What a script prints as JSON, on so many virtual devices."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{_COMPILER} --xla_force_host_platform_device_count={devices}{_PATIENT}",
-    }
-    command = [sys.executable, str(HERE / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _run(
     devices: int, mesh: dict[str, int], recipe: str, micro_batches: int = 1, *fields: str
 ) -> dict:
     settings = (json.dumps(mesh), recipe, str(micro_batches), *fields)
-    return _script(devices, "sharded_steps.py", *settings)
+    return run_script(devices, "sharded_steps.py", *settings)
 
 
 @pytest.mark.slow
@@ -63,7 +40,7 @@ def test_fsdp_equals_one_device(recipe):
 def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""
-    many = _script(8, "sharded_products.py")
+    many = run_script(8, "sharded_products.py")
     assert many["devices"] == 8 and len(many["results"]) == 12 * many["modes"]
     for case, found in many["results"].items():
         assert found == {"differ": 0, "divided": True, "collectives": {}}, case
@@ -78,6 +55,19 @@ def test_continuous_batching_on_a_mesh_equals_one_device():
     assert one["drift"] == many["drift"] == 0.0
     assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
     assert many["loop_collectives"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_continuous_batching_with_experts_in_parts(recipe):
+    """Devices that share experts take their turns together, also where one has nothing left."""
+    fields = (*_EXPERTS, "rollout.slots=8", "rollout.prefill_chunk=8")
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, 1, *_EXPERTS)
+    for mesh in ({"data": 1, "fsdp": 2, "expert": 2}, {"data": 1, "fsdp": 1, "expert": 4}):
+        many = _run(4, mesh, recipe, 1, *fields)
+        assert one["drift"] == many["drift"] == 0.0
+        assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
+        assert "all-to-all f32" in many["loop_collectives"], "tokens must travel"
 
 
 @pytest.mark.slow
@@ -130,7 +120,7 @@ _EXPERTS = ("model.num_experts=8", "model.moe_intermediate_size=64")
     ],
 )
 def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
-    """Every device sorts its own rows into its own tiles; experts lie in parts."""
+    """Tokens travel to the devices of their experts, and results back."""
     one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, micro_batches, *_EXPERTS)
     many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, recipe, micro_batches, *_EXPERTS)
     assert one["drift"] == many["drift"] == 0.0
@@ -179,7 +169,7 @@ def _assert_one_device(case: dict, cut: int) -> list[dict]:
     their way down, a last bit moves a code now and then, as a change of all advantages by 1% does:
     between 0.7% (bf16) and 4.5% (FP8) of a gradient's norm, measured on one device.
     """
-    first, *others = _script(8, "tensor_steps.py", json.dumps(case))
+    first, *others = run_script(8, "tensor_steps.py", json.dumps(case))
     assert first["mesh"] == [1, 1, 1] and first["cut"] == 0 and first["collectives"] == []
     for result in others:
         assert result["cut"] == cut, "weights of the sampler must really lie in parts"
@@ -219,7 +209,7 @@ def test_rows_by_hand_equal_one_device(case):
     """As GPU kernels need it, without columns in parts; norms and gates quantise in passing."""
     pytest.importorskip("jax_triton", reason="traces the kernels: pip install 'fp8rl_jax[dev]'")
     case = case | {"by_hand": True, "config": {"rollout.max_new_tokens": 4}}
-    first, *others = _script(8, "tensor_steps.py", json.dumps(case))
+    first, *others = run_script(8, "tensor_steps.py", json.dumps(case))
     for result in others:
         differing = {name: count for name, count in result.items() if name.endswith("_differing")}
         assert len(differing) == 5 and not any(differing.values()), differing
@@ -231,8 +221,8 @@ def test_rows_by_hand_equal_one_device(case):
 @pytest.mark.parametrize("recipe", ["f32", "fp8", "fp8_delayed"])
 @pytest.mark.parametrize("config", [_EXPERTS, _LATENT], ids=["experts", "latent"])
 def test_stored_experts_equal_one_device(config, recipe):
-    """As GPU kernels need it: experts, shared ones, latents and heads are stored in parts over
-    fsdp and expert, and gathered in each layer; gradients come back as the parts."""
+    """As GPU kernels need it: experts, shared ones, latents and heads are stored in parts, and
+    gathered over fsdp in each layer; tokens travel to experts; gradients come back as the parts."""
     pytest.importorskip("jax_triton", reason="traces the kernels: pip install 'fp8rl_jax[dev]'")
     fields = {"rollout.max_new_tokens": 4, "learner.remat": "full"}
     fields |= dict(field.split("=") for field in config)
@@ -240,7 +230,7 @@ def test_stored_experts_equal_one_device(config, recipe):
     if config is _EXPERTS:  # latents are not shared over tensor
         meshes.append([1, 2, 2, 2])
     case = {"recipe": recipe, "config": fields, "meshes": meshes, "by_hand": True}
-    for result in _script(8, "tensor_steps.py", json.dumps(case))[1:]:
+    for result in run_script(8, "tensor_steps.py", json.dumps(case))[1:]:
         assert result["stored"] == (25 if config is _LATENT else 10), "every matrix and the router"
         differing = {name: count for name, count in result.items() if name.endswith("_differing")}
         assert len(differing) == 5 and not any(differing.values()), differing
@@ -267,7 +257,7 @@ def test_columns_with_delayed_scaling():
     """States of whole tensors: parts are quantised with the scale of all. Gradients of the first
     step are E5M2 at a scale of 1, where most are denormals, so they are not compared closely."""
     case = {"recipe": "fp8_delayed", "meshes": [[1, 1, 1], [2, 2, 2]]}
-    first, two = _script(8, "tensor_steps.py", json.dumps(case))
+    first, two = run_script(8, "tensor_steps.py", json.dumps(case))
     assert two["cut"] == 8 and two["drift"] == two["train_differing"] == 0
     assert two["gradient_error"] < 0.3
     assert two["health"]["activations"] == first["health"]["activations"]

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +266,13 @@ def test_killed_at_a_random_moment(tiny_run, tmp_path, attempt):
 
 def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
     """A NaN in the parameters ends the run with step and layer; the saved state is finite."""
-    made = Runtime.train_step
+    made, refitted = Runtime.train_step, Runtime.refit_state
+    served = []
+
+    def refit(self, state):
+        result = refitted(self, state)
+        served.append(weakref.ref(jax.tree.leaves(result.weights)[0]))
+        return result
 
     def poisoned(self, optimizer, loss, *more, **options):
         step = made(self, optimizer, loss, *more, **options)
@@ -273,6 +280,8 @@ def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
 
         def run(state, batch, rope):
             calls["count"] += 1
+            if loss == self.loss:
+                assert served[-1]() is None, "the sampler's weights are given up before the update"
             if loss == self.loss and calls["count"] == 3:
                 batch = batch.replace(advantages=jnp.full_like(batch.advantages, jnp.nan))
             return step(state, batch, rope)
@@ -280,6 +289,7 @@ def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
         return run
 
     monkeypatch.setattr(Runtime, "train_step", poisoned)
+    monkeypatch.setattr(Runtime, "refit_state", refit)
     arguments = _from_cache(tiny_run, tmp_path, **{"run.steps": 3})
     config = load_config(str(CONFIG), arguments)
     with pytest.raises(NonFiniteError, match=r"RL step 3: loss nan"):

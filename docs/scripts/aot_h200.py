@@ -70,8 +70,7 @@ class Programs:
     def _weights(self):
         """A rollout's, as its kernels read them."""
         weights = _shapes(lambda p: quantize_params(p, self.recipe), self.params)
-        parts = self.mesh.shape["tensor"]
-        specs = weight_specs(weights, self.model, self.recipe, parts)
+        specs = weight_specs(weights, self.model, self.recipe, self.mesh)
         named = sharding.named(self.mesh, specs)
         return _laid_out(weights, kernel_formats(weights, named))
 

@@ -112,7 +112,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "fsdp": Field(1, "devices that split the batch and shard parameters and optimiser state"),
         "tensor": Field(1, "devices that shard every layer by output features, and attention by "
                         "heads"),
-        "expert": Field(1, "devices that split the batch and shard experts; 1 for a dense model"),
+        "expert": Field(1, "devices that split the batch and share experts (tokens travel); "
+                        "1 for a dense model"),
     },
     "data": {
         "tokenizer": Field("byte", "'byte', the path of a tokenizer.json, a Hugging Face "

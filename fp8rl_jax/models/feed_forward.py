@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.expert_parallel import exchange_forward
 from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.router import (
@@ -104,8 +105,10 @@ def sparse_mlp(
     chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.bias,)))
     weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(module, "router_weights", weights)
-    run = functools.partial(moe_forward, config, recipe)
-    y = own_rows(run, x.value, weights, chosen, shared=(experts,))
+    split = tensor_parallel.expert_devices(config) > 1
+    run = functools.partial(exchange_forward if split else moe_forward, config, recipe)
+    spec = tensor_parallel.expert_spec(config)
+    y = own_rows(run, x.value, weights, chosen, shared=(experts,), spec=spec)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")

@@ -63,7 +63,7 @@ def replicate(tree, spec: PartitionSpec = _WHOLE):
 
     Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
     another order; with the weight gathered first the matmul is the one of a single device. `spec`
-    is what stays sharded on purpose (columns of the output head over `tensor`).
+    is what stays sharded on purpose (columns of the output head, experts).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
@@ -87,8 +87,11 @@ def tap_activation(
     return x if value is x.value else Activation(value)
 
 
-def kernel_of(module: nn.Module, shape: tuple[int, ...], init_scale: float) -> Weight:
-    """A module's parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh.
+def kernel_of(
+    module: nn.Module, shape: tuple[int, ...], init_scale: float, spec: PartitionSpec = _WHOLE
+) -> Weight:
+    """A module's parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh but
+    for what `spec` keeps sharded.
 
     One layer of a stack stays there; Flax checks the shapes of others that are whole.
     """
@@ -98,7 +101,8 @@ def kernel_of(module: nn.Module, shape: tuple[int, ...], init_scale: float) -> W
             return named
         if tensor_parallel.in_shard_map():
             return tensor_parallel.gather_stored(named)
-    return replicate(module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape))
+    kernel = module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape)
+    return replicate(kernel, spec)
 
 
 class Linear(nn.Module):
@@ -182,10 +186,11 @@ class Kernel(nn.Module):
 
     shape: tuple[int, ...]
     init_scale: float = 1.0
+    spec: PartitionSpec = _WHOLE
 
     @nn.compact
     def __call__(self) -> Weight:
-        return kernel_of(self, self.shape, self.init_scale)
+        return kernel_of(self, self.shape, self.init_scale, self.spec)
 
 
 def _by_kernel_or_jnp(

@@ -17,7 +17,7 @@ The k results of a token are added in the order of its slots, in float32, and ro
 compute dtype. Kept for the backward pass beside what the matmuls keep: the experts' results in the
 compute dtype, k rows a token.
 
-Not done: moving tokens to the devices of their experts (the weights come to the tokens).
+With experts on several devices (`mesh.expert`) tokens travel to them: expert_parallel.py.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.kernels import as_bits, from_bits, prevent_fma
+from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, gated_silu
-from fp8rl_jax.quant import Recipe, Weight, compute_value, grouped_matmul
+from fp8rl_jax.quant import Activation, Recipe, Weight, compute_value, grouped_matmul
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
 
 
 class Experts(nn.Module):
-    """Weights of all experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D)."""
+    """Weights of experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D).
+
+    Sharded over the mesh axis `expert`; inside a shard_map those of the device.
+    """
 
     config: ModelConfig
     residual_scale: float
@@ -48,10 +52,11 @@ class Experts(nn.Module):
         config = self.config
         wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
         narrow = (wide[0], wide[2], wide[1])
+        spec = tensor_parallel.expert_spec(config)
         return {
-            "gate_proj": Kernel(wide, name="gate_proj")(),
-            "up_proj": Kernel(wide, name="up_proj")(),
-            "down_proj": Kernel(narrow, self.residual_scale, name="down_proj")(),
+            "gate_proj": Kernel(wide, spec=spec, name="gate_proj")(),
+            "up_proj": Kernel(wide, spec=spec, name="up_proj")(),
+            "down_proj": Kernel(narrow, self.residual_scale, spec, name="down_proj")(),
         }
 
 
@@ -70,13 +75,18 @@ class Tiles(NamedTuple):
 
     Attributes:
       experts: (tiles,) int32, the expert of each tile; E for tiles without rows.
-      source: (tiles * R,) int32, the token that fills each row; M (no token) for padding.
+      assignment: (tiles * R,) int32, what fills each row: token * k + slot; M * k for padding.
       place: (M, k) int32, the row of each token and slot.
     """
 
     experts: jax.Array
-    source: jax.Array
+    assignment: jax.Array
     place: jax.Array
+
+    @property
+    def source(self) -> jax.Array:
+        """(tiles * R,) int32, the token that fills each row; M (no token) for padding."""
+        return self.assignment // self.place.shape[1]
 
 
 def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
@@ -98,12 +108,12 @@ def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
     rank = jnp.arange(total, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[ordered]
     row = first_row[ordered] + rank
     place = jnp.zeros(total, jnp.int32).at[order].set(row).reshape(tokens, slots)
-    source = jnp.full(tiles * rows, tokens, jnp.int32).at[row].set(order.astype(jnp.int32) // slots)
+    assignment = jnp.full(tiles * rows, total, jnp.int32).at[row].set(order.astype(jnp.int32))
     owner = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
-    return Tiles(owner.astype(jnp.int32), source, place)
+    return Tiles(owner.astype(jnp.int32), assignment, place)
 
 
-def _fill(x: jax.Array, source: jax.Array) -> jax.Array:
+def fill_rows(x: jax.Array, source: jax.Array) -> jax.Array:
     """Rows of `x` (M, n) by number; zeros where the number is M."""
     return x.at[source].get(mode="fill", fill_value=0)
 
@@ -114,7 +124,7 @@ def dispatch(x: jax.Array, tiles: Tiles) -> jax.Array:
 
     The gradient of a token is the sum over its k rows, in float32.
     """
-    return _fill(x, tiles.source).reshape(tiles.experts.shape[0], -1, x.shape[1])
+    return fill_rows(x, tiles.source).reshape(tiles.experts.shape[0], -1, x.shape[1])
 
 
 def _dispatch_forward(x, tiles):
@@ -162,12 +172,34 @@ def _combine_backward(recipe, residual, cotangent):
     rows = y.reshape(-1, y.shape[-1])
     slots = range(weights.shape[1])
     dweights = [(rows[tiles.place[:, s]].astype(jnp.float32) * dy).sum(-1) for s in slots]
-    by_row = jnp.zeros_like(tiles.source, jnp.float32).at[tiles.place].set(weights)
-    drows = _fill(dy, tiles.source) * by_row[:, None]
+    by_row = jnp.zeros_like(tiles.assignment, jnp.float32).at[tiles.place].set(weights)
+    drows = fill_rows(dy, tiles.source) * by_row[:, None]
     return drows.reshape(y.shape), jnp.stack(dweights, axis=1), None
 
 
 combine.defvjp(_combine_forward, _combine_backward)
+
+
+def expert_results(
+    recipe: Recipe, rows: Activation, experts: dict[str, Weight], of_tiles: jax.Array
+) -> jax.Array:
+    """``down_i(silu(gate_i(x)) * up_i(x))`` of tiles of rows, each by its expert.
+
+    Args:
+      recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
+      rows: (tiles, R, D) in the compute dtype.
+      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
+      of_tiles: (tiles,) int32, `Tiles.experts`.
+
+    Returns:
+      (tiles, R, D) float32; zeros for tiles without an expert.
+    """
+
+    def product(x: Activation, name: str) -> jax.Array:
+        return grouped_matmul(recipe.for_module(name), x, experts[name], of_tiles)
+
+    gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
+    return product(gated_silu(recipe, False, gate, up), "down_proj")
 
 
 def moe_forward(
@@ -182,11 +214,10 @@ def moe_forward(
 
     Args:
       config: shapes.
-      recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
+      recipe, experts: as for `expert_results`.
       x: (B, T, D) in the compute dtype.
       weights: (B, T, k) float32, of `routing_weights`.
       chosen: (B, T, k) int32, of `select_experts`.
-      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
 
     Returns:
       (B, T, D) in the compute dtype.
@@ -195,11 +226,5 @@ def moe_forward(
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
     tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
-
-    def product(x: jax.Array, name: str) -> jax.Array:
-        return grouped_matmul(recipe.for_module(name), x, experts[name], tiles.experts)
-
-    rows = dispatch(flat, tiles)
-    gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
-    gated = gated_silu(recipe, False, gate, up).value
-    return combine(recipe, product(gated, "down_proj"), weights, tiles).reshape(x.shape)
+    y = expert_results(recipe, Activation(dispatch(flat, tiles)), experts, tiles.experts)
+    return combine(recipe, y, weights, tiles).reshape(x.shape)

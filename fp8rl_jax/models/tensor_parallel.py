@@ -12,6 +12,7 @@ under `jax.shard_map` over all axes. Within, it is written out what a device hol
 
 * every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
   trained are sharded over `fsdp` too and are gathered layer by layer.
+* experts are those of the device's place on the axis `expert` (expert_parallel.py).
 * q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
   the axis; the KV cache is sharded by heads too. Else every device attends with all heads.
 * gate, up, the gated product between them: columns.
@@ -50,7 +51,7 @@ from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import share, spread
 from fp8rl_jax.sharding import BATCH_AXES, stored_over
 
-AXIS = "tensor"
+AXIS, EXPERT = "tensor", "expert"
 _STORAGE = "fsdp"
 _WHOLE = PartitionSpec()
 # Places of the linear layers of a decoder layer in its parameters: those that may be cut,
@@ -95,6 +96,27 @@ def uses_shard_map(recipe: Recipe) -> bool:
 def in_shard_map() -> bool:
     """Whether a module runs on one of several devices, within `split_columns`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def expert_devices(config: ModelConfig) -> int:
+    """Devices of the mesh that is set that share the experts of a layer; 1 for a dense model."""
+    mesh = jax.sharding.get_abstract_mesh()
+    count = 1 if mesh.empty else mesh.shape.get(EXPERT, 1)
+    return count if config.num_experts and config.num_experts % count == 0 else 1
+
+
+def expert_spec(config: ModelConfig) -> PartitionSpec:
+    """How the (E, ...) arrays of a layer's experts are sharded where they are read."""
+    return PartitionSpec(EXPERT) if expert_devices(config) > 1 else _WHOLE
+
+
+def own_rows_differ(x: jax.Array) -> bool:
+    """Whether devices along `expert` have different rows, inside a shard_map.
+
+    One that does not track what differs (`check_vma=False`) has rows of its own on every device.
+    """
+    tracked = EXPERT in _varying(lax.axis_index(EXPERT))
+    return not tracked or EXPERT in _varying(x)
 
 
 def _rows(count: int) -> tuple[str, ...] | None:
@@ -182,25 +204,46 @@ def _weight_spec(weight, cut: bool, storage: int):
     return spec(weight, cut, storage)
 
 
-def _stack_spec(weight: BoundWeight, logical: str, mesh) -> BoundWeight:
-    """PartitionSpecs of a weight with a master, (L, E, in, out): whole matrices of the stack."""
-    spec = PartitionSpec(None, stored_over(logical, weight.shape[1], mesh))
-    value, master = (jax.tree.map(lambda _: spec, x) for x in (weight.value, weight.master))
-    whole = (jax.tree.map(lambda _: _WHOLE, x) for x in (weight.scaling, weight.probe))
-    return BoundWeight(value, master, *whole)
+def _stack_spec(weight, logical: str, mesh, stored: bool):
+    """PartitionSpecs of a stack of matrices (L, E, in, out) in any form: whole matrices.
+
+    Experts stay over the axis `expert` where they are read, with the states and probes of their
+    sites, (L, E, ...).
+    """
+    count, read = weight.shape[1], _WHOLE
+    if logical == "experts" and count % mesh.shape[EXPERT] == 0:
+        read = PartitionSpec(None, EXPERT)
+    specs = jax.tree.map(lambda _: read, weight)
+    if not stored:
+        return specs
+    kept = PartitionSpec(None, stored_over(logical, count, mesh))
+    value, master = (jax.tree.map(lambda _: kept, x) for x in (weight.value, weight.master))
+    return dataclasses.replace(specs, value=value, master=master)
 
 
-def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, mesh=None):
+def rollout_specs(weights):
+    """PartitionSpec of every array of a sampler's weights in any form, on a mesh whose axis
+    `tensor` is 1: experts, all (L, E, ...), over `expert`."""
+
+    def spec(path, _):
+        names = {str(getattr(entry, "key", "")) for entry in path}
+        return PartitionSpec(None, EXPERT) if "experts" in names else _WHOLE
+
+    return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool = False):
     """PartitionSpec of every array that `forward` and `head_logits` read.
 
     Args:
       params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
         linear layers and no head of their own are replicated.
-      config, recipe, parts: shapes, numerics, devices on the axis `tensor`.
-      mesh: over which weights with a master are sharded as they are stored (`sharding.RULES`);
-        None for whole ones. Others are read at every decoded token and are replicated.
+      config, recipe, mesh: shapes, numerics, devices.
+      stored: whether weights with a master are sharded as they are stored (`sharding.RULES`).
+        Others are read at every decoded token: experts are sharded over `expert`, columns over
+        `tensor`, nothing over `fsdp`.
     """
-    storage = 1 if mesh is None else mesh.shape[_STORAGE]
+    parts, storage = mesh.shape[AXIS], mesh.shape[_STORAGE] if stored else 1
     runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
     def spec(path, weight):
@@ -215,8 +258,8 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, parts: int, mesh=N
             return _weight_spec(weight, cut, storage if trained else 1)
         if place in _WHOLE_LINEAR and trained:
             return _weight_spec(weight, False, storage)
-        if place in _STACKS and trained and mesh is not None:
-            return _stack_spec(weight, _STACKS[place], mesh)
+        if place in _STACKS:
+            return _stack_spec(weight, _STACKS[place], mesh, stored and trained)
         return jax.tree.map(lambda _: _WHOLE, weight)
 
     return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)
@@ -229,9 +272,8 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     """
 
     def split(params, tokens, cache, kv_scales, *others):
-        axes = _rows(tokens.shape[0])
-        mesh = jax.sharding.get_abstract_mesh() if axes else None
-        weights = weight_specs(params, config, recipe, parts, mesh)
+        axes, mesh = _rows(tokens.shape[0]), jax.sharding.get_abstract_mesh()
+        weights = weight_specs(params, config, recipe, mesh, stored=axes is not None)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
         # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
         stored = PartitionSpec(None, axes, None, heads) if heads else PartitionSpec(None, axes)
@@ -244,7 +286,9 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     return split
 
 
-def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
+def by_own_rows(
+    run: Callable, *by_row: jax.Array, shared: tuple = (), spec: PartitionSpec = _WHOLE
+) -> Any:
     """``run(*by_row, *shared)``, every device of a mesh with its own rows of the batch.
 
     For work that XLA must not cut. A batch that the devices cannot share equally is computed by all
@@ -252,12 +296,13 @@ def by_own_rows(run: Callable, *by_row: jax.Array, shared: tuple = ()) -> Any:
 
     Args:
       run: returns arrays (B, ...).
-      by_row: (B, ...). shared: what every device holds.
+      by_row: (B, ...).
+      shared: what every device holds, or by `spec` a part of: of all its arrays the first axis.
     """
     if not _sees_all_rows():
         return run(*by_row, *shared)
     rows = PartitionSpec(_rows(by_row[0].shape[0]))
-    specs = (*(rows,) * len(by_row), *(_WHOLE,) * len(shared))
+    specs = (*(rows,) * len(by_row), *(spec,) * len(shared))
     return jax.shard_map(run, in_specs=specs, out_specs=rows)(*by_row, *shared)
 
 
@@ -360,15 +405,17 @@ def combine(aux: dict) -> dict:
 
 
 def gather_stored(weight):
-    """A layer's weight with all its input features, or all experts, from what is stored here.
+    """A layer's weight with all its input features, heads, or experts of this device's place on
+    the axis `expert`, from what is stored here.
 
     The gradient of a master is summed over the devices and comes back as the part. Its value is
     gathered only for backward passes that read it.
     """
 
     def gather(x: jax.Array, to: str) -> jax.Array:
-        axes = tuple(name for name in ("expert", _STORAGE) if name in _varying(x))
-        return lax.all_gather(x, axes, axis=0, tiled=True, to=to) if axes else x
+        if _STORAGE not in _varying(x):
+            return x
+        return lax.all_gather(x, _STORAGE, axis=0, tiled=True, to=to)
 
     def value(x: jax.Array) -> jax.Array:
         return from_bytes(gather(as_bytes(x), "invarying"), x.dtype)

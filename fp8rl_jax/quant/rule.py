@@ -95,12 +95,14 @@ def matmul(
     return _product(recipe, None, dtype, *share(tile, bind(w.stack), w.layer[None]))[0]
 
 
-def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) -> jax.Array:
+def grouped_matmul(
+    recipe: Recipe, x: jax.Array | Activation, w: Weight, experts: jax.Array
+) -> jax.Array:
     """Every tile of rows times the matrix of its expert.
 
     Args:
       recipe: numerics.
-      x: (tiles, R, K).
+      x: (tiles, R, K); a quantised form has the same shape.
       w: (E, K, N): an array, a QArray, a StackedLayer, or a BoundWeight whose arrays all have the E
         axis in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
@@ -115,7 +117,7 @@ def grouped_matmul(recipe: Recipe, x: jax.Array, w: Weight, experts: jax.Array) 
         layers, count = w.stack.shape[:2]
         experts = jnp.where(experts < count, w.layer * count + experts, layers * count)
         w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)
-    return _product(recipe, None, jnp.float32, *share(Activation(x), bind(w), experts))
+    return _product(recipe, None, jnp.float32, *share(as_activation(x), bind(w), experts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.site import OperandProbe
 
 
@@ -69,3 +70,34 @@ def spread(axes: frozenset, *trees):
         return OperandProbe(amax, None if node.counts is None else mark(node.counts))
 
     return jax.tree.map(visit, trees, is_leaf=lambda node: isinstance(node, OperandProbe))
+
+
+def repeat_probe(probe, count: int):
+    """A probe for each of `count` uses in a scan: its arrays with an axis (count, ...) in front.
+
+    JAX would add what the uses observe; here amaxes are combined by maximum, counts by sum.
+    """
+    return jax.tree.map(
+        lambda node: OperandProbe(*(
+            x if x is None else repeat(x, count)
+            for x, repeat in ((node.amax, _repeat_amax), (node.counts, _repeat))
+        )),
+        probe,
+        is_leaf=lambda node: isinstance(node, OperandProbe),
+    )  # fmt: skip
+
+
+def _repeat(x: jax.Array, count: int) -> jax.Array:
+    return jnp.broadcast_to(x, (count, *x.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat_amax(amax: jax.Array, count: int) -> jax.Array:
+    """`_repeat`; the cotangent is the maximum of the uses."""
+    return _repeat(amax, count)
+
+
+_repeat_amax.defvjp(
+    lambda amax, count: (_repeat(amax, count), None),
+    lambda count, residual, cotangent: (formats.amax(cotangent, 0),),
+)

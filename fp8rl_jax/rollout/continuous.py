@@ -12,7 +12,9 @@ on its sample and position (tests/rollout/test_continuous.py).
 
 The loop also ends after a given number of turns, so that the host can look at what has ended while
 the next part runs. On a mesh every device has slots, a pool and a queue of its own, for its share
-of the prompts; nothing is exchanged between devices while they run.
+of the prompts. Devices that share experts (`mesh.expert`) take every turn together, as each needs
+the others' experts: whether there is a turn, and whether it prefills and decodes, follows from what
+all of them have to do. Other devices exchange nothing while they run.
 
 Not done: taps; layers sharded by columns (mesh.tensor); moving requests between devices.
 """
@@ -32,7 +34,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import processes
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import PAGE, ModelConfig, PagedCache, forward, init_paged_cache, least_pages
+from fp8rl_jax.models import (
+    PAGE,
+    ModelConfig,
+    PagedCache,
+    forward,
+    init_paged_cache,
+    least_pages,
+    tensor_parallel,
+)
 from fp8rl_jax.models.kv_cache import Stored
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import schedule
@@ -99,6 +109,13 @@ class ContinuousLoop:
 
     loop: Loop
     batching: Batching
+    expert_devices: int = 1  # that take every turn together, over the mesh axis `expert`
+
+    def _of_group(self, count: jax.Array) -> jax.Array:
+        """The sum of () int32 counts over the devices that share experts."""
+        if self.expert_devices == 1:
+            return count
+        return lax.psum(count, tensor_parallel.EXPERT)
 
     def prefill(self, prompts: jax.Array, requests: Requests) -> BatchState:
         """Everything waiting. prompts (Q, Tp), right-padded."""
@@ -128,9 +145,9 @@ class ContinuousLoop:
             prefilled=zero,
         )
 
-    def cond_fn(self, state: BatchState) -> jax.Array:
-        """Whether some request is not done."""
-        return (state.schedule.status != schedule.DONE).any()
+    def unfinished(self, state: BatchState) -> jax.Array:
+        """() int32 requests that are not done."""
+        return self._of_group((state.schedule.status != schedule.DONE).sum())
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admission, a chunk of prefill, and a token of every slot that can draw one, unless more
@@ -139,10 +156,11 @@ class ContinuousLoop:
         pool = self._copy(state.pool, source, target)
         state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
         prefill = functools.partial(self._prefill, prepared, requests)
-        state = _once_if(state.schedule.prefilling.any(), prefill, state)
+        waiting = self._of_group(state.schedule.prefilling.sum())
+        state = _once_if(waiting > 0, prefill, state)
         plan = state.schedule
         # Skip decoding while most slots prefill.
-        worth = plan.decoding.sum() >= plan.prefilling.sum()
+        worth = self._of_group(plan.decoding.sum() - plan.prefilling.sum()) >= 0
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
 
     def _copy(
@@ -295,18 +313,23 @@ class ContinuousSampler:
         own = dataclasses.replace(
             batching, slots=batching.slots // devices, pages=batching.pages // devices
         )
-        loop = ContinuousLoop(Loop(model, get_recipe(recipe), sampler), own)
+        sharing = mesh.shape[tensor_parallel.EXPERT] if mesh is not None else 1
+        loop = ContinuousLoop(Loop(model, get_recipe(recipe), sampler), own, sharing)
         self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
 
         def advance(weights, requests, turns, state):
             prepared = loop.loop.prepare(weights)
             until = state.turns[0] + turns
 
-            def more(state: BatchState) -> jax.Array:
-                return loop.cond_fn(state) & (state.turns[0] < until)
+            def more(carried) -> jax.Array:
+                unfinished, state = carried
+                return (unfinished > 0) & (state.turns[0] < until)
 
-            turn = functools.partial(loop.turn, prepared, requests)
-            state = lax.while_loop(more, turn, state)
+            def turn(carried):
+                state = loop.turn(prepared, requests, carried[1])
+                return loop.unfinished(state), state
+
+            _, state = lax.while_loop(more, turn, (loop.unfinished(state), state))
             return state, Progress(
                 rollout=loop.result(requests, state),
                 done=state.schedule.status == schedule.DONE,
@@ -328,11 +351,17 @@ class ContinuousSampler:
                     run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False
                 )
 
+            def advance_all(weights, *arguments):
+                held = tensor_parallel.rollout_specs(weights)
+                run = by_device(advance, held, of_requests, replicated, rows)
+                return run(weights, *arguments)
+
             begin = by_device(begin, rows, of_requests)
-            advance = by_device(advance, replicated, of_requests, replicated, rows)
+        else:
+            advance_all = advance
         self._prepare = loop.loop.prepare_once()
         self._begin = exact_jit(begin, **layout)
-        self._advance = exact_jit(advance, donate_argnums=3, **layout)
+        self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
 
     def __call__(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope,

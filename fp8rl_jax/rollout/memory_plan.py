@@ -14,7 +14,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fp8rl_jax import sharding
 from fp8rl_jax.errors import UserError
@@ -27,6 +27,7 @@ from fp8rl_jax.models import (
     least_pages,
     pages_of,
     quantize_params,
+    tensor_parallel,
 )
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
@@ -115,19 +116,35 @@ def _bytes(tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def part_bytes(mesh: Mesh | AbstractMesh, tree, specs) -> int:
+    """Bytes of a device's part of a tree of arrays or their shapes.
+
+    Args:
+      specs: a PartitionSpec for every array, as a tree of the same structure.
+    """
+
+    def part(x, spec) -> int:
+        return math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(part, tree, specs)))
+
+
 def _param_shapes(model: ModelConfig):
     return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
 
 
-def weight_bytes(loop: Loop, learner_recipe: Recipe) -> int:
-    """Bytes of the sampler's weights; where they are converted, of both forms."""
+def weight_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of a device's part of the sampler's weights; where they are converted, of both
+    forms. Without columns over `mesh.tensor`, which continuous batching does not know."""
 
     def weights(params):
         return quantize_params(params, loop.recipe, init_scaling(params, learner_recipe))
 
+    def held(tree) -> int:
+        return part_bytes(mesh, tree, tensor_parallel.rollout_specs(tree))
+
     stored = jax.eval_shape(weights, _param_shapes(loop.model))
-    converted = _bytes(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0
-    return _bytes(stored) + converted
+    return held(stored) + (held(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0)
 
 
 def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
@@ -143,23 +160,22 @@ def train_bytes(
     """Bytes of a device's part of masters, their two moments, the reference policy (algo.kl_coef)
     if there is one, and scaling states (replicated)."""
     params = _param_shapes(model)
-    shardings = sharding.param_shardings(mesh, params)
-    parts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), params, shardings)
+    specs = jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, params))
     scaling = jax.eval_shape(lambda p: init_scaling(p, recipe), params)
-    return 4 * (3 + reference) * sum(jax.tree.leaves(parts)) + _bytes(scaling)
+    return (3 + reference) * part_bytes(mesh, params, specs) + _bytes(scaling)
 
 
-def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int) -> int:
+def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices: int = 1) -> int:
     """An upper estimate of a turn's temporary bytes.
 
     Decode: float32 logits, scaled, without what top-k and top-p leave out, in order of size and as
     weights of the log-softmax.
-    Prefill: some rows of the widest layer in float32, and the experts' copies of each token. On a
-    CPU also what XLA's products read: a layer's matrices, the embedding transposed, and a page
-    of every slot's keys and values in float32.
+    Prefill: some rows of the widest layer in float32, and the experts' copies of each token, of
+    all the devices that share experts. On a CPU also what XLA's products read: a layer's matrices,
+    the embedding transposed, and a page of every slot's keys and values in float32.
     """
     model = loop.model
-    copies = model.num_experts_per_tok if model.num_experts else 1
+    copies = model.num_experts_per_tok * expert_devices if model.num_experts else 1
     width = max(
         2 * model.intermediate_size, 2 * copies * (model.moe_intermediate_size or 0),
         model.num_attention_heads * model.head_dim, copies * model.hidden_size,
@@ -206,9 +222,9 @@ def plan_rollout(
     slots = batching.slots // mesh.size
     prefill_tokens = min(batching.prefill_chunk, prompt_tokens)
     return RolloutPlan(
-        weights=weight_bytes(loop, learner_recipe),
+        weights=weight_bytes(loop, learner_recipe, mesh),
         train_state=train_bytes(loop.model, learner_recipe, mesh, reference),
-        workspace=workspace_bytes(loop, slots, prefill_tokens),
+        workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(loop.model, loop.recipe),
         memory=memory,
         tokens=prompt_tokens + loop.sampler.max_new_tokens,

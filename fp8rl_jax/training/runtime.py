@@ -130,8 +130,8 @@ class Runtime(Resolved):
 
     @functools.cached_property
     def weight_shardings(self):
-        """Of what the sampler holds: sharded over `tensor`, replicated over the other axes; on a
-        GPU with the layouts that its kernels read."""
+        """Of what the sampler holds: experts over `expert`, other weights over `tensor`; on a GPU
+        with the layouts that its kernels read."""
 
         def weights(params):
             scaling = init_scaling(params, self.learner_recipe)
@@ -139,7 +139,7 @@ class Runtime(Resolved):
             return with_kv_scales(weights, self._missing_kv_scales())
 
         shapes = jax.eval_shape(weights, self.param_shapes)
-        specs = weight_specs(shapes, self.model, self.rollout_recipe, self.mesh.shape["tensor"])
+        specs = weight_specs(shapes, self.model, self.rollout_recipe, self.mesh)
         shardings = sharding.named(self.mesh, specs)
         if resolve(self.rollout_recipe.kernels) == "reference":
             return shardings

@@ -69,16 +69,21 @@ def test_counts_are_those_of_real_arrays(model, recipe):
     params = initial_params(model)
     scaling = exact_jit(lambda p: models.init_scaling(p, named))(params)
     weights = make_refit(named)(params, scaling, None)[0]
-    assert weight_bytes(_loop(model, recipe, kernels="triton"), named) == _nbytes(weights)
+    one = abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1})
+    assert weight_bytes(_loop(model, recipe, kernels="triton"), named, one) == _nbytes(weights)
     prepared = ContinuousSampler(model, recipe, _SETTINGS, Batching(2, 8))._prepare(weights)
     made = 0 if prepared is weights else _nbytes(prepared)
-    assert weight_bytes(_loop(model, recipe), named) == _nbytes(weights) + made
+    assert weight_bytes(_loop(model, recipe), named, one) == _nbytes(weights) + made
     assert (made > 0) == (recipe != "f32")
     cache = models.init_paged_cache(model, named, 5, jnp.zeros((1, 1), jnp.int32))
     assert 5 * page_bytes(model, named) == _nbytes(cache.runs)
-    whole = abstract_mesh({"data": -1, "fsdp": 1, "tensor": 1, "expert": 1})
-    assert train_bytes(model, named, whole) == 3 * _nbytes(params) + _nbytes(scaling)
-    assert train_bytes(model, named, whole, True) == 4 * _nbytes(params) + _nbytes(scaling)
+    assert train_bytes(model, named, one) == 3 * _nbytes(params) + _nbytes(scaling)
+    assert train_bytes(model, named, one, True) == 4 * _nbytes(params) + _nbytes(scaling)
+    if model.num_experts:
+        half = abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 2})
+        experts = sum(_nbytes(x["layers"]["experts"]) for x in (weights, prepared.weights))
+        found = weight_bytes(_loop(model, recipe), named, half)
+        assert found == _nbytes(weights) + made - experts // 2
 
 
 def _compiled_workspace(model, recipe: str, slots: int) -> int:

@@ -277,11 +277,13 @@ def test_every_assignment_has_a_row_of_its_own(tokens, experts, top_k, rows):
     for skew in np.repeat([0.0, 1.0, 9.0], 8):
         score = rng.standard_normal((tokens, experts)) + skew * rng.permutation(experts)
         chosen = np.argsort(-score, axis=1)[:, :top_k].astype(np.int32)
-        owner, source, place = (np.asarray(a) for a in program(chosen))
+        owner, assignment, place = (np.asarray(a) for a in program(chosen))
+        source = assignment // top_k
         assert len(source) == len(owner) * rows
         assert len(set(place.ravel())) == place.size and place.max() < len(source)
         np.testing.assert_array_equal(owner[place // rows], chosen)
-        np.testing.assert_array_equal(source[place], np.tile(np.arange(tokens)[:, None], top_k))
+        expected = np.arange(tokens * top_k).reshape(tokens, top_k)
+        np.testing.assert_array_equal(assignment[place], expected)
         assert (source == tokens).sum() == len(source) - place.size
         used = np.unique(place // rows)
         np.testing.assert_array_equal(used, np.arange(len(used)))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from fp8rl_jax import models
 from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.quant import BoundWeight, Operand, QArray, get_recipe, static
+from fp8rl_jax.sharding import abstract_mesh
 
 _CONFIG = models.ModelConfig(320, 256, 512, 2, 4, 2, 64)
 _FP8 = get_recipe("fp8")
@@ -60,10 +61,14 @@ def _cut(specs) -> set[str]:
     }
 
 
+def _tensor(devices: int):
+    return abstract_mesh({"data": 1, "fsdp": 1, "tensor": devices, "expert": 1})
+
+
 def test_weights_whose_blocks_would_be_cut_stay_whole(params):
     """Keys have 128 columns: two devices would get half a block each."""
     weights = jax.eval_shape(lambda p: models.quantize_params(p, "fp8"), params)
-    specs = models.weight_specs(weights, _CONFIG, _FP8, 2)
+    specs = models.weight_specs(weights, _CONFIG, _FP8, _tensor(2))
     assert jax.tree.structure(specs) == jax.tree.structure(weights)
     cut = {name.removesuffix(".kernel.qvalue") for name in _cut(specs) if name.endswith("qvalue")}
     linear = {f"layers.{name}" for name in ("o_proj", "gate_proj", "up_proj", "down_proj")}
@@ -71,8 +76,8 @@ def test_weights_whose_blocks_would_be_cut_stay_whole(params):
     assert {name for name in _cut(specs) if "kernel" not in name} == {"lm_head"}
     gate = specs["layers"]["gate_proj"]["kernel"]
     assert gate.qvalue == gate.scale == _COLUMNS, "scales lie with their blocks"
-    assert not _cut(models.weight_specs(weights, _CONFIG, _FP8, 1))
-    assert not _cut(models.weight_specs(weights, _CONFIG, _FP8, 3))
+    assert not _cut(models.weight_specs(weights, _CONFIG, _FP8, _tensor(1)))
+    assert not _cut(models.weight_specs(weights, _CONFIG, _FP8, _tensor(3)))
 
 
 def test_every_form_of_a_weight_is_cut_alike(params):
@@ -86,14 +91,14 @@ def test_every_form_of_a_weight_is_cut_alike(params):
         return models.trainable_params(params, weights, recipe, scaling, probes)
 
     paired = jax.eval_shape(pair, params)
-    specs = models.weight_specs(paired, _CONFIG, recipe, 2)
+    specs = models.weight_specs(paired, _CONFIG, recipe, _tensor(2))
     assert jax.tree.structure(specs) == jax.tree.structure(paired)
     gate = specs["layers"]["gate_proj"]["kernel"]
     assert isinstance(gate, BoundWeight) and isinstance(gate.value, QArray)
     assert gate.master == gate.value.qvalue == _COLUMNS
     assert gate.value.scale == _WHOLE, "one scale for all columns"
     assert set(jax.tree.leaves((gate.scaling, gate.probe))) == {_WHOLE}
-    plain = models.weight_specs(params, _CONFIG, recipe, 2)
+    plain = models.weight_specs(params, _CONFIG, recipe, _tensor(2))
     assert plain["layers"]["gate_proj"]["kernel"] == _COLUMNS
 
 
@@ -101,7 +106,7 @@ def test_each_run_of_layers_has_its_own_blocks(params):
     """Layers in bf16 may be cut where FP8 ones may not."""
     recipe = dataclasses.replace(_FP8, first_layers=1, bf16_modules=("v_*",))
     weights = jax.eval_shape(lambda p: models.quantize_params(p, recipe), params)
-    specs = models.weight_specs(weights, _CONFIG, recipe, 2)
+    specs = models.weight_specs(weights, _CONFIG, recipe, _tensor(2))
     assert specs["layers_first"]["self_attn"]["k_proj"]["kernel"] == _COLUMNS
     assert specs["layers"]["self_attn"]["k_proj"]["kernel"].qvalue == _WHOLE
     assert specs["layers"]["self_attn"]["v_proj"]["kernel"] == _COLUMNS

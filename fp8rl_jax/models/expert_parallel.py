@@ -1,0 +1,270 @@
+"""Exact expert parallelism: tokens travel to their experts, and results come back as they are.
+
+Under `jax.shard_map` a device of the mesh axis `expert` (n devices) holds E / n experts and its own
+rows of the batch::
+
+    1  quantise own rows, gather rows, scales and choices of all n devices
+    2  the own experts' results for all of these rows            models/moe.py
+    3  results go back to the rows' owners, one (token, slot) each, as they are
+    4  the owner adds its k results in the order of slots        models/moe.py
+
+Only movement crosses devices, and rows of a product do not see each other, so the result has the
+bits of one device on any mesh, wherever the tokens go. (Common combines add on the way, in an order
+that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
+
+Nothing is dropped: buffers hold the worst case, all tokens at the experts of one device. For that
+to stay small where rows are many, they go in passes, 1 / n of the rows twice over in each, so a
+pass has room for 2 k rows for each row that a device owns.
+
+Where policies keep states, a row's scale depends on its expert: then rows travel in the compute
+dtype. The gradient of rows travels back as a sum over devices (reduce-scatter), that of results as
+results do, and an expert's weight gradient is complete on its own device.
+
+Sources: GShard (Lepikhin et al., arXiv:2006.16668) for the axis; the order of additions is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels import as_bytes, by_platform, from_bytes
+from fp8rl_jax.models import moe
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.tensor_parallel import EXPERT, own_rows_differ
+from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
+from fp8rl_jax.quant.activations import quantize_activation
+from fp8rl_jax.quant.recipe import Operand
+from fp8rl_jax.quant.varying import repeat_probe, share
+
+_FEW_TOKENS = 512  # of a device: up to here one pass
+
+
+def passes_of(tokens: int, devices: int) -> int:
+    """In how many passes a device's rows go through the experts of `devices` devices."""
+    return 1 if tokens <= _FEW_TOKENS else max(devices // 2, 1)
+
+
+def exchange_forward(
+    config: ModelConfig,
+    recipe: Recipe,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    experts: dict[str, Weight],
+) -> jax.Array:
+    """`moe.moe_forward` within a shard_map over the axis `expert`, same bits.
+
+    Args:
+      config, recipe: of the layer.
+      x: (B, T, D) in the compute dtype, this device's rows; or, replicated over `expert`, all rows.
+      weights, chosen: (B, T, k) of these rows; numbers of experts are those of the whole layer.
+      experts: this device's, {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)}.
+
+    Returns:
+      (B, T, D) in the compute dtype, of the same rows.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    weights, chosen = (y.reshape(rows.shape[0], -1) for y in (weights, chosen))
+    run = functools.partial(_in_passes, config, recipe)
+    run = run if own_rows_differ(x) else functools.partial(_shared_rows, config, run)
+    return run(rows, weights, chosen, experts).reshape(x.shape)
+
+
+def _padded(config: ModelConfig, count: int, rows, weights, chosen):
+    """The arguments with rows added up to `count`: zeros that choose no expert."""
+    added = count - rows.shape[0]
+    if not added:
+        return rows, weights, chosen
+    rows, weights = (jnp.pad(y, ((0, added), (0, 0))) for y in (rows, weights))
+    return rows, weights, jnp.pad(chosen, ((0, added), (0, 0)), constant_values=config.num_experts)
+
+
+def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
+    """`run` of rows that all devices have: each takes a share of them, then all get all."""
+    count, devices = rows.shape[0], lax.axis_size(EXPERT)
+    share_size = -(-count // devices)
+    arrays = _padded(config, share_size * devices, rows, weights, chosen)
+    *arrays, index = share(*arrays, lax.axis_index(EXPERT))
+    own = [lax.dynamic_slice_in_dim(y, index * share_size, share_size) for y in arrays]
+    y = run(*own, experts)
+    return lax.all_gather(y, EXPERT, axis=0, tiled=True, to="invarying")[:count]
+
+
+def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
+    """A device's own rows (m, D), by `_one_pass`."""
+    count, passes = rows.shape[0], passes_of(rows.shape[0], lax.axis_size(EXPERT))
+    run = functools.partial(_one_pass, config, recipe)
+    if passes == 1:
+        return run(rows, weights, chosen, experts)
+    size = -(-count // passes)
+    arrays = _padded(config, passes * size, rows, weights, chosen)
+    arrays = tuple(y.reshape(passes, size, -1) for y in arrays)
+    arrays, experts = share(arrays, experts)  # gradients of experts add up over passes first
+    probes = {n: repeat_probe(getattr(w, "probe", None), passes) for n, w in experts.items()}
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(experts, scanned):
+        (rows, weights, chosen), probes = scanned
+        bound = {name: _with_probe(w, probes[name]) for name, w in experts.items()}
+        return run(rows, weights, chosen, bound)
+
+    y = lax.scan(lambda _, x: (None, step(experts, x)), None, (arrays, probes))[1]
+    return y.reshape(passes * size, -1)[:count]
+
+
+def _with_probe(weight: Weight, probe) -> Weight:
+    return dataclasses.replace(weight, probe=probe) if isinstance(weight, BoundWeight) else weight
+
+
+def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
+    """(m, D) -> (m, D): the rows of n devices at once through the experts of all."""
+    devices = lax.axis_size(EXPERT)
+    count = config.num_experts // devices
+    routes = lax.all_gather(chosen, EXPERT, axis=0, tiled=True)  # (n m, k)
+    own = routes - count * lax.axis_index(EXPERT)
+    here = (own >= 0) & (own < count)
+    own = jnp.where(here, own, count)  # a number behind the last: a tile that is not computed
+    tiles = moe.make_tiles(own, count + 1, moe.tile_rows(own.size, config.num_experts))
+    value = _gather_and_dispatch(rows, tiles)
+    q = _quantised_rows(recipe, rows, tiles)
+    y = moe.expert_results(recipe, Activation(value, q), experts, tiles.experts)
+
+    # Send: the results computed here in the order of their owners, tokens and slots.
+    position = jnp.where(here, jnp.cumsum(here).reshape(here.shape) - 1, own.size).reshape(-1)
+    position = position.astype(jnp.int32)
+    capacity = y.shape[0] * y.shape[1]
+    rows_sent = jnp.full(own.size, capacity, jnp.int32)
+    rows_sent = rows_sent.at[position].set(tiles.place.reshape(-1), mode="drop")
+    place_of = jnp.append(position, own.size)[tiles.assignment]
+    sent = _permute(y.reshape(capacity, -1), rows_sent, place_of)
+
+    # Receive: from the devices in their order, each with its results by token and slot.
+    holder = jnp.minimum(routes // count, devices).reshape(devices, -1)  # n: of an added row
+    owner = jnp.broadcast_to(jnp.arange(devices)[:, None], holder.shape)
+    table = jnp.zeros((devices, devices), jnp.int32).at[holder, owner].add(1, mode="drop")
+    received = exchange(recipe.kernels, chosen.size, *share(sent, table))
+    order = jnp.argsort(chosen.reshape(-1) // count, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(chosen.size, dtype=jnp.int32))
+    by_row = moe.Tiles(chosen.reshape(-1)[order], order, place.reshape(chosen.shape))
+    return moe.combine(recipe, received[:, None], weights, by_row)
+
+
+@jax.custom_vjp
+def _gather_and_dispatch(rows: jax.Array, tiles: moe.Tiles) -> jax.Array:
+    """`moe.dispatch` of the rows of all devices: (m, D) -> (tiles, R, D).
+
+    The gradient of a row is the sum over its k rows in tiles, and then over devices, in float32.
+    """
+    everyone = lax.all_gather(as_bytes(rows), EXPERT, axis=0, tiled=True)
+    return moe.dispatch(from_bytes(everyone, rows.dtype), tiles)
+
+
+def _gather_and_dispatch_forward(rows, tiles):
+    return _gather_and_dispatch(rows, tiles), (tiles, jnp.zeros((0,), rows.dtype))
+
+
+def _gather_and_dispatch_backward(residual, cotangent):
+    tiles, like = residual
+    total = cotangent.reshape(-1, cotangent.shape[-1])[tiles.place].astype(jnp.float32).sum(1)
+    total = lax.psum_scatter(total, EXPERT, scatter_dimension=0, tiled=True)
+    return total.astype(like.dtype), None
+
+
+_gather_and_dispatch.defvjp(_gather_and_dispatch_forward, _gather_and_dispatch_backward)
+
+
+def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray | None:
+    """The rows of all devices in tiles, quantised where they come from; None where the scale of a
+    row does not follow from the row alone."""
+    operand = recipe.for_module("gate_proj").activation
+    if operand is None or operand != recipe.for_module("up_proj").activation:
+        return None
+    if not _by_row(operand):
+        return None
+    q = quantize_activation(lax.stop_gradient(rows), operand, None, recipe.kernels)[0]
+
+    def travel(x: jax.Array) -> jax.Array:
+        everyone = lax.all_gather(as_bytes(x), EXPERT, axis=0, tiled=True)
+        in_tiles = moe.fill_rows(everyone, tiles.source)
+        in_tiles = in_tiles.reshape(tiles.experts.shape[0], -1, x.shape[-1])
+        return from_bytes(in_tiles, x.dtype)
+
+    return QArray(travel(q.qvalue), travel(q.scale), q.block_shape)
+
+
+def _by_row(operand: Operand) -> bool:
+    return operand.block[0] == 1 and not operand.policy.stateful
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Row ``source[i]`` of `x` (M, D) as row i of (N, D); zeros where the number is M.
+
+    `target` (M,) is the inverse: where each row of `x` goes, N for nowhere.
+    """
+    return moe.fill_rows(x, source)
+
+
+_permute.defvjp(
+    lambda x, source, target: (_permute(x, source, target), (source, target)),
+    lambda residual, cotangent: (_permute(cotangent, *residual[::-1]), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) -> jax.Array:
+    """Rows to the devices of the axis `expert`, as they are: every device sends some to each.
+
+    Args:
+      implementation: of `Recipe.kernels`: on a GPU rows travel alone, elsewhere in blocks that
+        are as large as the most that a device may send to another.
+      size: R, rows of the result.
+      rows: (S, D) float32, in the order of the devices that they go to.
+      table: (n, n) int32, the same on all devices: rows that device i sends to device j.
+
+    Returns:
+      (R, D), in the order of the devices that they come from, and zeros behind them. The gradient
+      takes the same way back.
+    """
+    me = lax.axis_index(EXPERT)
+
+    def starts(counts: jax.Array) -> jax.Array:
+        return jnp.cumsum(counts, dtype=jnp.int32) - counts
+
+    def ragged(rows, table):
+        into = (jnp.cumsum(table, axis=0, dtype=jnp.int32) - table)[me]
+        empty, _ = share(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+        return lax.ragged_all_to_all(
+            rows, empty, starts(table[me]), table[me], into, table[:, me], axis_name=EXPERT
+        )
+
+    def dense(rows, table):
+        width = min(rows.shape[0], size)
+        numbers = jnp.arange(width, dtype=jnp.int32)
+        source = starts(table[me])[:, None] + numbers
+        source = jnp.where(numbers < table[me][:, None], source, rows.shape[0])
+        found = lax.all_to_all(moe.fill_rows(rows, source), EXPERT, 0, 0)  # (n, width, D)
+        target = starts(table[:, me])[:, None] + numbers
+        target = jnp.where(numbers < table[:, me][:, None], target, size)
+        empty, _ = share(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+        return empty.at[target].set(found, mode="drop")
+
+    return by_platform(implementation, ragged, dense, rows, table)
+
+
+def _exchange_forward(implementation, size, rows, table):
+    return exchange(implementation, size, rows, table), (table, jnp.zeros((rows.shape[0], 0)))
+
+
+def _exchange_backward(implementation, size, residual, cotangent):
+    del size
+    table, like = residual
+    return exchange(implementation, like.shape[0], cotangent, table.T), None
+
+
+exchange.defvjp(_exchange_forward, _exchange_backward)
