@@ -8,7 +8,6 @@ may differ from a real GPU's in those; ours are the same.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 
@@ -64,10 +63,17 @@ def h200_mesh(axes: dict[str, int], hosts: int = 1) -> Mesh:
 
     jax.devices()  # finds the plugins
     if "cuda" not in xla_bridge._topology_factories:  # one that sees no GPU may not register
-        with contextlib.suppress(ImportError):
+        try:
             import jax_plugins.xla_cuda13
 
             jax_plugins.xla_cuda13.initialize()
+        except ImportError:
+            pass
+        except RuntimeError as error:  # without JAX_PLATFORMS=cpu it looks for CUDA's libraries
+            raise UserError(
+                f"JAX's CUDA plugin does not start ({error}): set JAX_PLATFORMS=cpu to compile for "
+                "a GPU that is not there"
+            ) from None
     if "cuda" not in xla_bridge._topology_factories:
         raise UserError(
             "compiling for a GPU that is not there needs JAX's CUDA plugin: install it with "

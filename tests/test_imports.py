@@ -46,7 +46,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"deviceless", "train"},
-    "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
+    "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "train"},
     _PACKAGE: set(),
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}

@@ -1,194 +1,98 @@
-"""`fp8rl plan --rollout`: what a config's rollout needs of a device, without that device.
-
-The same plan by which a run allocates (rollout/memory_plan.py), for GPUs of a given memory and a
-mesh of any size, in the config's own recipe and beside it in FP8 and BF16.
-"""
+"""`fp8rl plan`: what a config's rollout and learner need of GPUs that need not be there."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-import pathlib
-from collections.abc import Callable
 
-import ml_collections
-from jax.sharding import AbstractMesh
-
-from fp8rl_jax import sharding
-from fp8rl_jax.bench.table import text_table
-from fp8rl_jax.cli.arguments import read_config
-from fp8rl_jax.config import checks
-from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.data import load_tokenizer
+from fp8rl_jax.cli.arguments import note, read_config
+from fp8rl_jax.cli.plan_learner import (
+    LearnerConfigPlan,
+    check_fits,
+    format_learner,
+    plan_learner_config,
+)
+from fp8rl_jax.cli.plan_rollout import describe_allocation, format_plans, plan_config
+from fp8rl_jax.cli.planned import Planned, read_planned
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models import PAGE, pages_of
-from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import Batching, Loop, SamplerConfig
-from fp8rl_jax.rollout.memory_plan import RolloutPlan, gib, plan_rollout
-
-_BESIDE = ("fp8", "bf16")
+from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigPlan:
-    """The plans of a config on a mesh.
-
-    Attributes:
-      config: the whole configuration.
-      mesh: of devices that need not be there.
-      plans: {name of a recipe: its plan}; the first is the config's own.
-    """
-
-    config: ml_collections.ConfigDict
-    mesh: AbstractMesh
-    plans: dict[str, RolloutPlan]
-
-    @property
-    def own(self) -> RolloutPlan:
-        return next(iter(self.plans.values()))
-
-    @property
-    def samples(self) -> int:
-        """Responses of a step on each device."""
-        rollout = self.config.rollout
-        return rollout.prompts_per_step * rollout.group_size // self.mesh.size
-
-
-def plan_config(
-    config: ml_collections.ConfigDict, memory: int, devices: int | None = None
-) -> ConfigPlan:
-    """The plans of a config's rollout on GPUs.
-
-    Args:
-      config: of `load_config`. Where the directory of `model.checkpoint` is not there, and
-        `model.name` is given, the shapes are those of the name.
-      memory: bytes of a device.
-      devices: of the mesh; by default as many as its axes ask for, and one for an axis of -1.
-
-    Raises:
-      UserError: something in the configuration cannot work.
-    """
-    config = _with_shapes(config)
-    resolved = resolve_config(config)
-    mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
-    checks.check_mesh(config, sharding.batch_divisor(mesh))
-    rollout = config.rollout
-    for field, other in (("mesh.tensor", 1), ("algo.routing_replay", "none")):
-        section, name = field.split(".")
-        if config[section][name] != other:
-            raise UserError(
-                f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
-                f"batching, which is planned here, needs {other!r}"
-            )
-    if not (config.model.checkpoint or config.model.name):
-        resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
-    sampler = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
-    slots = rollout.slots or rollout.prompts_per_step * rollout.group_size
-    sizes = Batching(slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
-
-    def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
-        on_gpu = dataclasses.replace(recipe, kernels="triton")
-        return plan_rollout(
-            Loop(resolved.model, on_gpu, sampler), learner, mesh,
-            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
-            reference=resolved.algorithm.needs_reference,
-        )  # fmt: skip
-
-    own = resolved.rollout_recipe
-    plans = {f"{own.name} *": plan(own, resolved.learner_recipe)}
-    for recipe in map(get_recipe, _BESIDE):
-        if recipe != dataclasses.replace(own, kernels=recipe.kernels):
-            plans[recipe.name] = plan(recipe, recipe)
-    return ConfigPlan(config, mesh, plans)
-
-
-def _with_shapes(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """The config with shapes that can be read: of the name, where the checkpoint is missing."""
-    checkpoint = config.model.checkpoint
-    if not checkpoint or pathlib.Path(checkpoint).is_dir():
-        return config
-    if not config.model.name:
-        raise UserError(
-            f"fp8rl plan: model.checkpoint: {checkpoint} is no directory; name one, or plan with "
-            "the shapes of a published model: --config.model.name=qwen3_8b"
-        )
-    config = config.copy_and_resolve_references()
-    config.model.checkpoint = ""
-    return config
-
-
-def format_plans(found: ConfigPlan) -> str:
-    """The table of `fp8rl plan --rollout`."""
-    own, count = found.own, found.mesh.size
-    axes = ", ".join(f"{name} {size}" for name, size in found.mesh.shape.items())
-    half = math.ceil(own.tokens / 2)
-    figures: dict[str, Callable[[RolloutPlan], str]] = {
-        "weights": lambda p: gib(p.weights),
-        "train state": lambda p: gib(p.train_state),
-        "workspace, about": lambda p: gib(p.workspace),
-        "a page": lambda p: f"{p.page / 2**10:,.1f} KiB",
-        "KV of a token": lambda p: f"{p.page / PAGE / 2**10:,.2f} KiB",
-        "pages that fit": lambda p: f"{p.room:,}",
-        f"slots of {own.tokens} tokens": lambda p: f"{p.slots_of(own.tokens):,}",
-        f"slots of {half} tokens": lambda p: f"{p.slots_of(half):,}",
-    }
-    rows = [(name, *map(figure, found.plans.values())) for name, figure in figures.items()]
-    return "\n".join([
-        f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: {axes}); "
-        "figures of each.",
-        f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
-        f"step: {found.samples} samples, of which {own.slots} decode at a time.",
-        "",
-        *text_table(("", *found.plans), *rows),
-        "",
-        "* the config's own recipe (precision.rollout)",
-    ])  # fmt: skip
-
-
-def describe_allocation(found: ConfigPlan) -> str:
-    """What the sampler allocates for the config as it is.
-
-    Raises:
-      UserError: it cannot.
-    """
-    rollout, own, devices = found.config.rollout, found.own, found.mesh.size
-    planned = own.pages
-    if not rollout.slots:
-        cache = found.samples * pages_of(own.tokens) * own.page
-        fitting = own.slots_of(math.ceil(own.tokens / 2)) or 1  # at half the length
-        return (
-            f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
-            f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "
-            f"rollout.slots={devices * min(found.samples, fitting)}"
-        )
-    pages = rollout.pages // devices or planned
-    if pages > (own.room or 0):
-        raise UserError(
-            f"rollout.pages is {rollout.pages}, {pages} a device, and {own.room} fit: write at "
-            f"most {(own.room or 0) * devices}, or 0"
-        )
-    return (
-        f"The sampler allocates {own.slots} slots and {pages} pages a device, "
-        f"{gib(pages * own.page)} ({own.wanted} pages would hold every slot's whole sequence)"
-    )
-
-
-def plan(values: argparse.Namespace) -> int:
-    """`fp8rl plan`; returns the exit status."""
-    if not values.rollout:
-        raise UserError(
-            "fp8rl plan: a rollout is what can be planned; write `fp8rl plan --rollout --config "
-            "FILE`"
-        )
-    if not 0 < values.memory_gb < 2**20:
+def _check(values: argparse.Namespace) -> None:
+    """Raises UserError for a number that says nothing."""
+    if values.memory_gb is not None and not 0 < values.memory_gb < 2**20:
         raise UserError(
             f"fp8rl plan: --memory-gb is {values.memory_gb}; write the memory of a GPU, such as 80"
         )
-    if values.devices is not None and values.devices < 1:
-        raise UserError(f"fp8rl plan: --devices is {values.devices}; write at least 1")
-    config = read_config("plan", values)
-    found = plan_config(config, int(values.memory_gb * 2**30), values.devices)
+    if values.compile and values.rollout and not values.learner:
+        raise UserError(
+            "fp8rl plan: --compile sets the compiler's figures beside the learner's estimate: "
+            "leave --rollout out, or write --learner"
+        )
+    for name in ("devices", "hosts"):
+        value = getattr(values, name)
+        if value is not None and value < 1:
+            raise UserError(f"fp8rl plan: --{name} is {value}; write at least 1")
+
+
+def _hosts(values: argparse.Namespace, planned: Planned) -> int:
+    """Hosts of the devices, by default of eight devices each.
+
+    Raises:
+      UserError: they do not hold equal numbers of devices.
+    """
+    count = planned.mesh.size
+    hosts = values.hosts or math.ceil(count / HOST_DEVICES)
+    if count % hosts:
+        raise UserError(
+            f"fp8rl plan: --hosts is {hosts}, which does not divide the {count} devices of the "
+            "mesh: write a number that does"
+        )
+    return hosts
+
+
+def _plan_rollout(planned: Planned, memory: int) -> None:
+    found = plan_config(planned, memory)
     print(format_plans(found))
     print(describe_allocation(found))
+
+
+def _plan_learner(found: LearnerConfigPlan, compiles: bool) -> list[str]:
+    """Prints the learner's half; what is wrong with it, if anything is."""
+    print(format_learner(found))
+    if compiles:
+        from fp8rl_jax.cli.plan_compile import compile_programs
+
+        print()
+        compile_programs(found, note)
+    try:
+        print(check_fits(found))
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def plan(values: argparse.Namespace) -> int:
+    """`fp8rl plan`; returns the exit status.
+
+    Raises:
+      UserError: something in the configuration cannot work, or does not fit.
+    """
+    _check(values)
+    both = not (values.rollout or values.learner)
+    planned = read_planned(read_config("plan", values), values.devices)
+    gpu, hosts = GPUS[values.gpu], _hosts(values, planned)
+    memory = int((values.memory_gb or gpu.memory) * 2**30)
+    problems = []
+    if values.rollout or both:
+        try:
+            _plan_rollout(planned, memory)
+        except UserError as error:  # the learner is printed all the same
+            problems.append(str(error))
+    if values.learner or both:
+        if not values.learner or values.rollout:
+            print()
+        problems += _plan_learner(plan_learner_config(planned, memory, gpu, hosts), values.compile)
+    if problems:
+        raise UserError("; ".join(problems))
     return 0

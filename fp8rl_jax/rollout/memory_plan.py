@@ -33,7 +33,7 @@ from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Batching, Loop
 
-_USABLE = 0.92  # of a device's memory: fragments, and what the driver and other programs hold
+USABLE = 0.92  # of a device's memory: fragments, and what the driver and other programs hold
 _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
 
 
@@ -69,7 +69,7 @@ class RolloutPlan:
         """Pages that fit beside everything else; None where the memory is unknown."""
         if self.memory is None:
             return None
-        left = self.memory * _USABLE - self.weights - self.train_state - self.workspace
+        left = self.memory * USABLE - self.weights - self.train_state - self.workspace
         return max(int(left) // self.page, 0)
 
     @property

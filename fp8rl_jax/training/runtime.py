@@ -129,16 +129,21 @@ class Runtime(Resolved):
         return sharding.param_shardings(self.mesh, self.param_shapes)
 
     @functools.cached_property
-    def weight_shardings(self):
-        """Of what the sampler holds: experts over `expert`, other weights over `tensor`; on a GPU
-        with the layouts that its kernels read."""
+    def weight_shapes(self):
+        """ShapeDtypeStructs of what the sampler holds."""
 
         def weights(params):
             scaling = init_scaling(params, self.learner_recipe)
             weights = quantize_params(params, self.rollout_recipe, scaling)
             return with_kv_scales(weights, self._missing_kv_scales())
 
-        shapes = jax.eval_shape(weights, self.param_shapes)
+        return jax.eval_shape(weights, self.param_shapes)
+
+    @functools.cached_property
+    def weight_shardings(self):
+        """Of what the sampler holds: experts over `expert`, other weights over `tensor`; on a GPU
+        with the layouts that its kernels read."""
+        shapes = self.weight_shapes
         specs = weight_specs(shapes, self.model, self.rollout_recipe, self.mesh)
         shardings = sharding.named(self.mesh, specs)
         if resolve(self.rollout_recipe.kernels) == "reference":

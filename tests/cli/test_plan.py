@@ -14,7 +14,8 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import cli, models
-from fp8rl_jax.cli.plan import plan_config
+from fp8rl_jax.cli.plan_rollout import plan_config
+from fp8rl_jax.cli.planned import read_planned
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
@@ -270,20 +271,122 @@ def test_tiny_config_and_other_recipes(told):
 
 
 def test_experts_and_latents(told):
-    found = plan_config(
-        load_config(str(_ROOT / "configs" / "moonlight_16b.py"),
-                    ["--config.model.name=moonlight_16b_a3b"]),
-        80 * _GIB,
-    )  # fmt: skip
+    config = load_config(
+        str(_ROOT / "configs" / "moonlight_16b.py"), ["--config.model.name=moonlight_16b_a3b"]
+    )
+    found = plan_config(read_planned(config), 80 * _GIB)
     latent = found.own.page / models.PAGE / preset("moonlight_16b_a3b").num_hidden_layers
     assert latent == 512 + 4 + 2 * 64
+
+
+_CONFIGS = {
+    "llama3p1_8b": "llama3p1_8b", "moonlight_16b": "moonlight_16b_a3b",
+    "qwen3_1p7b_gsm8k": "qwen3_1p7b", "qwen3_235b_a22b": "qwen3_235b_a22b",
+    "qwen3_30b_a3b": "qwen3_30b_a3b", "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b",
+    "smollm2_135m": "smollm2_135m", "tiny_arithmetic": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_every_config_fits_its_own_mesh(told, path):
+    """The train step of every config, on the GPUs that its header names."""
+    name = _CONFIGS[path.stem]
+    words = [f"--config.model.name={name}"] * bool(name)
+    gpu = "h100" if "GPUs of 80 GB" in path.read_text() else "h200"
+    status, output, error = told("--learner", "--config", str(path), *words, f"--gpu={gpu}")
+    assert (status, error) == (0, "")
+    assert "The train step fits: it needs" in output
+    (sizes,) = re.findall(r"mesh: data (\d+), fsdp (\d+), tensor (\d+), expert (\d+)", output)
+    config = load_config(str(path)).mesh
+    assert [int(n) for n in sizes] == [max(n, 1) for n in (
+        config.data, config.fsdp, config.tensor, config.expert
+    )]  # fmt: skip
+
+
+def _learner(config: str, *fields: str) -> list[str]:
+    return ["--learner", "--config", config, *(f"--config.{field}" for field in fields)]
+
+
+def test_the_learner_of_a_cluster(told):
+    """Sixty-four devices by arguments alone; what is between hosts follows from the mesh."""
+    moe = str(_ROOT / "configs" / "qwen3_30b_a3b.py")
+    fields = ["model.name=qwen3_30b_a3b", "mesh.fsdp=8", "mesh.expert=8"]
+    fields.append("rollout.prompts_per_step=64")
+    status, output, _ = told(*_learner(moe, *fields), "--devices=64")
+    assert status == 0
+    assert "64 H200 of 141.00 GiB on 8 hosts (mesh: data 1, fsdp 8, tensor 1, expert 8)" in output
+    inside, between = zip(*(
+        map(float, re.findall(r"([\d.]+) GiB", line))
+        for line in output.splitlines() if re.match(r"(fsdp|expert): ", line)
+    ), strict=True)  # fmt: skip
+    assert inside[:3] == (0, 0, 0) and min(between[:3]) > 0  # fsdp
+    assert min(inside[3:]) > 0 and set(between[3:]) == {0}
+    assert "989 TFLOPS bf16, 1,979 FP8" in output and "NVLink" in output
+    status, one, _ = told(*_learner(moe, *fields), "--devices=64", "--hosts=64")
+    assert status == 0 and "on 64 hosts" in one
+    assert {float(x) for x in re.findall(r"([\d.]+) GiB +[\d.]+ GiB$", one, re.M)} == {0}
+
+
+def _fixes(error: str) -> list[tuple[list[str], float]]:
+    """(fields, GiB that the plan then needs) of an error's sentence."""
+    advice = error.partition(": write ")[2]
+    found = re.findall(r"([^()]+) \(([\d.]+) GiB\)", advice)
+    return [(re.findall(r"[a-z_]+\.[a-z_]+=\w+", words), float(size)) for words, size in found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "memory", "fixed"),
+    [
+        (["learner.remat=none"], 55, ["learner.remat", "mesh.fsdp"]),
+        ([], 45, ["learner.gradient_accumulation_steps", "mesh.fsdp"]),
+        (["mesh.fsdp=4", "mesh.data=2"], 55, ["mesh.data"]),
+        (["mesh.fsdp=1", "learner.remat=none"], 60, ["learner.gradient_accumulation_steps"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_fixed_as_the_plan_says(told, fields, memory, fixed):
+    """Status 2 and the fixes by price; each, written into the command, fits with its figure."""
+    arguments = _learner(_QWEN, "model.name=qwen3_8b", *fields)
+    status, output, error = told(*arguments, f"--memory-gb={memory}")
+    assert status == 2
+    assert "together" in output and "The train step fits" not in output
+    assert re.fullmatch(r"error: the train step needs [^\n]+\n", error)
+    fixes = _fixes(error)
+    assert [words[0].partition("=")[0] for words, _ in fixes] == fixed
+    for words, size in fixes:
+        changed = [f"--config.{word}" for word in words]
+        status, output, _ = told(*arguments, *changed, f"--memory-gb={memory}")
+        assert status == 0
+        assert f"needs {size:.2f} GiB a device" in output
+
+
+def test_nothing_makes_it_fit(told):
+    status, _, error = told(*_learner(_QWEN, "model.name=qwen3_8b"), "--memory-gb=2")
+    assert status == 2
+    assert "no larger mesh that was tried is enough" in error
+
+
+def test_both_halves(told):
+    """Without a flag, rollout and learner; what is wrong with either ends in one sentence."""
+    status, output, error = told("--config", _TINY)
+    assert (status, error) == (0, "")
+    assert output.index("slots of 40 tokens") < output.index("\n\nLearner: 1 H200")
+    status, output, error = told("--config", _QWEN, "--config.model.name=qwen3_8b",
+                                 "--memory-gb=16")  # fmt: skip
+    assert status == 2
+    assert "pages that fit" in output and "masters, float32" in output
+    assert re.fullmatch(r"error: beside [^\n]*; the train step needs [^\n]*\n", error)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["fp8rl plan --rollout --config FILE"]),
-        (["--config", _TINY], ["fp8rl plan --rollout --config FILE"]),
+        ([], ["name a config"]),
+        (["--learner", "--config", _TINY, "--hosts=0"], ["--hosts is 0", "at least 1"]),
+        (["--learner", "--config", _TINY, "--devices=4", "--hosts=3"], ["--hosts is 3", "the 4"]),
+        (["--learner", "--config", _TINY, "--gpu=b200"], ["--gpu", "h100"]),
+        (["--learner", "--config", _TINY, "--config.mesh.expert=2"], ["mesh.expert is 2"]),
+        (["--rollout", "--compile", "--config", _TINY], ["--compile", "--learner"]),
+        (["--learner", "--compile", "--gpu=h100", "--config", _TINY], ["--gpu is h100"]),
         (["--rollout"], ["name a config"]),
         (["--rollout", "--config", _TINY, "--memory-gb=0"], ["--memory-gb is 0.0", "such as 80"]),
         (["--rollout", "--config", _TINY, "--memory-gb=nan"], ["--memory-gb is nan"]),

@@ -1,0 +1,131 @@
+"""A configuration's train step and decode step, lowered for devices that need not be there.
+
+The programs are those of a run (`Runtime`), from shapes alone: no parameter is made, and nothing
+can be run. `deviceless.h200_mesh` describes devices that JAX's CUDA plugin compiles for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.config.resolve import Resolved
+from fp8rl_jax.data import ByteTokenizer
+from fp8rl_jax.models import rope_tables
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import Runtime
+
+_PROMPT, _NEW = 64, 8  # tokens of a lowered decode loop; its caches are as long as the run's
+
+
+def on_gpu(recipe: Recipe) -> Recipe:
+    """The recipe with the kernels that a GPU takes."""
+    auto = recipe.kernels == "auto"
+    return dataclasses.replace(recipe, kernels="triton") if auto else recipe
+
+
+def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None) -> Runtime:
+    """What a run on `mesh` compiles its programs from, with a tokenizer that is never asked.
+
+    Args:
+      resolved: with its vocabulary.
+      mesh: of devices that need not be there.
+      layers: of the model; its own number if left out.
+    """
+    model = resolved.model
+    if layers is not None:
+        model = dataclasses.replace(model, num_hidden_layers=layers)
+    changed = dataclasses.replace(
+        resolved, model=model, rollout_recipe=on_gpu(resolved.rollout_recipe),
+        learner_recipe=on_gpu(resolved.learner_recipe),
+        reference_recipe=on_gpu(resolved.reference_recipe),
+    )  # fmt: skip
+    return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
+
+
+def _laid_out(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs with shardings: one for all arrays, or a tree of them."""
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def _rope(runtime: Runtime, positions: int) -> Any:
+    """Shapes of the tables of rotary frequencies."""
+    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
+    return _laid_out(tables, sharding.replicated(runtime.mesh))
+
+
+def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
+    """The train step of RL on one minibatch: gradients and the optimiser's update."""
+    config = runtime.config
+    rollout, mesh = config.rollout, runtime.mesh
+    rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
+    new = rollout.max_new_tokens
+    tokens = rollout.max_prompt_tokens + new
+    field = {
+        "tokens": ((rows, tokens), jnp.int32), "targets": ((rows, new), jnp.int32),
+        "prompt_lengths": ((rows,), jnp.int32), "temperature": ((rows,), jnp.float32),
+    }  # fmt: skip
+    arrays = {
+        f.name: jax.ShapeDtypeStruct(*field.get(f.name, ((rows, new), jnp.float32)))
+        for f in dataclasses.fields(learner.Batch)
+        if f.name != "routing"
+    }
+    batch = _laid_out(learner.Batch(**arrays), sharding.batch_sharding(mesh))
+    optimizer, _ = optimizer_of_phase(config, "rl")
+    rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    state = jax.eval_shape(
+        lambda params, rng: learner.new_state(params, optimizer, rng, runtime.learner_recipe),
+        runtime.param_shapes, rng,
+    )  # fmt: skip
+    state = _laid_out(state, sharding.param_shardings(mesh, state))
+    step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
+    with jax.set_mesh(mesh):
+        return step.lower(state, batch, _rope(runtime, tokens))
+
+
+def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
+    """One token of every sequence that decodes at a time, with caches of their whole length."""
+    config, mesh = runtime.config, runtime.mesh
+    rollout = config.rollout
+    rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
+    slots = rollout.max_prompt_tokens + rollout.max_new_tokens
+    settings = SamplerConfig(_NEW, 1, (0,), 0, cache_slots=slots)
+    loop = Loop(runtime.model, runtime.rollout_recipe, settings)
+    rope = _rope(runtime, slots)
+
+    def requests(rope):
+        ids, ones = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.int32)
+        return Requests(ones, jax.random.key(0), ids, jnp.ones(rows), ones, rope)
+
+    weights = runtime.weight_shapes
+    wanted = jax.eval_shape(requests, rope)
+    prompts = jax.ShapeDtypeStruct((rows, _PROMPT), jnp.int32)
+    state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
+    by_row = PartitionSpec(sharding.BATCH_AXES)
+
+    def place(path, leaf):
+        if "cache" in jax.tree_util.keystr(path):
+            return NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES))
+        fits = leaf.shape[:1] == (rows,)
+        return NamedSharding(mesh, by_row if fits else PartitionSpec())
+
+    state = _laid_out(state, jax.tree_util.tree_map_with_path(place, state))
+    wanted = _laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
+
+    def step(weights, wanted, state):
+        return loop.decode_step(loop.prepare(weights), wanted, state)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, donate_argnums=2)
+        return lowered.lower(_laid_out(weights, runtime.weight_shardings), wanted, state)

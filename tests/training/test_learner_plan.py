@@ -1,0 +1,109 @@
+"""The plan of a train step: counted against real arrays, estimated against the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from marks import slow
+from random_model import initial_params
+
+from fp8rl_jax import models, sharding
+from fp8rl_jax.learner import make_batch, new_state
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.training.learner_plan import Workload, plan_learner, weight_bytes
+from fp8rl_jax.training.optimizer import make_optimizer
+
+_DENSE = models.ModelConfig(96, 64, 128, 2, 4, 2, 16)
+_EXPERTS = dataclasses.replace(
+    _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    first_k_dense_replace=1,
+)  # fmt: skip
+_ONE = {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
+_WORK = Workload(rows=4, prompt=16, response=48, micro_batches=2, remat="full")
+
+
+def _nbytes(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _plan(model=_DENSE, axes=None, recipe="fp8", reference=False, **work):
+    mesh = sharding.abstract_mesh(_ONE | (axes or {}))
+    workload = dataclasses.replace(_WORK, **work)
+    return plan_learner(model, get_recipe(recipe), mesh, workload, reference)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [(_EXPERTS, "fp8"), slow(_DENSE, "fp8"), slow(_DENSE, "bf16"), slow(_DENSE, "fp8_delayed")],
+    ids=["experts", "fp8", "bf16", "delayed"],
+)
+def test_counts_are_those_of_real_arrays(model, recipe):
+    """Masters, moments, states, own weights and batch of one device, byte for byte."""
+    params = initial_params(model)
+    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+
+    @jax.jit
+    def stored(params):
+        state = new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
+        return state, models.quantize_params(params, recipe, state.scaling_state)
+
+    state, own = stored(params)
+    rows, (length, response) = _WORK.rows * _WORK.micro_batches, (64, _WORK.response)
+    tokens, targets = (np.zeros((rows, n), np.int32) for n in (length, response))
+    batch = make_batch(tokens, np.ones(rows, np.int32), targets, targets > 0, np.ones(rows))
+    plan = _plan(model, recipe=recipe)
+    assert plan.masters == _nbytes(params)
+    assert plan.own_weights == _nbytes(own)
+    counters = 16  # the optimiser's counts of updates
+    assert plan.moments <= _nbytes(state.opt_state) <= plan.moments + counters
+    by_row = 16 * rows  # lengths and temperatures
+    left = plan.others - _nbytes(state.scaling_state)
+    assert left <= _nbytes(batch) <= left + by_row
+    with_reference = _plan(model, recipe=recipe, reference=True)
+    assert with_reference.others == plan.others + plan.masters
+
+
+def test_parts():
+    """What every device stores: all over `fsdp`, experts over `expert` too, nothing over `data`."""
+    whole = _plan(_EXPERTS)
+    experts = weight_bytes(_EXPERTS, get_recipe("f32"), sharding.abstract_mesh(_ONE))[0].experts
+    small = 4 * (2 * (2 * 64 + 2 * 16) + 64)  # norms are replicated
+    assert _plan(_EXPERTS, {"fsdp": 2}).masters == (whole.masters + small) // 2
+    both = _plan(_EXPERTS, {"fsdp": 2, "expert": 2})
+    assert both.masters == (whole.masters + small) // 2 - experts // 4
+    assert both.moments == 2 * both.masters == both.gradients
+    assert _plan(_EXPERTS, {"data": 4}).masters == whole.masters
+
+
+def test_gathered_weights():
+    """Over `fsdp` layers are gathered whole; experts stay in parts over `expert`."""
+    recipe = get_recipe("f32")
+
+    def gathered(**axes):
+        return weight_bytes(_EXPERTS, recipe, sharding.abstract_mesh(_ONE | axes))[0]
+
+    expert = 3 * 4 * 64 * 64  # gate, up and down, float32
+    one = gathered()
+    assert one.experts == 4 * expert  # the first layer is dense
+    assert gathered(fsdp=4).experts == one.experts
+    assert gathered(fsdp=2, expert=2).experts == one.experts // 2
+    assert gathered(fsdp=2, expert=2).dense == one.dense
+    assert one.tables == 2 * 4 * 96 * 64
+    assert one.layer >= 4 * expert
+
+
+def test_the_peak():
+    """State and what is held, and the largest of what is at work one after the other."""
+    plan = _plan()
+    at_work = max(plan.head, plan.layer, plan.optimizer)
+    held = plan.gradients + plan.own_weights + plan.layer_inputs + plan.tables
+    assert plan.state == plan.masters + plan.moments + plan.others
+    assert plan.needed == pytest.approx(plan.state + 1.1 * (held + at_work), abs=1)
+    assert plan.gradients == 2 * plan.masters == 2 * _plan(micro_batches=1).gradients
+    assert plan.layer_inputs == 2 * 4 * 64 * 64 * 2  # layers, rows, tokens, features of bf16
+    assert _plan(rows=8).layer_inputs == 2 * plan.layer_inputs
+    assert _plan(remat="none").layer_inputs > 5 * plan.layer_inputs
+    assert _plan(recipe="f32").layer_inputs == 2 * plan.layer_inputs
