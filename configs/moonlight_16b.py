@@ -6,9 +6,8 @@ Precision cases, after the file's name (`moonlight_16b.py:case1`); the rollout i
 
 Command:   fp8rl train --config configs/moonlight_16b.py --config.model.checkpoint=DIR
            with the files of moonshotai/Moonlight-16B-A3B-Instruct in DIR
-Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. A train step needs 57.8 GiB of each (compiled and
-           extrapolated: docs/scripts/learner_h200.py moonlight_16b_a3b fsdp=2 expert=4), and
-           the sampler's weights beside it 16 GiB
+Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. Compiled without them, a train step needs 60.9 GiB
+           of each (fp8rl plan --compile), and the sampler's weights, before it, 5.5 GiB
 Expected:  not run by us (it needs the GPUs); published as a recipe, without figures.
 """
 

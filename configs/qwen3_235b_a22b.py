@@ -6,10 +6,8 @@ Precision cases, after the file's name (`qwen3_235b_a22b.py:case1`); the rollout
 
 Command:   fp8rl train --config configs/qwen3_235b_a22b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-235B-A22B in DIR
-Mesh:      64 GPUs of 141 GB: fsdp 8, expert 8. A train step needs 112.8 GiB of each (compiled and
-           extrapolated: docs/scripts/learner_h200.py qwen3_235b_a22b fsdp=8 expert=8). The
-           sampler holds every expert on every device, 220 GiB in FP8, which no such GPU has:
-           the rollout does not fit yet.
+Mesh:      64 GPUs of 141 GB: fsdp 8, expert 8. Compiled without them, a train step needs 99.3 GiB
+           of each (fp8rl plan --compile), and the sampler's weights, before it, 35.2 GiB
 Expected:  not run by us (it needs the GPUs); published: FP8 on both sides keeps lowering clip
            fraction and difference at this size.
 """

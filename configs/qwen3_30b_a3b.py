@@ -6,9 +6,8 @@ Precision cases, after the file's name (`qwen3_30b_a3b.py:case1`); the rollout i
 
 Command:   fp8rl train --config configs/qwen3_30b_a3b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-30B-A3B in DIR
-Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. A train step needs 50.3 GiB of each (compiled and
-           extrapolated: docs/scripts/learner_h200.py qwen3_30b_a3b fsdp=4 expert=4), and the
-           sampler's weights beside it 29 GiB
+Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train step needs 49.3 GiB
+           of each (fp8rl plan --compile), and the sampler's weights, before it, 8.8 GiB
 Expected:  not run by us (it needs the GPUs); published: accuracy curves of FP8 and BF16 match.
 """
 
