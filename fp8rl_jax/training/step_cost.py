@@ -173,9 +173,8 @@ def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[s
     """
     width, chosen = model.hidden_size, model.num_experts_per_tok
     tokens = work.tokens * work.micro_batches * (model.num_hidden_layers - model.dense_layers)
-    full = work.remat == "full"
-    in_passes = passes_of(work.tokens, devices) > 1  # these are recomputed once more
-    forward = 1 + full + in_passes
+    again = work.remat == "full" or passes_of(work.tokens, devices) > 1  # passes are recomputed too
+    forward = 1 + again
     row = width * (1 + 4 / 128) + 4 * chosen  # FP8, scales, choices
     gathered = tokens * (devices - 1) * (forward * row + 2 * width)  # bf16 for wgrad
     results = tokens * chosen * 4 * width * (devices - 1) / devices
