@@ -127,7 +127,7 @@ def format_compiled(found: LearnerConfigPlan, train: Compiled, decode: Compiled)
         total = found.planned.resolved.model.num_hidden_layers
         counts = " and ".join(map(str, train.layers))
         lines.append(
-            f"Extrapolated to {total} layers from programs of {counts} layers; the collectives stand "
-            "in the latter's text, where those of a loop run in each of its turns."
+            f"Extrapolated to {total} layers from programs of {counts} layers; the collectives "
+            "stand in the latter's text, where those of a loop run in each of its turns."
         )
     return lines
