@@ -5,7 +5,7 @@ of its arrays and how they are stored (`sharding.RULES`). What the step holds fo
 estimate: the inputs of the layers, which the backward pass reads; the tables of embedding and head,
 which every device gathers; and the largest of three that follow each other: the backward pass of
 the head, that of a layer, and the optimiser's update. The estimate is meant to be 1 to 1.6 times
-what XLA plans for the compiled step, and never less (tests/training/test_learner_plan.py).
+what XLA plans for the compiled step, and never less (tests/cli/test_plan_compile.py).
 
 The sampler's weights and its KV cache are not there: a run gives them up before the train step.
 """
@@ -27,7 +27,7 @@ from fp8rl_jax.models.expert_parallel import passes_of
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
 
-_HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
+HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
 _FRAGMENTS = 0.1  # of temporary arrays
 _SPARE_ROWS = 127  # of a tile of 128, that an expert may leave empty (models/moe.py)
 _BATCH_FIELDS = 7  # of `Batch`, a number for each response token
@@ -236,7 +236,7 @@ def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     """Bytes of the head's backward pass: whole float32 gradients of both tables, the head in a
     second layout, the gradient of the logits of some tokens in two layouts, and rows."""
     size, table = recipe.compute_dtype.itemsize, model.vocab_size * model.hidden_size
-    chunk = min(work.response_tokens, _HEAD_TOKENS)
+    chunk = min(work.response_tokens, HEAD_TOKENS)
     summed = 1 if work.response_tokens > chunk else 0  # the gradient of the head so far
     logits = 2 * chunk * model.vocab_size * size
     rows = 2 * 4 * work.response_tokens * model.hidden_size

@@ -11,8 +11,10 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import models, sharding
+from fp8rl_jax.kernels import gpu_kernels
 from fp8rl_jax.learner import make_batch, new_state
 from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.training import learner_plan
 from fp8rl_jax.training.learner_plan import Workload, plan_learner, weight_bytes
 from fp8rl_jax.training.optimizer import make_optimizer
 
@@ -93,6 +95,15 @@ def test_gathered_weights():
     assert gathered(fsdp=2, expert=2).dense == one.dense
     assert one.tables == 2 * 4 * 96 * 64
     assert one.layer >= 4 * expert
+
+
+def test_the_heads_chunk():
+    """As many tokens as the kernel takes at once."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+    assert gpu_kernels().head.CHUNK == learner_plan.HEAD_TOKENS
+    table = 4 * _DENSE.vocab_size * _DENSE.hidden_size
+    few, many = (_plan(rows=1, response=n).head for n in (4096, 4097))
+    assert many - few == table + 2 * 4 * _DENSE.hidden_size  # the gradient so far, and a row
 
 
 def test_the_peak():
