@@ -148,12 +148,12 @@ def _format_cost(found: LearnerConfigPlan) -> Iterator[str]:
         received = [(f"{t.axis}: {t.what}", gib(t.inside), gib(t.between)) for t in cost.transfers]
         yield from text_table(("received over", "inside hosts", "between hosts"), *received)
         yield ""
-    times = [(name, f"{seconds:.3f} s") for name, seconds in cost.seconds.items()]
+    times = [(name, f"{seconds:.3g} s") for name, seconds in cost.seconds.items()]
     yield from text_table(("takes at least", ""), *times)
     rate = cost.tokens / cost.least_seconds
     yield (
-        f"An update takes {cost.least_seconds:.2f} s if all this overlaps, bound by {cost.bound}, "
-        f"and {cost.most_seconds:.2f} s if nothing does; at best {rate:,.0f} tokens/s."
+        f"An update takes {cost.least_seconds:.3g} s if all this overlaps, bound by {cost.bound}, "
+        f"and {cost.most_seconds:.3g} s if nothing does; at best {rate:,.0f} tokens/s."
     )
     efficiency = ", ".join(f"{name} {value:.0%}" for name, value in EFFICIENCY.items())
     yield (

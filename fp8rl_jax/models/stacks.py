@@ -19,8 +19,8 @@ LINEAR, TABLE, SMALL = "linear", "table", "small"
 
 
 def path_of(keys) -> Path:
-    """Names of a leaf's path as `jax.tree_util` gives it."""
-    return tuple(key.key for key in keys)
+    """Names of a leaf's path as `jax.tree_util` gives it: keys of dicts, fields of dataclasses."""
+    return tuple(key.key if hasattr(key, "key") else key.name for key in keys)
 
 
 def role_of(path: Path) -> str:

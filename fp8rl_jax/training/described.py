@@ -17,12 +17,10 @@ from fp8rl_jax import learner, sharding
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
-from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant import Recipe, missing_scales
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
-
-_PROMPT, _NEW = 64, 8  # tokens of a lowered decode loop; its caches are as long as the run's
 
 
 def on_gpu(recipe: Recipe) -> Recipe:
@@ -84,10 +82,13 @@ def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
     batch = _laid_out(learner.Batch(**arrays), sharding.batch_sharding(mesh))
     optimizer, _ = optimizer_of_phase(config, "rl")
     rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    state = jax.eval_shape(
-        lambda params, rng: learner.new_state(params, optimizer, rng, runtime.learner_recipe),
-        runtime.param_shapes, rng,
-    )  # fmt: skip
+    recipe, layers = runtime.learner_recipe, runtime.model.num_hidden_layers
+
+    def new_state(params, rng) -> learner.TrainState:
+        scales = missing_scales(layers) if runtime.calibrated else None
+        return learner.new_state(params, optimizer, rng, recipe, kv_scales=scales)
+
+    state = jax.eval_shape(new_state, runtime.param_shapes, rng)
     state = _laid_out(state, sharding.param_shardings(mesh, state))
     step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
     with jax.set_mesh(mesh):
@@ -99,10 +100,9 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     config, mesh = runtime.config, runtime.mesh
     rollout = config.rollout
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
-    slots = rollout.max_prompt_tokens + rollout.max_new_tokens
-    settings = SamplerConfig(_NEW, 1, (0,), 0, cache_slots=slots)
+    settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
     loop = Loop(runtime.model, runtime.rollout_recipe, settings)
-    rope = _rope(runtime, slots)
+    rope = _rope(runtime, rollout.max_prompt_tokens + rollout.max_new_tokens)
 
     def requests(rope):
         ids, ones = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.int32)
@@ -110,7 +110,7 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
 
     weights = runtime.weight_shapes
     wanted = jax.eval_shape(requests, rope)
-    prompts = jax.ShapeDtypeStruct((rows, _PROMPT), jnp.int32)
+    prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
     by_row = PartitionSpec(sharding.BATCH_AXES)
 

@@ -9,13 +9,13 @@ import sys
 import jax
 import pytest
 
-from fp8rl_jax import cli
+from fp8rl_jax import cli, sharding
 from fp8rl_jax.cli import plan_compile
 from fp8rl_jax.cli.plan_compile import Compiled, compile_whole, format_compiled
 from fp8rl_jax.cli.plan_learner import LearnerConfigPlan, plan_learner_config
 from fp8rl_jax.cli.planned import read_planned
 from fp8rl_jax.config import load_config
-from fp8rl_jax.training.described import lower_decode_step, lower_train_step
+from fp8rl_jax.training.described import described_runtime, lower_decode_step, lower_train_step
 from fp8rl_jax.training.step_cost import GPUS
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -68,6 +68,15 @@ def test_other_models_are_compiled_whole(compiled):
     assert f"{found.plan.needed / _GIB / 256:.2f} times the compiler's figure" in lines
     assert "Collectives in the train step: 7 all-gather u8." in lines
     assert "Extrapolated" not in lines
+
+
+def test_calibrated_scales_are_weights_too():
+    """What a GPU's sampler holds has a place for every array, KV scales among them."""
+    resolved = _planned("tiny_arithmetic", "precision.kv_cache=fp8_calibrated").planned.resolved
+    mesh = sharding.make_mesh(resolved.config.mesh.to_dict())
+    runtime = described_runtime(resolved, mesh)
+    assert "kv_scales" in runtime.weight_shapes
+    assert jax.tree.structure(runtime.weight_shardings) == jax.tree.structure(runtime.weight_shapes)
 
 
 def test_without_the_plugin(capsys, monkeypatch, tmp_path):
