@@ -212,6 +212,11 @@ def response_logprobs(
     return logp, entropy, out.aux
 
 
+def keep_if(wanted: jax.Array, after, before):
+    """`after` if () bool `wanted`, else `before`."""
+    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), after, before)
+
+
 def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
@@ -251,31 +256,41 @@ def _join_parts(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def make_train_step(
+@flax.struct.dataclass
+class Gradients:
+    """What a batch says of the parameters.
+
+    Attributes:
+      params: gradients, shaped as the parameters, float32.
+      changes: () bool, whether the update is made: all is finite, and a token counts.
+      scaling_state: after the batch.
+    """
+
+    params: Any
+    changes: jax.Array
+    scaling_state: dict
+
+
+def make_gradients(
     model: ModelConfig,
     recipe: Recipe | str,
-    optimizer: optax.GradientTransformation,
     loss: LossConfig,
     *,
     micro_batches: int = 1,
     remat: str = "none",
     health: bool = False,
     taps: tuple[str, ...] = (),
-    donate: bool = True,
-    shardings: dict | None = None,
 ) -> Callable:
-    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
+    """Returns ``gradients(state, batch, rope) -> (Gradients, logp, metrics)``, not jitted; of the
+    state it does not read the optimiser's.
 
     Args:
       model, recipe: shapes and numerics.
-      optimizer: of `make_optimizer`.
       loss: static choices of the loss.
       micro_batches: the batch is split into this many parts along B, gradients are added.
       remat: of `forward`.
       health: also count what quantisation lost, by operand class, site and layer.
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
-      donate: give the state's memory to the new state; False leaves the old one usable.
-      shardings: keywords for jit on a mesh.
 
     `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
     are scalars: loss, grad_norm, router_aux_loss (with its coefficient, which is not in it),
@@ -284,9 +299,7 @@ def make_train_step(
     divergence), and the statistics of the token loss: (B, R) float32}; with experts
     'expert_tokens': (S, E) int32 (`ForwardOutput.aux`); with health 'health': {'activations' |
     'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B,
-    T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}. If not good, or if no token of
-    the batch counts, the returned state is the state before the step: without a gradient, the
-    optimiser's momentum would still move the weights.
+    T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.
     """
     recipe = get_recipe(recipe)
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
@@ -311,7 +324,7 @@ def make_train_step(
             value = value + loss.router_aux_coef * sums["router_aux_loss"]
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
-    def train_step(state: TrainState, batch: Batch, rope):
+    def gradients(state: TrainState, batch: Batch, rope):
         weights = quantize_params(state.params, recipe, state.scaling_state)
         probes = init_probes(state.params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -343,15 +356,8 @@ def make_train_step(
         value, grads, seen, sums = total
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = dataclasses.replace(
-            state,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            scaling_state=update_scaling(state.params, recipe, state.scaling_state, seen),
-        )
+        scaling = update_scaling(state.params, recipe, state.scaling_state, seen)
         changes = good & (batch.weights != 0).any()
-        new = jax.tree.map(lambda after, before: jnp.where(changes, after, before), new, state)
         logp, per_token = tokens
         metrics = {
             "loss": value,
@@ -370,7 +376,44 @@ def make_train_step(
                 metrics["health"]["kv"] = {"layers.self_attn": sums["kv_health"]}
         if taps:
             metrics["taps"] = tapped
-        return new, logp, metrics
+        return Gradients(grads, changes, scaling), logp, metrics
+
+    return gradients
+
+
+def make_train_step(
+    model: ModelConfig,
+    recipe: Recipe | str,
+    optimizer: optax.GradientTransformation,
+    loss: LossConfig,
+    *,
+    donate: bool = True,
+    shardings: dict | None = None,
+    **options,
+) -> Callable:
+    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
+
+    Args:
+      model, recipe, loss: as for `make_gradients`, which describes `logp` and `metrics`.
+      optimizer: of `make_optimizer`.
+      donate: give the state's memory to the new state; False leaves the old one usable.
+      shardings: keywords for jit on a mesh.
+      options: keywords of `make_gradients`.
+
+    If loss or gradients are not finite, or if no token of the batch counts, the returned state is
+    the state before the step: without a gradient, the optimiser's momentum would still move the
+    weights.
+    """
+    gradients = make_gradients(model, recipe, loss, **options)
+
+    def train_step(state: TrainState, batch: Batch, rope):
+        found, logp, metrics = gradients(state, batch, rope)
+        updates, opt_state = optimizer.update(found.params, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = dataclasses.replace(
+            state, params=params, opt_state=opt_state, scaling_state=found.scaling_state
+        )
+        return keep_if(found.changes, new, state), logp, metrics
 
     donated = {"donate_argnums": 0} if donate else {}
     return exact_jit(train_step, **donated, **(shardings or {}))

@@ -80,6 +80,24 @@ def test_sft_is_cached_and_recomputed_logprobs_change_nothing(tiny_run, tmp_path
     assert ours["metrics"] == theirs["metrics"][:3]
 
 
+@pytest.mark.slow
+def test_moments_in_host_memory(tiny_run, tmp_path):
+    """The first step is that of moments on the device, and a run resumes bit for bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def run(directory, steps, resume=False):
+        fields = {"learner.offload": "moments", "run.steps": steps}
+        train.train(load_config(str(CONFIG), _from_cache(tiny_run, directory, **fields)), resume)
+
+    run(whole, 3)
+    run(parts, 2)
+    run(parts, 3, resume=True)
+    ours = reproducible(whole)
+    assert ours == reproducible(parts) and len(ours["metrics"]) == 3
+    assert ours["metrics"][0] == reproducible(tiny_run[0])["metrics"][0]
+    assert all(record["train_rollout_logprob_abs_diff_max"] == 0 for record in ours["metrics"])
+
+
 def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, capsys):
     """One bit of one log-probability in the second step: said once, and from the third step on, in
     a resumed run too, the learner computes the old log-probabilities."""

@@ -225,6 +225,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "gradient_accumulation_steps": Field(1, "micro-batches of an update", 1),
         "remat": Field("none", "none: keep activations; full: recompute each layer",
                        choices=REMAT),
+        "offload": Field("none", "moments: the optimiser's moments are in the host's memory; the "
+                         "update takes them an array at a time", choices=("none", "moments")),
     },
     "optimizer": {
         "learning_rate": Field(1e-4, "peak, after warm-up", 0),

@@ -19,6 +19,8 @@ from fp8rl_jax.models.logprobs import (
     token_logprobs,
 )
 from fp8rl_jax.models.params import (
+    array_checksum,
+    chained,
     checksum,
     for_decoding,
     init_params,

@@ -306,16 +306,25 @@ def checksum(tree) -> jax.Array:
     public domain) and added, which is exact and has no order; leaves are then chained. No leaf is
     reshaped: over a mesh each device reads its own part, and nothing is gathered.
     """
+    return chained([array_checksum(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def array_checksum(x: jax.Array) -> jax.Array:
+    """The sum of an array's mixed words, uint32: `checksum` is made of these."""
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    words = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
+    index = jnp.ones(words.shape, jnp.uint32)  # in order of rows, from 1 on
+    for axis in range(words.ndim):
+        stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
+        index += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
+    return _mix(words ^ _mix(index)).sum(dtype=jnp.uint32)
+
+
+def chained(sums: list) -> jax.Array:
+    """One uint32 of several arrays' `array_checksum`, in their order."""
     total = jnp.uint32(0)
-    for leaf in jax.tree.leaves(tree):
-        bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        words = lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
-        index = jnp.ones(words.shape, jnp.uint32)  # in order of rows, from 1 on
-        for axis in range(words.ndim):
-            stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
-            index += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
-        mixed = _mix(words ^ _mix(index))
-        total = _mix(total * np.uint32(31) + mixed.sum(dtype=jnp.uint32))
+    for one in sums:
+        total = _mix(total * np.uint32(31) + one)
     return total
 
 

@@ -155,14 +155,20 @@ def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
 
 
 def train_bytes(
-    model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, reference: bool = False
+    model: ModelConfig,
+    recipe: Recipe,
+    mesh: Mesh | AbstractMesh,
+    reference: bool = False,
+    offload: str = "none",
 ) -> int:
     """Bytes of a device's part of masters, their two moments, the reference policy (algo.kl_coef)
-    if there is one, and scaling states (replicated)."""
+    if there is one, and scaling states (replicated). With `offload` (`learner.offload`) 'moments'
+    these are in the host's memory."""
     params = _param_shapes(model)
     specs = jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, params))
     scaling = jax.eval_shape(lambda p: init_scaling(p, recipe), params)
-    return (3 + reference) * part_bytes(mesh, params, specs) + _bytes(scaling)
+    copies = (1 if offload == "moments" else 3) + reference
+    return copies * part_bytes(mesh, params, specs) + _bytes(scaling)
 
 
 def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices: int = 1) -> int:
@@ -207,6 +213,7 @@ def plan_rollout(
     batching: Batching,
     memory: int | None,
     reference: bool = False,
+    offload: str = "none",
 ) -> RolloutPlan:
     """The plan of one device in a training run.
 
@@ -217,13 +224,13 @@ def plan_rollout(
       prompt_tokens: prompt slots.
       batching: sizes of all devices together; its pages are not read.
       memory: bytes of a device, or None.
-      reference: whether a reference policy is there too (algo.kl_coef).
+      reference, offload: as for `train_bytes`.
     """
     slots = batching.slots // mesh.size
     prefill_tokens = min(batching.prefill_chunk, prompt_tokens)
     return RolloutPlan(
         weights=weight_bytes(loop, learner_recipe, mesh),
-        train_state=train_bytes(loop.model, learner_recipe, mesh, reference),
+        train_state=train_bytes(loop.model, learner_recipe, mesh, reference, offload),
         workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(loop.model, loop.recipe),
         memory=memory,

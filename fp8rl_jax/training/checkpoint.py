@@ -29,7 +29,8 @@ import orbax.checkpoint as ocp
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import checksum
+from fp8rl_jax.models import array_checksum, chained, checksum
+from fp8rl_jax.training.offload import is_on_host, to_device
 
 _OTHER_WRITES = 1.0  # seconds until writes in flight have ended, after one has failed
 
@@ -204,10 +205,17 @@ def _digest(meta: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _checksum():
-    return exact_jit(checksum)
+def _programs():
+    return exact_jit(checksum), exact_jit(array_checksum), exact_jit(chained)
 
 
 def state_checksum(state: Any) -> int:
-    """`models.checksum` of a whole state as a Python int."""
-    return int(np.asarray(_checksum()(state)))
+    """`models.checksum` of a whole state as a Python int.
+
+    Arrays in a host's memory come to the device one after the other.
+    """
+    of_tree, of_array, chain = _programs()
+    leaves = jax.tree.leaves(state)
+    if not any(map(is_on_host, leaves)):
+        return int(np.asarray(of_tree(state)))
+    return int(np.asarray(chain([np.asarray(of_array(to_device(x))) for x in leaves])))

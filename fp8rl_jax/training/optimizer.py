@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import ml_collections
 import optax
+
+
+class Optimizer(NamedTuple):
+    """An optax transformation, and the two that it is a chain of.
+
+    Attributes:
+      init, update: of the chain.
+      clip: of all gradients together.
+      by_array: of each parameter on its own.
+    """
+
+    init: Callable
+    update: Callable
+    clip: optax.GradientTransformation
+    by_array: optax.GradientTransformation
 
 
 def make_optimizer(
@@ -15,7 +33,7 @@ def make_optimizer(
     clip_norm: float,
     decay_steps: int = 0,
     end_fraction: float = 1.0,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+) -> tuple[Optimizer, optax.Schedule]:
     """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
 
     Args:
@@ -41,16 +59,14 @@ def make_optimizer(
     def schedule(update):
         return from_0(update + 1)  # at 0 it is 0, and an update would change nothing
 
-    transform = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
-    )
-    return transform, schedule
+    clip = optax.clip_by_global_norm(clip_norm)
+    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
+    return Optimizer(*optax.chain(clip, adamw), clip, adamw), schedule
 
 
 def optimizer_of_phase(
     config: ml_collections.ConfigDict, phase: str
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+) -> tuple[Optimizer, optax.Schedule]:
     """(transformation, schedule) of 'sft' or 'rl'."""
     o = config.optimizer
     if phase == "rl":

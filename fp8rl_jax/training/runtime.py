@@ -53,6 +53,7 @@ from fp8rl_jax.rollout import (
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.memory import check_rollout_memory
+from fp8rl_jax.training.offload import OffloadedStep, with_host_moments
 from fp8rl_jax.training.questions import load_data
 
 
@@ -239,7 +240,7 @@ class Runtime(Resolved):
         plan = plan_rollout(
             Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
-            reference=self.algorithm.needs_reference,
+            reference=self.algorithm.needs_reference, offload=self.config.learner.offload,
         )  # fmt: skip
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
         return dataclasses.replace(sizes, pages=pages * devices)
@@ -304,11 +305,12 @@ class Runtime(Resolved):
         loss: learner.LossConfig,
         micro_batches: int,
         recipe: Recipe | None = None,
-        **options,
+        taps: tuple[str, ...] = (),
+        donate: bool = True,
     ):
         """The compiled train step of a phase; `recipe` defaults to the learner's.
 
-        `options` are more keywords of `learner.make_train_step`.
+        `taps` and `donate` as for `learner.make_train_step`.
         """
         make_state = functools.partial(self._state, optimizer, None, self._rng())
         state = jax.eval_shape(make_state, self.param_shapes)
@@ -317,10 +319,17 @@ class Runtime(Resolved):
             sharding.batch_sharding(self.mesh),
             sharding.replicated(self.mesh),
         )
+        recipe, learn = recipe or self.learner_recipe, self.config.learner
+        settings = {
+            "micro_batches": micro_batches, "remat": learn.remat,
+            "health": self.config.precision.health, "taps": taps,
+        }  # fmt: skip
+        if learn.offload == "moments":
+            gradients = learner.make_gradients(self.model, recipe, loss, **settings)
+            return OffloadedStep(gradients, optimizer, *shardings, donate)
         return learner.make_train_step(
-            self.model, recipe or self.learner_recipe, optimizer, loss,
-            micro_batches=micro_batches, remat=self.config.learner.remat,
-            health=self.config.precision.health, shardings={"out_shardings": shardings}, **options,
+            self.model, recipe, optimizer, loss, donate=donate,
+            shardings={"out_shardings": shardings}, **settings,
         )  # fmt: skip
 
     def _missing_kv_scales(self) -> KVScales | None:
@@ -337,9 +346,12 @@ class Runtime(Resolved):
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
         """The state at the start of a phase, laid out over the mesh: optimiser moments as their
-        parameters."""
+        parameters, or in host memory (`learner.offload`)."""
         state = self._state(optimizer, scaling_state, self._rng(), params)
-        return processes.place(state, sharding.param_shardings(self.mesh, state))
+        shardings = sharding.param_shardings(self.mesh, state)
+        if self.config.learner.offload == "moments":
+            shardings = with_host_moments(state, shardings)
+        return processes.place(state, shardings)
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:
         """`state` after `step` steps of its phase and `position` batches of its stream."""

@@ -1,0 +1,124 @@
+"""Optimiser moments in the host's memory while they are not needed (`learner.offload`).
+
+AdamW's moments are half of a step's state and are read once in it, after all gradients are there.
+So the gradient is one program, without them, and the update another, an array of parameters at a
+time: its moments go to the device, are updated and go back. A device never holds more of them than
+those of the largest array, and none during the rollout.
+
+ZeRO-Offload (Ren et al., arXiv:2101.06840) also computes the update on the host; here it stays on
+the device, by the arithmetic of the step that keeps its moments there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.learner import Batch, Gradients, TrainState, keep_if
+from fp8rl_jax.training.optimizer import Optimizer
+
+_HOST, _DEVICE = "pinned_host", "device"
+
+
+def with_host_moments(state, shardings):
+    """Shardings of a train state with those of the optimiser's arrays in pinned host memory.
+
+    Args:
+      state: a TrainState, or its shapes.
+      shardings: of every array.
+    """
+
+    def on_host(x, sharding):
+        return sharding.with_memory_kind(_HOST) if x.ndim else sharding  # counts stay
+
+    moved = jax.tree.map(on_host, state.opt_state, shardings.opt_state)
+    return dataclasses.replace(shardings, opt_state=moved)
+
+
+def is_on_host(x) -> bool:
+    """Whether an array is in a host's memory and no program on the device can read it."""
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == _HOST
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """`x` in its devices' memory."""
+    return jax.device_put(x, x.sharding.with_memory_kind(_DEVICE)) if is_on_host(x) else x
+
+
+class OffloadedStep:
+    """A train step whose moments are in host memory: ``step(state, batch, rope) -> (state, logp,
+    metrics)``, as that of `learner.make_train_step`."""
+
+    def __init__(
+        self, gradients: Callable, optimizer: Optimizer, shardings: TrainState, rows, whole,
+        donate: bool = True,
+    ):  # fmt: skip
+        """
+        Args:
+          gradients: of `learner.make_gradients`.
+          optimizer: of `make_optimizer`.
+          shardings: of the state, moments on the device.
+          rows, whole: sharding of what has rows of the batch, and of what is on every device.
+          donate: give the state's memory to the new state.
+        """
+        self._optimizer = optimizer
+
+        def run(state: TrainState, batch: Batch, rope):
+            found, logp, metrics = gradients(state, batch, rope)
+            clipped, _ = optimizer.clip.update(found.params, optax.EmptyState())
+            return dataclasses.replace(found, params=clipped), logp, metrics
+
+        def update(gradient, moments, param, changes):
+            step, new = optimizer.by_array.update(gradient, moments, param)
+            return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
+
+        found = Gradients(shardings.params, whole, shardings.scaling_state)
+        self._gradients = exact_jit(run, out_shardings=(found, rows, whole))
+        self._update = exact_jit(update, donate_argnums=(1, 2) if donate else 1)
+
+    def __call__(self, state: TrainState, batch: Batch, rope):
+        without = dataclasses.replace(state, opt_state=None)
+        found, logp, metrics = self._gradients(without, batch, rope)
+        clip, moments = state.opt_state
+        params, moments = self._by_array(found.params, moments, state.params, found.changes)
+        new = dataclasses.replace(
+            state, params=params, opt_state=(clip, moments), scaling_state=found.scaling_state
+        )
+        return new, logp, metrics
+
+    def _by_array(self, gradients, moments, params, changes):
+        """(params, moments) after the update, one array of parameters after the other."""
+        structure = jax.tree.structure(params)
+        gradients, olds, news = jax.tree.leaves(gradients), jax.tree.leaves(params), []
+
+        def like_params(node) -> bool:
+            return jax.tree.structure(node) == structure
+
+        def of_array(index: int):
+            """`moments` with one array in the place of every tree shaped as the parameters."""
+            return jax.tree.map(
+                lambda node: jax.tree.leaves(node)[index] if like_params(node) else node,
+                moments, is_leaf=like_params,
+            )  # fmt: skip
+
+        states = []
+        for index in range(len(olds)):
+            gradient, gradients[index] = gradients[index], None
+            before = of_array(index)
+            # Its memory is given away, and counts are every array's.
+            here = jax.tree.map(lambda x: to_device(x) if is_on_host(x) else jnp.copy(x), before)
+            new, after = self._update(gradient, here, olds[index], changes)
+            after = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), after, before)
+            states.append(jax.block_until_ready(after))  # then there is room for the next
+            news.append(new)
+
+        def joined(node, *parts):
+            return jax.tree.unflatten(structure, parts) if like_params(node) else parts[-1]
+
+        moments = jax.tree.map(joined, moments, *states, is_leaf=like_params)
+        return jax.tree.unflatten(structure, news), moments
