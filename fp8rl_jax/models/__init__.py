@@ -19,7 +19,7 @@ from fp8rl_jax.models.logprobs import (
     token_logprobs,
 )
 from fp8rl_jax.models.params import (
-    array_checksum,
+    array_checksums,
     chained,
     checksum,
     for_decoding,

@@ -306,11 +306,16 @@ def checksum(tree) -> jax.Array:
     public domain) and added, which is exact and has no order; leaves are then chained. No leaf is
     reshaped: over a mesh each device reads its own part, and nothing is gathered.
     """
-    return chained([array_checksum(leaf) for leaf in jax.tree.leaves(tree)])
+    return chained(array_checksums(tree))
 
 
-def array_checksum(x: jax.Array) -> jax.Array:
-    """The sum of an array's mixed words, uint32: `checksum` is made of these."""
+def array_checksums(tree) -> list[jax.Array]:
+    """`_array_checksum` of every array of a tree, in its order."""
+    return [_array_checksum(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _array_checksum(x: jax.Array) -> jax.Array:
+    """The sum of an array's mixed words, uint32."""
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     words = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
     index = jnp.ones(words.shape, jnp.uint32)  # in order of rows, from 1 on
@@ -321,7 +326,7 @@ def array_checksum(x: jax.Array) -> jax.Array:
 
 
 def chained(sums: list) -> jax.Array:
-    """One uint32 of several arrays' `array_checksum`, in their order."""
+    """`checksum` of `array_checksums`."""
     total = jnp.uint32(0)
     for one in sums:
         total = _mix(total * np.uint32(31) + one)

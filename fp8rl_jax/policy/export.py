@@ -12,8 +12,9 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
-from fp8rl_jax.models.hf.writer import check_target
-from fp8rl_jax.policy.load import load_trained
+from fp8rl_jax.models.hf.writer import Unread, check_target
+from fp8rl_jax.models.stacks import path_of
+from fp8rl_jax.policy.load import open_trained
 from fp8rl_jax.training.run_directory import run_config
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -33,6 +34,7 @@ def export_run(
 ) -> pathlib.Path:
     """Writes the parameters of a run's newest checkpoint, and the tokenizer that it began with.
 
+    One array of parameters is in memory at a time, and nothing of the optimiser.
     Under 'fp8' the file's bytes are those that the sampler serves under the recipe `fp8`.
 
     Args:
@@ -51,16 +53,23 @@ def export_run(
     check_target(target, max_shard_gb)
     config = run_config(path, permitted)
     config.run.dir, config.mesh = str(path), default_config().mesh
-    runtime = make_runtime(config, with_questions=False)
-    with jax.set_mesh(runtime.mesh):
-        params = load_trained(runtime, path, note)[0].params
+    found = open_trained(make_runtime(config, with_questions=False), path)
+    runtime = found.runtime
+    read = found.checkpoints.read_params(found.number, runtime.state_shapes(found.optimizer))
+    note(f"weights of {path} after {found.phase} step {found.step}")
     begun = pathlib.Path(config.model.checkpoint)
     also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
     if fields is not None:
         also = functools.partial(copy_tokenizer, begun)
     else:
         note("without a tokenizer: the run did not begin with a checkpoint that has one")
-    return hf.save(
-        target, runtime.model, jax.device_get(params),
+    params = jax.tree_util.tree_map_with_path(
+        lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
+        runtime.param_shapes,
+    )
+    target = hf.save(
+        target, runtime.model, params,
         dtype=dtype, max_shard_gb=max_shard_gb, fields=fields, also=also,
     )  # fmt: skip
+    found.checkpoints.close()
+    return target

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -93,14 +93,32 @@ def load_policy(
         yield Policy(runtime, weights, rows, phase, int(state.step))
 
 
-def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
-    """The state in the newest checkpoint of a run, without its optimiser's, and its phase.
+class Trained(NamedTuple):
+    """The newest checkpoint of a run.
 
-    Recipes and mesh of `runtime` may be others than the run's: what depends on the recipe is then
-    as at the start of training.
+    Attributes:
+      runtime: of the run's own configuration, on the mesh that was asked for.
+      checkpoints: of the run; to be closed.
+      number: of the checkpoint.
+      phase, step: of training.
+    """
+
+    runtime: Runtime
+    checkpoints: Checkpoints
+    number: int
+    phase: str
+    step: int
+
+    @property
+    def optimizer(self):
+        return optimizer_of_phase(self.runtime.config, self.phase)[0]
+
+
+def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
+    """The newest checkpoint of a run, before its arrays are read.
 
     Raises:
-      UserError: there is none, or it is damaged or of another model.
+      UserError: there is none, or it is of another model.
     """
     if not (directory / "checkpoints").is_dir():
         raise UserError(
@@ -125,10 +143,24 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     if number is None:
         raise UserError(f"{directory / 'checkpoints'} holds no complete checkpoint: train first")
     meta = checkpoints.read_meta(number)
-    like = saved.new_state(saved.init_params(), optimizer_of_phase(saved_as, meta["phase"])[0])
-    state = checkpoints.restore(number, like)
-    checkpoints.close()
-    note(f"weights of {directory} after {meta['phase']} step {meta['step']}")
+    return Trained(saved, checkpoints, number, meta["phase"], meta["step"])
+
+
+def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
+    """The state in the newest checkpoint of a run, without its optimiser's, and its phase.
+
+    Recipes and mesh of `runtime` may be others than the run's: what depends on the recipe is then
+    as at the start of training.
+
+    Raises:
+      UserError: as for `open_trained`, or it is damaged.
+    """
+    found = open_trained(runtime, directory)
+    saved = found.runtime
+    like = saved.new_state(saved.init_params(), found.optimizer)
+    state = found.checkpoints.restore(found.number, like)
+    found.checkpoints.close()
+    note(f"weights of {directory} after {found.phase} step {found.step}")
     same = runtime.learner_recipe == saved.learner_recipe
     scaling_state = state.scaling_state if same else None
     loaded = runtime.new_state(state.params, optax.identity(), scaling_state)
@@ -137,7 +169,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     same = runtime.rollout_recipe == saved.rollout_recipe
     if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
         kept["kv_scales"] = state.kv_scales
-    return dataclasses.replace(loaded, **kept), meta["phase"]
+    return dataclasses.replace(loaded, **kept), found.phase
 
 
 def _round_slots(length: int) -> int:

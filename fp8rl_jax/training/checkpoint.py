@@ -19,17 +19,19 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import traverse_util
 
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import array_checksum, chained, checksum
+from fp8rl_jax.models import array_checksums, chained
+from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
 
 _OTHER_WRITES = 1.0  # seconds until writes in flight have ended, after one has failed
@@ -69,7 +71,13 @@ class Checkpoints:
         """Writes a checkpoint; one that exists under that number is left alone."""
         if number in self._manager.all_steps():
             return
-        meta = {**meta, "checksum": state_checksum(state), "structure": _structure(state)}
+        sums = _array_checksums(state)
+        meta = {
+            **meta,
+            "checksum": _chained(sums),
+            "arrays": dict(zip(_names(state), sums, strict=True)),
+            "structure": _structure(state),
+        }
         meta["digest"] = _digest(meta)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with _one_error():
@@ -105,6 +113,44 @@ class Checkpoints:
             return state
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
+
+    def read_params(self, number: int, like: Any) -> Callable[[Path], np.ndarray]:
+        """``read(path)``: the parameters of a checkpoint one by one, into the host's memory.
+
+        Args:
+          number: of the checkpoint.
+          like: a TrainState of the same shapes (ShapeDtypeStructs will do).
+
+        Returns:
+          A function of a parameter's path within `params`.
+
+        Raises:
+          UserError: as for `restore`; what is said of one parameter, when it is read.
+        """
+        meta, keys = self.read_meta(number), {}
+        if meta.get("structure") != _structure(like):
+            raise self._unreadable(number, _OtherState())
+        for where, _ in jax.tree_util.tree_leaves_with_path(like.params):
+            keys[path_of(where)] = f".params{jax.tree_util.keystr(where)}"
+        shapes = traverse_util.flatten_dict(like.params)
+        settings = ocp.RestoreArgs(restore_type=np.ndarray)
+
+        def read(path: Path) -> np.ndarray:
+            one_leaf = (traverse_util.unflatten_dict({path: x}) for x in (shapes[path], settings))
+            wanted, how = ({"params": tree} for tree in one_leaf)
+            args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+            try:
+                with ocp.PyTreeCheckpointer() as one:
+                    found = one.restore(self._directory / str(number) / "state", args=args)
+                array = traverse_util.flatten_dict(found["params"])[path]
+                expected = meta.get("arrays", {}).get(keys[path])  # older ones do not have it
+                if expected not in (None, *_array_checksums(array)):
+                    raise ValueError(f"the bytes of {'.'.join(path)} do not match their checksum")
+                return array
+            except Exception as error:  # see read_meta
+                raise self._unreadable(number, error) from None
+
+        return read
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
         """The sentence. What is only out of reach is not called damaged."""
@@ -173,8 +219,8 @@ def _obstacle(path: pathlib.Path) -> OSError | None:
 
 def _structure(state: Any) -> str:
     """Hash of a state's paths, shapes and dtypes."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    shapes = [f"{jax.tree_util.keystr(p)} {x.shape} {x.dtype}" for p, x in leaves]
+    leaves = zip(_names(state), jax.tree.leaves(state), strict=True)
+    shapes = [f"{name} {x.shape} {x.dtype}" for name, x in leaves]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
@@ -204,18 +250,32 @@ def _digest(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _names(state: Any) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(state)
+    return [jax.tree_util.keystr(keys) for keys, _ in found]
+
+
 @functools.cache
 def _programs():
-    return exact_jit(checksum), exact_jit(array_checksum), exact_jit(chained)
+    return exact_jit(array_checksums), exact_jit(chained)
+
+
+def _array_checksums(state: Any) -> list[int]:
+    """`models.array_checksums` as Python ints. Arrays in a host's memory come to the device one
+    after the other."""
+    run, _ = _programs()
+    leaves = jax.tree.leaves(state)
+    away = [x for x in leaves if is_on_host(x)]
+    together = iter(run([x for x in leaves if not is_on_host(x)]))
+    alone = (run([to_device(x)])[0] for x in away)
+    return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
+
+
+def _chained(sums: list[int]) -> int:
+    _, run = _programs()
+    return int(np.asarray(run([np.uint32(one) for one in sums])))
 
 
 def state_checksum(state: Any) -> int:
-    """`models.checksum` of a whole state as a Python int.
-
-    Arrays in a host's memory come to the device one after the other.
-    """
-    of_tree, of_array, chain = _programs()
-    leaves = jax.tree.leaves(state)
-    if not any(map(is_on_host, leaves)):
-        return int(np.asarray(of_tree(state)))
-    return int(np.asarray(chain([np.asarray(of_array(to_device(x))) for x in leaves])))
+    """`models.checksum` of a whole state as a Python int."""
+    return _chained(_array_checksums(state))

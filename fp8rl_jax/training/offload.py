@@ -68,30 +68,27 @@ class OffloadedStep:
         """
         self._optimizer = optimizer
 
-        def run(state: TrainState, batch: Batch, rope):
-            found, logp, metrics = gradients(state, batch, rope)
-            clipped, _ = optimizer.clip.update(found.params, optax.EmptyState())
-            return dataclasses.replace(found, params=clipped), logp, metrics
-
-        def update(gradient, moments, param, changes):
-            step, new = optimizer.by_array.update(gradient, moments, param)
+        def update(gradient, moments, param, norm, changes):
+            clipped = optimizer.clip(gradient, norm)  # here: there it would take a second copy
+            step, new = optimizer.by_array.update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
         found = Gradients(shardings.params, whole, shardings.scaling_state)
-        self._gradients = exact_jit(run, out_shardings=(found, rows, whole))
+        self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
         self._update = exact_jit(update, donate_argnums=(1, 2) if donate else 1)
 
     def __call__(self, state: TrainState, batch: Batch, rope):
         without = dataclasses.replace(state, opt_state=None)
         found, logp, metrics = self._gradients(without, batch, rope)
         clip, moments = state.opt_state
-        params, moments = self._by_array(found.params, moments, state.params, found.changes)
+        clips = metrics["grad_norm"], found.changes
+        params, moments = self._by_array(found.params, moments, state.params, *clips)
         new = dataclasses.replace(
             state, params=params, opt_state=(clip, moments), scaling_state=found.scaling_state
         )
         return new, logp, metrics
 
-    def _by_array(self, gradients, moments, params, changes):
+    def _by_array(self, gradients, moments, params, *scalars):
         """(params, moments) after the update, one array of parameters after the other."""
         structure = jax.tree.structure(params)
         gradients, olds, news = jax.tree.leaves(gradients), jax.tree.leaves(params), []
@@ -112,7 +109,7 @@ class OffloadedStep:
             before = of_array(index)
             # Its memory is given away, and counts are every array's.
             here = jax.tree.map(lambda x: to_device(x) if is_on_host(x) else jnp.copy(x), before)
-            new, after = self._update(gradient, here, olds[index], changes)
+            new, after = self._update(gradient, here, olds[index], *scalars)
             after = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), after, before)
             states.append(jax.block_until_ready(after))  # then there is room for the next
             news.append(new)

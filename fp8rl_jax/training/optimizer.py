@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 
@@ -14,13 +16,14 @@ class Optimizer(NamedTuple):
 
     Attributes:
       init, update: of the chain.
-      clip: of all gradients together.
-      by_array: of each parameter on its own.
+      clip: ``clip(gradient, norm)``: an array's gradient as the chain's first part clips it, of
+        the global norm of all gradients.
+      by_array: the second part, which takes each parameter on its own.
     """
 
     init: Callable
     update: Callable
-    clip: optax.GradientTransformation
+    clip: Callable[[jax.Array, jax.Array], jax.Array]
     by_array: optax.GradientTransformation
 
 
@@ -59,9 +62,13 @@ def make_optimizer(
     def schedule(update):
         return from_0(update + 1)  # at 0 it is 0, and an update would change nothing
 
-    clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
-    return Optimizer(*optax.chain(clip, adamw), clip, adamw), schedule
+
+    def clip(gradient: jax.Array, norm: jax.Array) -> jax.Array:
+        return jnp.where(norm < clip_norm, gradient, gradient / norm * clip_norm)
+
+    chain = optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+    return Optimizer(*chain, clip, adamw), schedule
 
 
 def optimizer_of_phase(

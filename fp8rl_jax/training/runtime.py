@@ -312,10 +312,8 @@ class Runtime(Resolved):
 
         `taps` and `donate` as for `learner.make_train_step`.
         """
-        make_state = functools.partial(self._state, optimizer, None, self._rng())
-        state = jax.eval_shape(make_state, self.param_shapes)
         shardings = (
-            sharding.param_shardings(self.mesh, state),
+            sharding.param_shardings(self.mesh, self.state_shapes(optimizer)),
             sharding.batch_sharding(self.mesh),
             sharding.replicated(self.mesh),
         )
@@ -343,6 +341,11 @@ class Runtime(Resolved):
         return learner.new_state(
             params, optimizer, rng, self.learner_recipe, scaling_state, self._missing_kv_scales()
         )
+
+    def state_shapes(self, optimizer) -> learner.TrainState:
+        """ShapeDtypeStructs of a phase's state."""
+        make_state = functools.partial(self._state, optimizer, None, self._rng())
+        return jax.eval_shape(make_state, self.param_shapes)
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
         """The state at the start of a phase, laid out over the mesh: optimiser moments as their

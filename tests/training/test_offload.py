@@ -33,7 +33,8 @@ def _state():
 def _gradients(state, batch, rope):
     """Of a norm above what is clipped, another in every step; the batch says whether it counts."""
     grads = jax.tree.map(lambda x: jnp.sin(3 * x) + rope, state.params)
-    return learner.Gradients(grads, batch.any(), state.scaling_state), batch * 2, {}
+    metrics = {"grad_norm": optax.tree.norm(grads)}
+    return learner.Gradients(grads, batch.any(), state.scaling_state), batch * 2, metrics
 
 
 @pytest.fixture

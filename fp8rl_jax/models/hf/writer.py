@@ -16,6 +16,7 @@ it. QArray leaves keep their bytes under 'fp8', and dequantised otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -49,6 +50,21 @@ from fp8rl_jax.models.stacks import LINEAR, SMALL, Path, path_of
 from fp8rl_jax.quant import QArray, quantize
 from fp8rl_jax.quant.formats import round_bf16
 
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """An array of parameters that is read when its turn comes.
+
+    Attributes:
+      shape, dtype: of the array.
+      read: returns it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
 _BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 _BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -69,7 +85,8 @@ def save(
     Args:
       path: the directory to make; it must not exist.
       config: shapes.
-      params: as `load` or `init_params` return them: arrays, or QArrays of linear layers.
+      params: as `load` or `init_params` return them: arrays, or QArrays of linear layers; or
+        `Unread` ones, of which those of one tensor are in memory at a time.
       dtype: 'float32', 'bfloat16' or 'fp8'; see the module.
       max_shard_gb: size of a file in 10^9 bytes, above which there are several and an index.
       fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
@@ -90,7 +107,9 @@ def save(
     about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
-    leaves = _leaves(config, params)
+    # The tensors of a stack of layers one after the other: it is read once.
+    tensors = sorted(tensors, key=lambda tensor: tensor.pieces[0].path)
+    leaves = _Leaves(_checked_leaves(config, params))
     outputs = [_output(tensor, leaves, name, check_finite) for tensor in tensors]
     partial = target.parent / f".{target.name}.{os.getpid()}"
     try:
@@ -122,12 +141,12 @@ def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
         raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
 
 
-def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
-    """{path: array or QArray} of parameters, checked against the shapes of the model."""
+def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
+    """{path: array, QArray or Unread} of parameters, checked against the shapes of the model."""
     found = {
         path_of(keys): leaf
         for keys, leaf in jax.tree_util.tree_leaves_with_path(
-            params, is_leaf=lambda x: isinstance(x, QArray)
+            params, is_leaf=lambda x: isinstance(x, QArray | Unread)
         )
         if all(hasattr(key, "key") for key in keys)
     }
@@ -159,7 +178,28 @@ def _leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
     return found
 
 
-def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str, check_finite: bool) -> Output:
+class _Leaves:
+    """Parameters by path; of those that are unread, the ones of the last tensor are kept."""
+
+    def __init__(self, leaves: dict[Path, Any]):
+        self._leaves = leaves
+        self._read: dict[Path, Any] = {}
+
+    def __getitem__(self, path: Path) -> Any:
+        """As it was given: shape and type are known."""
+        return self._leaves[path]
+
+    def of(self, tensor: Tensor) -> dict[Path, Any]:
+        """The arrays, or QArrays, of a tensor's pieces."""
+        paths = {piece.path for piece in tensor.pieces}
+        self._read = {path: self._read[path] for path in paths & set(self._read)}
+        for path in paths - set(self._read):
+            leaf = self._leaves[path]
+            self._read[path] = leaf.read() if isinstance(leaf, Unread) else leaf
+        return self._read
+
+
+def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> Output:
     """What is written for a tensor: itself, and with FP8 bytes their scales."""
 
     def checked(value: np.ndarray) -> np.ndarray:
@@ -172,7 +212,8 @@ def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str, check_finite: b
         return value
 
     def rounded(dtype: np.dtype) -> np.ndarray:
-        return checked(_joined(tensor, lambda p: _take(leaves[p.path], p.index, dtype)))
+        own = leaves.of(tensor)
+        return checked(_joined(tensor, lambda p: _take(own[p.path], p.index, dtype)))
 
     if dtype != "fp8" or tensor.role != LINEAR:
         own = _type(tensor, leaves, dtype)
@@ -195,7 +236,7 @@ def _output(tensor: Tensor, leaves: dict[Path, Any], dtype: str, check_finite: b
     return Output(parts, lambda: (checked(stored("qvalue")), checked(stored("scale"))))
 
 
-def _type(tensor: Tensor, leaves: dict[Path, Any], dtype: str) -> np.dtype:
+def _type(tensor: Tensor, leaves: _Leaves, dtype: str) -> np.dtype:
     if dtype == "float32" or tensor.name.endswith(_BIAS):
         return _F32
     if dtype == "fp8" and tensor.role == SMALL:
@@ -213,6 +254,8 @@ def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarr
     """A matrix of a stack, in `dtype`; of a sharded one from its shards, without a collective."""
     if isinstance(leaf, QArray):
         leaf, index = jax.tree.map(lambda x: _take(x, index, None), leaf), ()
+    elif isinstance(leaf, np.ndarray):
+        leaf, index = leaf[index], ()
     elif isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
         return _take_from_shards(leaf, index, dtype)
     return np.asarray(_program(dtype)(leaf, tuple(np.int32(i) for i in index)))
