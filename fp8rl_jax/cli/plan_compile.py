@@ -30,7 +30,7 @@ class Compiled:
     """What XLA planned for a program on each device.
 
     Attributes:
-      arguments, temporary: bytes; the program's results take the place of its arguments.
+      arguments, temporary: bytes; results that take no argument's place count as temporary.
       collectives: {'all-gather u8': how many stand in the program}.
       layers: that were compiled, where the bytes are extrapolated from them; () for all.
     """
@@ -50,7 +50,8 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
     program = lowered.compile()
     memory = program.memory_analysis()
     sent = deviceless.collectives(program.as_text())
-    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, sent)
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes + made, sent)
 
 
 def compile_whole(

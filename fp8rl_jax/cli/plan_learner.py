@@ -34,8 +34,8 @@ _FACTORS = (2, 4, 8, 16)  # by which mesh axes are tried larger
 _CHANGED = tuple(
     tuple(name.split("."))
     for name in (
-        "learner.gradient_accumulation_steps", "learner.remat", "mesh.data", "mesh.fsdp",
-        "mesh.expert", "rollout.prompts_per_step", "eval.batch_size",
+        "learner.gradient_accumulation_steps", "learner.remat", "learner.offload", "mesh.data",
+        "mesh.fsdp", "mesh.expert", "rollout.prompts_per_step", "eval.batch_size",
     )
 )  # fmt: skip
 
@@ -84,7 +84,8 @@ def workload(planned: Planned) -> Workload:
 def _memory(planned: Planned) -> LearnerPlan:
     model, recipe = _learner(planned)
     reference = planned.resolved.algorithm.needs_reference
-    return plan_learner(model, recipe, planned.mesh, workload(planned), reference)
+    offload = planned.config.learner.offload
+    return plan_learner(model, recipe, planned.mesh, workload(planned), reference, offload)
 
 
 def _learner(planned: Planned) -> tuple[ModelConfig, Recipe]:
@@ -125,6 +126,8 @@ def format_learner(found: LearnerConfigPlan) -> str:
         ("together, with the largest at work", plan.needed),
         ("usable, 92% of the memory", found.usable),
     ]
+    if plan.host_moments:
+        memory.append(("Adam's moments, in the host's memory", plan.host_moments))
     hosts = f"on {found.hosts} host{'s' * (found.hosts > 1)}"
     return "\n".join([
         f"Learner: {count} {found.gpu.name} of {gib(found.memory)} {hosts} (mesh: "
@@ -181,19 +184,21 @@ def check_fits(found: LearnerConfigPlan) -> str:
 def find_fixes(found: LearnerConfigPlan) -> list[tuple[str, int]]:
     """(fields to write, bytes that the plan then has) of changes that fit, by price.
 
-    More micro-batches gather weights more often; rematerialisation computes each layer once more; a
-    larger `fsdp` or `expert` takes devices from `data`, or more of them. The smallest change of
+    More micro-batches gather weights more often, and one alone needs more activations and a
+    gradient less; rematerialisation computes each layer once more;
+    offloaded moments go to the host and back in every update; a larger `fsdp` or `expert` takes
+    devices from `data`, or more of them. The smallest change of
     each kind that fits is named, after a trial of the whole plan. If none does alone, the mesh is
-    made larger after the cheaper two.
+    made larger after the cheaper three.
     """
-    kinds = (_more_micro_batches, _remat, _larger("fsdp"), _larger("expert"))
+    kinds = (_micro_batches, _remat, _offload, _larger("fsdp"), _larger("expert"))
     fixes = [fix for kind in kinds for fix in _first_that_fits(found, kind(_written(found)))]
     if fixes:
         return fixes
     least = _written(found)
     least.learner.gradient_accumulation_steps *= found.work.rows
-    least.learner.remat = "full"
-    return [fix for kind in kinds[2:] for fix in _first_that_fits(found, kind(least))]
+    least.learner.remat, least.learner.offload = "full", "moments"
+    return [fix for kind in kinds[3:] for fix in _first_that_fits(found, kind(least))]
 
 
 def _written(found: LearnerConfigPlan) -> ml_collections.ConfigDict:
@@ -224,19 +229,25 @@ def _first_that_fits(
             return
 
 
-def _more_micro_batches(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
+def _micro_batches(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
+    """One, which needs no second gradient to add to; then more and more."""
     parts = config.learner.gradient_accumulation_steps
     rows = (
         config.rollout.prompts_per_step * config.rollout.group_size // config.algo.num_minibatches
     )
-    for count in range(2 * parts, rows + 1, parts):
-        if rows % count == 0:
+    for count in (1, *range(2 * parts, rows + 1, parts)):
+        if rows % count == 0 and count != parts:
             yield _changed(config, {"learner.gradient_accumulation_steps": count})
 
 
 def _remat(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
     if config.learner.remat != "full":
         yield _changed(config, {"learner.remat": "full"})
+
+
+def _offload(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
+    if config.learner.offload == "none":
+        yield _changed(config, {"learner.offload": "moments"})
 
 
 def _larger(axis: str) -> Callable[..., Iterator[ml_collections.ConfigDict]]:

@@ -72,7 +72,7 @@ def plan_config(planned: Planned, memory: int) -> ConfigPlan:
         return plan_rollout(
             Loop(resolved.model, on_gpu, sampler), learner, mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
-            reference=resolved.algorithm.needs_reference,
+            reference=resolved.algorithm.needs_reference, offload=planned.config.learner.offload,
         )  # fmt: skip
 
     own = resolved.rollout_recipe

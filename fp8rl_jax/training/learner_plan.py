@@ -76,6 +76,7 @@ class WeightBytes:
         over `tensor`, experts over `expert`.
       layer: of the largest layer, gathered.
       tables: embedding and head, whole.
+      largest: the device's part of the largest array.
     """
 
     stored: int
@@ -83,6 +84,7 @@ class WeightBytes:
     experts: int
     layer: int
     tables: int
+    largest: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class LearnerPlan:
 
     Attributes:
       masters: float32 parameters.
-      moments: the two of Adam.
+      moments: the two of Adam, unless they are offloaded.
       others: reference policy, states of scaling policies, the batch.
       gradients: float32; two of them where micro-batches are added up.
       own_weights: in the learner's recipe, stored as the masters are.
@@ -99,7 +101,9 @@ class LearnerPlan:
       tables: embedding and head, gathered.
       head: its backward pass at work.
       layer: the largest layer at work, backward.
-      optimizer: temporary of the update.
+      optimizer: temporary of the update; moments that are offloaded come for it, an array of
+        parameters at a time.
+      host_moments: offloaded ones, in the host's memory (learner.offload).
     """
 
     masters: int
@@ -112,6 +116,7 @@ class LearnerPlan:
     head: int
     layer: int
     optimizer: int
+    host_moments: int
 
     @property
     def state(self) -> int:
@@ -161,8 +166,10 @@ def _weight_bytes(tree: Any, mesh: Mesh | AbstractMesh) -> WeightBytes:
         dense, experts = (dense, experts + size) if "experts" in names else (dense + size, experts)
         layer[names[0]] += size // counts[names[0]]
     tables = sum(_bytes(tree[name]) for name in TABLES if name in tree)
-    stored = sum(size for _, size in _parts(tree, mesh))
-    return WeightBytes(stored, dense, experts, max(layer.values()), tables)
+    stored = [size for _, size in _parts(tree, mesh)]
+    return WeightBytes(
+        sum(stored), dense, experts, max(layer.values()), tables, largest=max(stored)
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -249,6 +256,7 @@ def plan_learner(
     mesh: Mesh | AbstractMesh,
     work: Workload,
     reference: bool = False,
+    offload: str = "none",
 ) -> LearnerPlan:
     """The plan of one device in a train step.
 
@@ -257,14 +265,16 @@ def plan_learner(
       mesh: a Mesh, or an AbstractMesh of devices that are not there.
       work: of an update.
       reference: whether a reference policy is there too (algo.kl_coef).
+      offload: `learner.offload`.
     """
+    away = offload == "moments"
     masters, own, scaling = weight_bytes(model, recipe, mesh)
     rows = work.rows * work.micro_batches
     batch = rows * (4 * (work.prompt + work.response) + _BATCH_FIELDS * 4 * work.response)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         masters=masters.stored,
-        moments=2 * masters.stored,
+        moments=0 if away else 2 * masters.stored,
         others=reference * masters.stored + scaling + batch,
         gradients=(1 + (work.micro_batches > 1)) * masters.stored,
         own_weights=own.stored,
@@ -272,5 +282,6 @@ def plan_learner(
         tables=masters.tables + own.tables,
         head=_head_bytes(model, recipe, work),
         layer=2 * masters.layer + 2 * own.layer + activations,
-        optimizer=masters.stored,
+        optimizer=3 * masters.largest if away else masters.stored,
+        host_moments=2 * masters.stored if away else 0,
     )

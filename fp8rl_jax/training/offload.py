@@ -77,6 +77,10 @@ class OffloadedStep:
         self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
         self._update = exact_jit(update, donate_argnums=(1, 2) if donate else 1)
 
+    def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
+        """The program of the gradients, which holds most memory."""
+        return self._gradients.lower(dataclasses.replace(state, opt_state=None), batch, rope)
+
     def __call__(self, state: TrainState, batch: Batch, rope):
         without = dataclasses.replace(state, opt_state=None)
         found, logp, metrics = self._gradients(without, batch, rope)
