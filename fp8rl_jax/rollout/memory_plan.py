@@ -88,7 +88,7 @@ class RolloutPlan:
                 f"and {gib(self.workspace)} of workspace a device of {gib(self.memory or 0)} has "
                 f"room for {self.room} pages of 64 tokens, and one sequence of {self.tokens} "
                 f"tokens (rollout.max_prompt_tokens + max_new_tokens) needs {least}: lower these "
-                "or rollout.slots, or raise mesh.fsdp"
+                "or rollout.slots, or raise mesh.fsdp (train state) or mesh.expert (experts)"
             )
         return self.room
 

@@ -124,17 +124,23 @@ class LearnerPlan:
         return self.masters + self.moments + self.others
 
     @property
+    def _temporary(self) -> int:
+        """Bytes of temporary arrays: head, layers and optimiser are at work one after the other."""
+        held = self.gradients + self.own_weights + self.layer_inputs + self.tables
+        # The update with offloaded moments is a program of its own.
+        update = 0 if self.host_moments else self.optimizer
+        return held + max(self.head, self.layer, update)
+
+    @property
     def fragments(self) -> int:
         """Space between temporary arrays, and small ones that are not counted."""
-        held = self.gradients + self.own_weights + self.layer_inputs + self.tables
-        return int(_FRAGMENTS * (held + max(self.head, self.layer, self.optimizer)))
+        return int(_FRAGMENTS * self._temporary)
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak: head, layers and optimiser are at work one after the other."""
-        held = self.gradients + self.own_weights + self.layer_inputs + self.tables
-        at_work = max(self.head, self.layer, self.optimizer)
-        return self.state + held + at_work + self.fragments
+        """Bytes at the peak."""
+        update = self.gradients + self.optimizer
+        return self.state + max(self._temporary + self.fragments, update)
 
 
 def _bytes(tree: Any) -> int:

@@ -1,0 +1,34 @@
+"""GRPO on DeepSeek-V3, 671B: latent attention, 256 experts of which a token uses 8, 1 shared.
+
+Precision cases, after the file's name (`deepseek_v3_671b.py:case1`); the rollout is FP8 in all:
+  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
+  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
+HEAD"""
+
+import ml_collections
+
+_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
+
+
+def get_config(case="case4"):
+    return ml_collections.ConfigDict(
+        {
+            "run": {"dir": "runs/deepseek_v3_671b", "steps": 200, "checkpoint_every": 50},
+            "model": {"checkpoint": "checkpoints/DeepSeek-V3"},
+            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "mesh": {"fsdp": 8, "expert": 16, "data": 1},
+            "data": {"tokenizer": "checkpoint", "chat": True},
+            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
+            "rollout": {
+                "prompts_per_step": 128,
+                "group_size": 16,
+                "max_prompt_tokens": 512,
+                "max_new_tokens": 2048,
+            },
+            "algo": {"clip_high": 0.28, "num_minibatches": 8},
+            "learner": {"gradient_accumulation_steps": 1, "remat": "full", "offload": "moments"},
+            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
+            "sft": {"steps": 0},
+            "eval": {"questions": 1024, "every": 50},
+        }
+    )
