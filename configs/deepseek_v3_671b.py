@@ -3,7 +3,14 @@
 Precision cases, after the file's name (`deepseek_v3_671b.py:case1`); the rollout is FP8 in all:
   case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
   case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-HEAD"""
+Command:   fp8rl train --config configs/deepseek_v3_671b.py --config.model.checkpoint=DIR
+           with the files of deepseek-ai/DeepSeek-V3 in DIR
+Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (46 GiB for each
+           GPU). Compiled without them, a train step needs 90.4 GiB of each (fp8rl plan --compile),
+           and the sampler's weights, before it, 56.0 GiB. Expert exchange goes over two hosts,
+           so a step is bound by the network between them (fp8rl plan)
+Expected:  not run by us (it needs the GPUs). Its multi-token prediction layer is not read.
+"""
 
 import ml_collections
 

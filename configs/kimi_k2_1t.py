@@ -3,7 +3,15 @@
 Precision cases, after the file's name (`kimi_k2_1t.py:case1`); the rollout is FP8 in all:
   case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
   case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-HEAD"""
+Command:   fp8rl train --config configs/kimi_k2_1t.py --config.model.checkpoint=DIR
+           with the files of moonshotai/Kimi-K2-Instruct in DIR, and a tokenizer.json made of its
+           tiktoken.model
+Mesh:      256 GPUs of 141 GB: data 2, fsdp 8, expert 16, moments in the host's memory (65 GiB for
+           each GPU). Compiled without them, a train step needs 101.1 GiB of each (fp8rl plan
+           --compile), and the sampler's weights, before it, 72.7 GiB. Expert exchange goes over
+           two hosts, so a step is bound by the network between them (fp8rl plan)
+Expected:  not run by us (it needs the GPUs).
+"""
 
 import ml_collections
 

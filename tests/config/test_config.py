@@ -305,6 +305,7 @@ _PUBLISHED = {
     "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
     "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
     "moonlight_16b": "moonlight_16b_a3b", "qwen3_1p7b_gsm8k": "qwen3_1p7b",
+    "deepseek_v3_671b": "deepseek_v3", "kimi_k2_1t": "kimi_k2",
 }  # fmt: skip
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
@@ -335,7 +336,7 @@ def test_shipped_configs_are_valid():
 def test_published_runs_are_valid(name, case):
     """Every precision case: recipes, batch and mesh fit together, and so do the model's shapes.
 
-    What one device stores of masters and moments is at most 60 GB.
+    What one device stores of masters and moments (if they are not offloaded) is at most 60 GB.
     """
     overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED[name]}")
     config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
@@ -355,7 +356,8 @@ def test_published_runs_are_valid(name, case):
     specs = jax.tree.leaves(sharding.param_shardings(mesh, shapes))
     pairs = zip(jax.tree.leaves(shapes), specs, strict=True)
     stored = sum(math.prod(spec.shard_shape(leaf.shape)) for leaf, spec in pairs)
-    assert 1e9 < 3 * 4 * stored < 60e9
+    copies = 1 if config.learner.offload == "moments" else 3
+    assert 1e9 < copies * 4 * stored < 60e9
 
 
 def test_argument_of_a_config_file(tmp_path):

@@ -68,6 +68,21 @@ def test_counts_are_those_of_real_arrays(model, recipe):
     assert with_reference.others == plan.others + plan.masters
 
 
+def test_offloaded_moments():
+    """They are in the host's memory but for those of the largest array, and these only while the
+    update runs, a program of its own."""
+    mesh, named = sharding.abstract_mesh(_ONE), get_recipe("fp8")
+    here, away = (plan_learner(_DENSE, named, mesh, _WORK, offload=o) for o in ("none", "moments"))
+    assert here.host_moments == 0 == away.moments and away.host_moments == here.moments
+    assert here.state - away.state == here.moments
+    shapes = jax.eval_shape(lambda: models.init_params(_DENSE, jax.random.key(0)))
+    largest = max(4 * x.size for x in jax.tree.leaves(shapes))
+    assert away.optimizer == 3 * largest < here.optimizer
+    small = dataclasses.replace(away, head=0, layer=0, layer_inputs=0, tables=0, own_weights=0)
+    assert small.needed == small.state + small.gradients + small.optimizer
+    assert away.needed < here.needed
+
+
 def test_parts():
     """What every device stores: all over `fsdp`, experts over `expert` too, nothing over `data`."""
     whole = _plan(_EXPERTS)
