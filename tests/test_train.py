@@ -92,8 +92,9 @@ def test_moments_in_host_memory(tiny_run, tmp_path):
     run(whole, 3)
     run(parts, 2)
     run(parts, 3, resume=True)
-    ours = reproducible(whole)
-    assert ours == reproducible(parts) and len(ours["metrics"]) == 3
+    ours, resumed = reproducible(whole), reproducible(parts)
+    assert ours["metrics"] == resumed["metrics"] and len(ours["metrics"]) == 3
+    assert ours["eval"][-1] == resumed["eval"][-1], "of what the last step left"
     assert ours["metrics"][0] == reproducible(tiny_run[0])["metrics"][0]
     assert all(record["train_rollout_logprob_abs_diff_max"] == 0 for record in ours["metrics"])
 
