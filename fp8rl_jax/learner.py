@@ -263,7 +263,7 @@ class Gradients:
     Attributes:
       params: gradients, shaped as the parameters, float32.
       changes: () bool, whether the update is made: all is finite, and a token counts.
-      scaling_state: after the batch.
+      scaling_state: after the batch; unchanged where the update is not made.
     """
 
     params: Any
@@ -356,8 +356,9 @@ def make_gradients(
         value, grads, seen, sums = total
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
-        scaling = update_scaling(state.params, recipe, state.scaling_state, seen)
         changes = good & (batch.weights != 0).any()
+        scaling = update_scaling(state.params, recipe, state.scaling_state, seen)
+        scaling = keep_if(changes, scaling, state.scaling_state)
         logp, per_token = tokens
         metrics = {
             "loss": value,

@@ -216,6 +216,7 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
     [
         _FP8 | {"mesh.fsdp": 4},
         _FP8 | {"mesh.fsdp": 4, "rollout.slots": 4},
+        _FP8 | {"mesh.fsdp": 4, "learner.offload": "moments"},
         _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS},
         _FP8 | {"mesh.tensor": 4, "model.hidden_size": 128, "model.intermediate_size": 256},
         {"mesh.tensor": 4},
@@ -224,8 +225,8 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
         _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS, "algo.routing_replay": "weights",
                 "algo.num_minibatches": 2, "algo.dynamic_sampling": True},
     ],
-    ids=["fsdp_fp8", "slots_fp8", "expert_fp8", "tensor_fp8", "tensor_f32", "expert_slots_f32",
-         "expert_slots_fp8", "replay_fp8"],
+    ids=["fsdp_fp8", "slots_fp8", "offload_fp8", "expert_fp8", "tensor_fp8", "tensor_f32",
+         "expert_slots_f32", "expert_slots_fp8", "replay_fp8"],
 )  # fmt: skip
 def test_any_mesh_over_processes(fields, tmp_path):
     """Two processes of two devices, and one of four: log-probabilities and all that follows from

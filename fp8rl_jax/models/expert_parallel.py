@@ -12,9 +12,8 @@ Only movement crosses devices, and rows of a product do not see each other, so t
 bits of one device on any mesh, wherever the tokens go. (Common combines add on the way, in an order
 that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
 
-Nothing is dropped: buffers hold the worst case, all tokens at the experts of one device. For that
-to stay small where rows are many, they go in passes, 1 / n of the rows twice over in each, so a
-pass has room for 2 k rows for each row that a device owns.
+Nothing is dropped: buffers hold the worst case, all tokens at the experts of one device, n k rows
+for each row that a device owns. Where rows are many they go in n / 2 passes, which leaves 2 k.
 
 Where policies keep states, a row's scale depends on its expert: then rows travel in the compute
 dtype. The gradient of rows travels back as a sum over devices (reduce-scatter), that of results as
@@ -46,7 +45,7 @@ _FEW_TOKENS = 512  # of a device: up to here one pass
 
 def passes_of(tokens: int, devices: int) -> int:
     """In how many passes a device's rows go through the experts of `devices` devices."""
-    return 1 if tokens <= _FEW_TOKENS else max(devices // 2, 1)
+    return 1 if tokens <= _FEW_TOKENS else -(-devices // 2)
 
 
 def exchange_forward(

@@ -57,6 +57,8 @@ def export_run(
     runtime = found.runtime
     read = found.checkpoints.read_params(found.number, runtime.state_shapes(found.optimizer))
     note(f"weights of {path} after {found.phase} step {found.step}")
+    if not found.checkpoints.has_checksums(found.number):
+        note("it has no checksums of single arrays, so that none is verified")
     begun = pathlib.Path(config.model.checkpoint)
     also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
     if fields is not None:

@@ -114,6 +114,10 @@ class Checkpoints:
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
+    def has_checksums(self, number: int) -> bool:
+        """Whether a checkpoint has a checksum of each array; older ones have one of all."""
+        return "arrays" in self.read_meta(number)
+
     def read_params(self, number: int, like: Any) -> Callable[[Path], np.ndarray]:
         """``read(path)``: the parameters of a checkpoint one by one, into the host's memory.
 
@@ -122,7 +126,8 @@ class Checkpoints:
           like: a TrainState of the same shapes (ShapeDtypeStructs will do).
 
         Returns:
-          A function of a parameter's path within `params`.
+          A function of a parameter's path within `params`. Each is compared with its checksum, if
+          the checkpoint has one (`has_checksums`).
 
         Raises:
           UserError: as for `restore`; what is said of one parameter, when it is read.
@@ -143,8 +148,10 @@ class Checkpoints:
                 with ocp.PyTreeCheckpointer() as one:
                     found = one.restore(self._directory / str(number) / "state", args=args)
                 array = traverse_util.flatten_dict(found["params"])[path]
-                expected = meta.get("arrays", {}).get(keys[path])  # older ones do not have it
-                if expected not in (None, *_array_checksums(array)):
+                expected = meta.get("arrays", {}).get(keys[path])
+                with _on_cpu():  # it may be larger than an accelerator
+                    sums = _array_checksums(array)
+                if expected not in (None, *sums):
                     raise ValueError(f"the bytes of {'.'.join(path)} do not match their checksum")
                 return array
             except Exception as error:  # see read_meta
@@ -160,7 +167,8 @@ class Checkpoints:
                 f"{path} holds a state of another model or optimiser than this configuration gives "
                 "here: continue with the configuration and the versions that the run began with"
             )
-        obstacle = error if isinstance(error, MemoryError) else _obstacle(path)
+        no_room = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+        obstacle = error if no_room else _obstacle(path)
         reason = " ".join(str(obstacle or error).split())[:160]
         named = f"{type(obstacle or error).__name__}: {reason}"
         if obstacle:
@@ -253,6 +261,14 @@ def _digest(meta: dict[str, Any]) -> str:
 def _names(state: Any) -> list[str]:
     found = jax.tree_util.tree_leaves_with_path(state)
     return [jax.tree_util.keystr(keys) for keys, _ in found]
+
+
+def _on_cpu():
+    """A context for programs on a CPU, if JAX has one beside its accelerators."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS names others alone
+        return contextlib.nullcontext()
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fp8rl_jax.exact_jit import exact_jit
@@ -38,6 +39,19 @@ def with_host_moments(state, shardings):
 
     moved = jax.tree.map(on_host, state.opt_state, shardings.opt_state)
     return dataclasses.replace(shardings, opt_state=moved)
+
+
+def init_on_host(shapes, shardings):
+    """Zeros of shapes, each shard made where it is stored: the optimiser's state at the start."""
+
+    def zeros(x, sharding):
+        def shard(index):
+            spans = (s.indices(n) for s, n in zip(index, x.shape, strict=True))
+            return np.zeros([stop - start for start, stop, _ in spans], x.dtype)
+
+        return jax.make_array_from_callback(x.shape, sharding, shard)
+
+    return jax.tree.map(zeros, shapes, shardings)
 
 
 def is_on_host(x) -> bool:
@@ -66,7 +80,7 @@ class OffloadedStep:
           rows, whole: sharding of what has rows of the batch, and of what is on every device.
           donate: give the state's memory to the new state.
         """
-        self._optimizer = optimizer
+        self._donate = donate
 
         def update(gradient, moments, param, norm, changes):
             clipped = optimizer.clip(gradient, norm)  # here: there it would take a second copy
@@ -85,17 +99,19 @@ class OffloadedStep:
         without = dataclasses.replace(state, opt_state=None)
         found, logp, metrics = self._gradients(without, batch, rope)
         clip, moments = state.opt_state
-        clips = metrics["grad_norm"], found.changes
-        params, moments = self._by_array(found.params, moments, state.params, *clips)
+        scalars, scaling = (metrics["grad_norm"], found.changes), found.scaling_state
+        gradients = jax.tree.leaves(found.params)
+        del found  # each gradient is given up once it is used
+        params, moments = self._by_array(gradients, moments, state.params, *scalars)
         new = dataclasses.replace(
-            state, params=params, opt_state=(clip, moments), scaling_state=found.scaling_state
+            state, params=params, opt_state=(clip, moments), scaling_state=scaling
         )
         return new, logp, metrics
 
-    def _by_array(self, gradients, moments, params, *scalars):
+    def _by_array(self, gradients: list, moments, params, *scalars):
         """(params, moments) after the update, one array of parameters after the other."""
         structure = jax.tree.structure(params)
-        gradients, olds, news = jax.tree.leaves(gradients), jax.tree.leaves(params), []
+        olds, news = jax.tree.leaves(params), []
 
         def like_params(node) -> bool:
             return jax.tree.structure(node) == structure
@@ -113,8 +129,13 @@ class OffloadedStep:
             before = of_array(index)
             # Its memory is given away, and counts are every array's.
             here = jax.tree.map(lambda x: to_device(x) if is_on_host(x) else jnp.copy(x), before)
+            shardings = jax.tree.map(lambda x: x.sharding, before)
+            if self._donate:
+                jax.block_until_ready(here)
+                for x in filter(is_on_host, jax.tree.leaves(before)):
+                    x.delete()
             new, after = self._update(gradient, here, olds[index], *scalars)
-            after = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), after, before)
+            after = jax.tree.map(jax.device_put, after, shardings)
             states.append(jax.block_until_ready(after))  # then there is room for the next
             news.append(new)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from fp8rl_jax import learner, processes, sharding
@@ -53,7 +54,7 @@ from fp8rl_jax.rollout import (
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.memory import check_rollout_memory
-from fp8rl_jax.training.offload import OffloadedStep, with_host_moments
+from fp8rl_jax.training.offload import OffloadedStep, init_on_host, with_host_moments
 from fp8rl_jax.training.questions import load_data
 
 
@@ -350,11 +351,17 @@ class Runtime(Resolved):
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
         """The state at the start of a phase, laid out over the mesh: optimiser moments as their
         parameters, or in host memory (`learner.offload`)."""
-        state = self._state(optimizer, scaling_state, self._rng(), params)
-        shardings = sharding.param_shardings(self.mesh, state)
-        if self.config.learner.offload == "moments":
-            shardings = with_host_moments(state, shardings)
-        return processes.place(state, shardings)
+        away = self.config.learner.offload == "moments"
+        state = self._state(
+            optax.identity() if away else optimizer, scaling_state, self._rng(), params
+        )
+        state = processes.place(state, sharding.param_shardings(self.mesh, state))
+        if not away:
+            return state
+        shapes = self.state_shapes(optimizer)
+        shardings = with_host_moments(shapes, sharding.param_shardings(self.mesh, shapes))
+        opt_state = init_on_host(shapes.opt_state, shardings.opt_state)
+        return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:
         """`state` after `step` steps of its phase and `position` batches of its stream."""

@@ -66,12 +66,16 @@ def test_many_rows_go_in_passes(recipe):
 @pytest.mark.slow
 def test_rows_that_do_not_divide():
     """All devices have all rows, and each works on a share of them."""
-    for result in _compared(recipe="fp8", route="half", tokens=23, meshes=[[1, 4], [2, 4]]):
-        assert result["differ"] == 0
+    case = {"recipe": "fp8", "route": "half", "tokens": 23, "meshes": [[1, 4], [2, 4]]}
+    for result in _compared(**case, gradient=True):
+        assert result["differ"] == 0 and result["differently"] == []
+        assert result["dx"] < 1e-6 and result["dweights"] < 1e-6
+        assert result["dexperts"] < _ERROR["fp8"]
 
 
 def test_passes_have_room_for_two_rows_of_each():
     """In each pass a device may have to work on n / passes times its own rows."""
+    assert [passes_of(513, devices) for devices in (1, 3, 5)] == [1, 2, 3]
     for devices in (2, 4, 8, 16, 32):
         rows = np.array([513, 4096, 8 * 4096])
         share = [devices / passes_of(int(count), devices) for count in rows]

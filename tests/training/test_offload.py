@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from random_model import initial_params
 
-from fp8rl_jax import learner, sharding
+from fp8rl_jax import learner, models, sharding
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.training.offload import OffloadedStep, is_on_host, with_host_moments
@@ -95,3 +96,23 @@ def test_checkpoints_do_not_ask_where_moments_are(step, tmp_path):
         assert _places(found) == _places(like)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(state))
     checkpoints.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [np.nan, 0.0])
+def test_a_step_that_does_not_count_keeps_the_scales(weights):
+    """Neither loss nor norm is finite, or no token counts: states of scaling policies too are
+    those before the step."""
+    model = models.ModelConfig(96, 64, 128, 2, 4, 2, 16)
+    params = initial_params(model)
+    state = learner.new_state(params, _OPTIMIZER, np.zeros(2, np.uint32), "fp8_delayed")
+    tokens, targets = np.ones((4, 24), np.int32), np.ones((4, 8), np.int32)
+    batch = learner.make_batch(tokens, np.full(4, 16, np.int32), targets, targets > 0, np.ones(4))
+    gradients = exact_jit(learner.make_gradients(model, "fp8_delayed", learner.LossConfig()))
+    rope = tuple(map(jnp.asarray, models.rope_tables(model, 24)))
+    found, *_ = gradients(state, batch, rope)
+    assert state_checksum(found.scaling_state) != state_checksum(state.scaling_state)
+    bad = dataclasses.replace(batch, weights=batch.weights * np.float32(weights))
+    found, *_ = gradients(state, bad, rope)
+    assert not found.changes
+    assert state_checksum(found.scaling_state) == state_checksum(state.scaling_state)
