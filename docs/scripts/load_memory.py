@@ -57,6 +57,8 @@ def write_synthetic(path: pathlib.Path, gigabytes: float, stored: str) -> int:
     def noise(shape, dtype):
         if dtype.itemsize == 1:
             return rng.integers(0, 0x60, shape, np.uint8).view(dtype)
+        if dtype == np.float32:  # scales
+            return rng.random(shape, np.float32) + np.float32(0.5)
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
     outputs, fields = [], config_json(config, "bfloat16")

@@ -236,7 +236,7 @@ for transposed, spec in ((True, ("fsdp", None)), (False, (None, "fsdp"))):
     filling = Filling((2, *expected.shape), np.float32, sharding)
     for start in (0, 3):
         part = slice(start, start + 3)
-        filling.write((1,), start, rows[part], transposed, scales[part])
+        filling.write((1,), (start, 0), rows[part], transposed, scales[part])
     np.testing.assert_array_equal(np.asarray(filling.finish())[1], expected)
 
 tree = compare(fp8, "fp8", tensor=2)
