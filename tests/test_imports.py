@@ -46,7 +46,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"deviceless", "train"},
-    "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "train"},
+    "study": _PROGRAM | {"policy"},
+    "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
     _PACKAGE: set(),
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from fp8rl_jax import processes
-from fp8rl_jax.cli import algo, bench, data, sample_eval
+from fp8rl_jax.cli import algo, bench, data, sample_eval, study
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
@@ -179,6 +179,7 @@ _COMMANDS = (
         config=True,
     ),
     *bench.COMMANDS,
+    *study.COMMANDS,
     Command(
         "plan",
         "what a rollout and a train step need of GPUs, whether they fit, and what the step costs;\n"

@@ -28,6 +28,9 @@ TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 class Swap:
     """Values that take the place of a tapped one; the gradient still goes to what they replace.
 
+    The given value gets the same gradient, chosen or not: a swap that is chosen nowhere shows the
+    gradient that arrives at the tap.
+
     Attributes:
       chosen: () bool, or (L,) for a value of the layers: where to swap.
       value: as the tap gives it, (L, B, T, ...) or (B, T, ...).
@@ -69,7 +72,7 @@ def _swapped_forward(chosen, given, value):
 
 
 def _swapped_backward(residual, cotangent):
-    return None, None, cotangent
+    return None, cotangent, cotangent
 
 
 _swapped.defvjp(_swapped_forward, _swapped_backward)

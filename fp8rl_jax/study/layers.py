@@ -1,0 +1,276 @@
+"""`fp8rl study layers`: the error of every GEMM of a forward and backward pass, in execution order.
+
+The article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated MoE RL"
+(InfiXAI, Ant, SGLang and Miles teams, 25 November 2025) shows two clouds of points over the GEMMs
+of Qwen3-4B: bf16 against fake quantisation, and, about two orders of magnitude lower, fake against
+real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a cell a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fp8rl_jax.data import ByteTokenizer, Tokenizer
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig, init_params
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.study import writing
+from fp8rl_jax.study.cells import Cells, rounded
+from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, PAIRS, RECIPES, GemmFlow, execution_order
+from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.passages import TEXT
+from fp8rl_jax.study.statistics import (
+    cluster_bootstrap,
+    clustered_mean,
+    equivalence,
+    kendall_tau,
+    mann_kendall,
+    rank_correlation,
+    ratio_of_means,
+    spearman,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOKENS = 128  # of a sequence: one block along tokens
+SEQUENCES, QUICK_SEQUENCES = 8, 3
+_COLOURS = {"fprop": "#0072b2", "dgrad": "#d55e00", "wgrad": "#009e73"}
+_FP8, _FAKE, _KERNEL = range(len(PAIRS))
+_RMS, _DIFF = 0, 1
+
+_ONE, _BOTH, _MARGIN = 2.6, 3.7, 0.2  # percent; the margin relative
+_TOST = "two one-sided t-tests"
+ONE_OPERAND = Hypothesis(
+    "one_operand", "From equal inputs a GEMM in FP8 errs by about 2.6% RMS, the rounding of one "
+    "E4M3 operand", "mean relative RMS error over all GEMMs, in percent",
+    _ONE * (1 - _MARGIN), _ONE * (1 + _MARGIN), _TOST,
+)  # fmt: skip
+TWO_OPERANDS = Hypothesis(
+    "two_operands", "From equal inputs a GEMM in FP8 errs by about 3.7% RMS, as on normal numbers "
+    "(docs/gemm_error.md): sqrt(2) times the rounding of one operand",
+    "mean relative RMS error over all GEMMs, in percent",
+    _BOTH * (1 - _MARGIN), _BOTH * (1 + _MARGIN), _TOST,
+)  # fmt: skip
+FLAT = Hypothesis(
+    "flat", "From equal inputs the error is flat over depth",
+    "mean RMS error of the upper half of the layers over that of the lower half", 0.8, 1.25,
+)  # fmt: skip
+ORDERS = Hypothesis(
+    "two_orders", "From equal inputs the squared error of real against fake FP8 is about two "
+    "orders of magnitude below that of FP8 against bf16",
+    "log10 of the ratio of the mean calc_diff", 1.5, 2.5,
+)  # fmt: skip
+GROWS_FORWARD = Hypothesis(
+    "grows_forward", "When inputs flow, the error of fprop grows over depth",
+    "Spearman's rho of the layers' mean RMS error and the layer", 0.0, 1.0, "permutations",
+)  # fmt: skip
+GROWS_BACKWARD = Hypothesis(
+    "grows_backward", "When inputs flow, the error of dgrad grows along the backward pass",
+    "Mann-Kendall's tau of the RMS errors in execution order", 0.0, 1.0,
+    "bootstrap of blocks of one layer",
+)  # fmt: skip
+
+
+class Subject(NamedTuple):
+    """What is studied.
+
+    Attributes:
+      name: for the texts.
+      config: shapes.
+      params: float32.
+      tokenizer: of its text.
+    """
+
+    name: str
+    config: ModelConfig
+    params: Any
+    tokenizer: Tokenizer
+
+
+def quick_subject() -> Subject:
+    """Two layers with random weights over bytes."""
+    tokenizer = ByteTokenizer()
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=128, intermediate_size=384,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    name = "two layers, random weights"
+    return Subject(name, config, init_params(config, jax.random.key(0)), tokenizer)
+
+
+def recipes() -> dict[str, Recipe]:
+    """The three that are compared."""
+    return {name: get_recipe(name) for name in RECIPES}
+
+
+def study(
+    subject: Subject,
+    sequences: int,
+    cells: Cells,
+    note: Callable[[str], None] = lambda text: None,
+    compared: dict[str, Recipe] | None = None,
+) -> dict[str, Any]:
+    """Measures what is missing of the cells, and judges the hypotheses.
+
+    Args:
+      subject: the model.
+      sequences: of TOKENS tokens, at least two; fewer if the text has fewer.
+      cells: finished ones.
+      note: called with a line after each sequence.
+      compared: other recipes in the place of `recipes`.
+
+    Returns:
+      What study.json holds; `errors` there has axes (kind), PAIRS, ('rms', 'calc_diff'), layer,
+      MODULES, GEMMS, and is the mean over sequences.
+
+    Raises:
+      UserError: of `GemmFlow` and `Cells.get`, or the text is too short.
+    """
+    compared = compared or recipes()
+    ids = subject.tokenizer.encode(" ".join(TEXT.split()))
+    sequences = min(sequences, len(ids) // TOKENS)
+    if sequences < 2:
+        raise UserError(
+            f"the tokenizer makes {len(ids)} tokens of the study's text, and two sequences of "
+            f"{TOKENS} are needed: name a model with a smaller vocabulary"
+        )
+    flow = GemmFlow(subject.config, compared)
+    config = {
+        "study": "layers",
+        "model": dataclasses.asdict(subject.config),
+        "weights": _digest(subject.params),
+        "recipes": {name: _described(recipe) for name, recipe in compared.items()},
+    }
+    found = []
+    for index in range(sequences):
+        tokens = np.asarray(ids[index * TOKENS : (index + 1) * TOKENS], np.int32)
+        name = f"layers-{config['weights']}-{index}"
+
+        def measure(tokens=tokens) -> dict:
+            errors = flow.errors(subject.params, tokens)
+            return {kind: rounded(values) for kind, values in errors.items()}
+
+        found.append(cells.get(name, config | {"tokens": tokens.tolist()}, measure))
+        note(f"sequence {index + 1} of {sequences} is there, {sequences - index - 1} left")
+    errors = {k: np.array([cell["numbers"][k] for cell in found]) for k in ("equal", "flow")}
+    return {
+        "config": config,
+        "name": subject.name,
+        "sequences": sequences,
+        "tokens": TOKENS,
+        "modules": list(MODULES),
+        "gemms": list(GEMMS),
+        "pairs": [f"{a} against {b}" for a, b in PAIRS],
+        "measures": ["rms", "calc_diff"],
+        "errors": {kind: rounded(values.mean(axis=0)) for kind, values in errors.items()},
+        "hypotheses": _judge(errors["equal"], errors["flow"]),
+        "origins": writing.origins(found),
+    }
+
+
+def _described(recipe: Recipe) -> dict[str, str]:
+    """The fields of a recipe as text that is the same in every process: policies by name."""
+    operands = {
+        name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
+        for name, o in recipe.operands.items()
+    }
+    others = ("name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules")
+    return operands | {name: str(getattr(recipe, name)) for name in others}
+
+
+def _digest(params: Any) -> str:
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _judge(equal: np.ndarray, flow: np.ndarray) -> list[dict[str, Any]]:
+    """The verdicts of errors (S, PAIRS, MEASURES, L, MODULES, GEMMS)."""
+    rms = 100 * equal[:, _FP8, _RMS]  # (S, L, MODULES, GEMMS)
+    each = rms.mean(axis=(1, 2, 3))
+    mean = clustered_mean(each, np.ones_like(each))
+    verdicts = [
+        hypothesis.judge(mean, equivalence(each, target, _MARGIN * target))
+        for hypothesis, target in ((ONE_OPERAND, _ONE), (TWO_OPERANDS, _BOTH))
+    ]
+    layers = rms.shape[1]
+    lower, upper = rms[:, : layers // 2], rms[:, -(layers // 2) :]
+    sums = [half.sum(axis=(1, 2, 3)) for half in (upper, lower)]
+    count = np.full(len(rms), upper[0].size)
+    verdicts.append(FLAT.judge(ratio_of_means(sums[0], count, sums[1], count)))
+    squared = equal[:, [_FP8, _KERNEL], _DIFF].mean(axis=(2, 3, 4))  # (S, 2)
+    verdicts.append(ORDERS.judge(cluster_bootstrap(squared, lambda m: np.log10(m[:, 0] / m[:, 1]))))
+    forward = flow[:, _FP8, _RMS, :, :, 0].mean(axis=2)  # (S, L)
+    depth = np.arange(layers)
+    estimate = cluster_bootstrap(forward, lambda m: rank_correlation(m, depth))
+    verdicts.append(GROWS_FORWARD.judge(estimate, spearman(forward.mean(axis=0), depth).p))
+    order = [(layer, place) for layer, place, gemm in execution_order(layers) if gemm == 1]
+    series = np.stack([flow[:, _FP8, _RMS, i, m, 1] for i, m in order], axis=1)
+    trend = mann_kendall(series.mean(axis=0), len(MODULES))
+    verdicts.append(GROWS_BACKWARD.judge(cluster_bootstrap(series, kendall_tau), trend.p))
+    return verdicts
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Markdown: mean RMS errors in percent, of every module and GEMM."""
+    equal, flow = (100 * np.array(result["errors"][kind])[:, _RMS] for kind in ("equal", "flow"))
+    rows = [
+        (
+            "module", "GEMM", "FP8 / bf16", "fake / bf16", "FP8 / fake", "FP8 / bf16, flowing: "
+            "first layer", "last layer",
+        )
+    ]  # fmt: skip
+    for place, module in enumerate(MODULES):
+        for gemm, name in enumerate(GEMMS):
+            means = [f"{x:.2f}" for x in equal[:, :, place, gemm].mean(axis=1)]
+            ends = [f"{flow[_FP8, i, place, gemm]:.2f}" for i in (0, -1)]
+            rows.append((module.rpartition("/")[2], name, *means, *ends))
+    return (
+        f"Relative RMS error in percent; {result['name']}, {result['sequences']} sequences of "
+        f"{result['tokens']} tokens. Equal inputs, mean over layers, but for the last two "
+        f"columns.\n\n{writing.markdown_table(*rows)}"
+    )
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Errors over the order of execution: from equal inputs, and when inputs flow."""
+    from matplotlib.figure import Figure  # here alone: the other commands start without it
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained", dpi=110)
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"equal": "Equal inputs", "flow": "Inputs flow"}
+    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
+        errors = np.array(result["errors"][kind])[:, _RMS]
+        order = execution_order(errors.shape[1])
+        for pair, marker in ((_FAKE, "x"), (_FP8, "."), (_KERNEL, "+")):
+            for gemm, name in enumerate(GEMMS):
+                points = [
+                    (i, 100 * errors[pair, layer, place, g])
+                    for i, (layer, place, g) in enumerate(order)
+                    if g == gemm
+                ]
+                label = f"{result['pairs'][pair]}, {name}"
+                axes.plot(*zip(*points, strict=True), marker, color=_COLOURS[name], ms=4,
+                          label=label)  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("GEMM in execution order")
+        axes.grid(color="#e6e6e6", lw=0.7)
+        axes.set_axisbelow(True)
+    panels[0].set_ylabel("relative RMS error, percent")
+    panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
+    """Writes study.json, study.md and study.png; returns their paths."""
+    return writing.write(out, result, draw(result), format_table(result))

@@ -1,0 +1,46 @@
+"""The files of a study: study.json, a figure and a Markdown page."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def origins(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Commits, CPUs and versions under which cells were measured, each once."""
+    found = {}
+    for cell in cells:
+        origin = {name: cell[name] for name in ("commit", "cpu", "versions")}
+        found[json.dumps(origin, sort_keys=True)] = origin
+    return [found[text] for text in sorted(found)]
+
+
+def markdown_table(*rows: Sequence[str]) -> str:
+    """A Markdown table; the first row is its heading."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def write(out: pathlib.Path, study: dict[str, Any], figure: Figure, table: str) -> list[str]:
+    """Writes study.json, study.png and study.md into `out`; returns their paths.
+
+    study.md has a sentence for each of ``study["hypotheses"]``, then the table.
+    """
+    sentences = "".join(f"* {found['sentence']}\n" for found in study["hypotheses"])
+    _replace(out / "study.json", (json.dumps(study, indent=1, sort_keys=True) + "\n").encode())
+    _replace(out / "study.md", f"{sentences}\n{table}".encode())
+    figure.savefig(out / "study.png")
+    return [str(out / name) for name in ("study.json", "study.md", "study.png")]
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,150 @@
+"""`fp8rl study layers`: the quick run, killed and resumed, and an error that it must show."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from fp8rl_jax import cli
+from fp8rl_jax.quant import Operand
+from fp8rl_jax.study import layers
+from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, execution_order
+from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.statistics import Estimate
+
+
+@pytest.fixture(scope="module")
+def programs() -> GemmFlow:
+    """The quick model's programs, which the tests share."""
+    return GemmFlow(layers.quick_subject().config, layers.recipes())
+
+
+@pytest.fixture(autouse=True)
+def _shared_programs(monkeypatch, programs):
+    made = lambda config, recipes: (
+        programs if recipes == layers.recipes() else GemmFlow(config, recipes)
+    )
+    monkeypatch.setattr(layers, "GemmFlow", made)
+
+
+def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
+    """The command writes its files; a run killed after a cell goes on to the same study.json."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert cli.run(["study", "layers", "--quick", f"--out={whole}"]) == 0
+    output, progress = capsys.readouterr()
+    assert "sequence 3 of 3 is there, 0 left" in progress
+    result = json.loads((whole / "study.json").read_text())
+    for verdict in result["hypotheses"]:
+        assert verdict["verdict"] in ("supported", "not supported", "not resolved")
+        assert verdict["sentence"] in output
+        assert verdict["sentence"] in (whole / "study.md").read_text()
+    assert (whole / "study.png").read_bytes()[:4] == b"\x89PNG"
+    _check_errors(result)
+    assert " at 0x" not in json.dumps(result["config"]), "an address differs between processes"
+
+    measure, calls = GemmFlow.errors, []
+
+    def killed_in_the_second(self, *arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(self, *arguments)
+
+    command = ["study", "layers", "--quick", f"--out={parts}"]
+    monkeypatch.setattr(GemmFlow, "errors", killed_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(command)
+    assert cli.run(command) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert cli.run([*command, "--resume"]) == 0
+    assert len(calls) == 4, "the first cell was measured once"
+    for name in ("study.json", "study.md"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+
+
+def _check_errors(result: dict) -> None:
+    """Bounds from both sides, in percent: what the formats must cost, and no more."""
+    equal = 100 * np.array(result["errors"]["equal"])[:, 0]  # (PAIRS, L, MODULES, GEMMS)
+    assert equal.shape == (3, 2, len(MODULES), len(GEMMS))
+    assert equal[:2].min() > 1.5 and equal[:2].max() < 4.5
+    assert equal[2].min() > 0.05 and equal[2].max() < 0.5
+    flow = 100 * np.array(result["errors"]["flow"])[:, 0]
+    assert flow[0].mean() > equal[0].mean()
+
+
+def test_a_coarser_scale_errs_more(tmp_path, programs):
+    """Planted: gradients in E5M2. The errors of dgrad and wgrad grow, those of fprop stay."""
+    recipes = layers.recipes()
+    coarse = Operand("float8_e5m2", (1, 128))
+    recipes["fp8"] = dataclasses.replace(recipes["fp8"], gradient=coarse)
+    found = [
+        np.array(layers.study(layers.quick_subject(), 2, Cells(tmp_path / str(i), False),
+                              compared=compared)["errors"]["equal"])[0, 0].mean(axis=(0, 1))
+        for i, compared in enumerate((layers.recipes(), recipes))
+    ]  # fmt: skip
+    fine, planted = found
+    assert planted[0] == fine[0]
+    assert (planted[1:] > 1.3 * fine[1:]).all()
+
+
+def test_other_recipes_are_another_configuration(tmp_path):
+    """Cells of one recipe are not taken for another's."""
+    subject = layers.quick_subject()
+    layers.study(subject, 2, Cells(tmp_path, resume=False))
+    recipes = layers.recipes()
+    recipes["fp8"] = dataclasses.replace(recipes["fp8"], last_layers=1)
+    with pytest.raises(layers.UserError, match="recipes differ"):
+        layers.study(subject, 2, Cells(tmp_path, resume=True), compared=recipes)
+
+
+def test_execution_order():
+    """Every GEMM once; forward by layers, backward from the last with dgrad before wgrad."""
+    order = execution_order(3)
+    assert len(order) == len(set(order)) == 3 * len(MODULES) * len(GEMMS)
+    last = len(MODULES) - 1
+    assert order[:2] == [(0, 0, 0), (0, 1, 0)]
+    assert order[21:24] == [(2, last, 1), (2, last, 2), (2, last - 1, 1)]
+    assert order[-1] == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("interval", "p", "verdict"),
+    [
+        ((1.1, 1.9), 0.01, "supported"),
+        ((1.1, 1.9), 0.2, "not resolved"),
+        ((0.9, 1.9), 0.01, "not resolved"),
+        ((2.1, 2.9), 0.01, "not supported"),
+    ],
+)
+def test_verdicts(interval, p, verdict):
+    hypothesis = Hypothesis("h", "It is so", "its size", 1.0, 2.0, "a test")
+    found = hypothesis.judge(Estimate(sum(interval) / 2, *interval), p)
+    assert found["verdict"] == verdict
+    assert f"It is so: **{verdict}**. Its size:" in found["sentence"]
+    assert f"95% interval {interval[0]} to {interval[1]}" in found["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["fp8rl study layers"]),
+        (["cases"], ["cases", "fp8rl study layers"]),
+        (["layers"], ["--config FILE", "--checkpoint DIR", "--quick"]),
+        (["layers", "--config=a.py", "--checkpoint=b"], ["name one model"]),
+        (["layers", "--checkpoint=none"], ["--checkpoint=none", "no directory"]),
+        (["layers", "--quick", "--config.run.steps=1"], ["--config.run.steps=1", "--config"]),
+        (["layers", "--quick", "--out=file"], ["--out=file", "another directory"]),
+    ],
+)
+def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
+    """One sentence and exit status 2."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert cli.run(["study", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: [^\n]+\n", error), error
+    for word in words:
+        assert word in error

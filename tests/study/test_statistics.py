@@ -1,0 +1,99 @@
+"""Intervals and tests of the studies, against scipy and against figures written out by hand."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fp8rl_jax.study.statistics import (
+    cluster_bootstrap,
+    clustered_mean,
+    equivalence,
+    kendall_tau,
+    mann_kendall,
+    ranks,
+    ratio_of_means,
+    spearman,
+)
+
+_RNG = np.random.default_rng(5)
+
+
+def test_interval_of_equal_clusters_is_scipys():
+    """With one value a cluster the interval is the ordinary percentile bootstrap's."""
+    sample = _RNG.normal(3, 1, 40)
+    found = clustered_mean(sample, np.ones(40))
+    theirs = stats.bootstrap(
+        (sample,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    assert found.value == pytest.approx(sample.mean())
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
+
+
+def test_clusters_are_drawn_whole():
+    """Values that repeat within clusters carry the information of one: the interval is wider."""
+    means = _RNG.normal(0, 1, 20)
+    whole = clustered_mean(50 * means, np.full(20, 50.0))
+    alone = clustered_mean(np.repeat(means, 50), np.ones(1000))
+    assert whole.value == pytest.approx(alone.value)
+    assert whole.high - whole.low > 5 * (alone.high - alone.low)
+
+
+def test_ratio():
+    """Clusters of both means are drawn together: an exact multiple has an interval of width 0."""
+    sums, counts = _RNG.uniform(1, 9, 12), _RNG.integers(3, 9, 12).astype(float)
+    found = ratio_of_means(3 * sums, counts, sums, counts)
+    assert found == pytest.approx((3, 3, 3))
+    other = ratio_of_means(sums, counts, np.ones(12), np.ones(12))
+    assert other.value == pytest.approx(sums.sum() / counts.sum())
+    assert other.low < other.value < other.high
+
+
+def test_one_cluster_has_no_interval():
+    with pytest.raises(ValueError, match="two clusters"):
+        cluster_bootstrap(np.ones((1, 3)), lambda m: m[:, 0])
+
+
+def test_spearman():
+    """rho is scipy's, ties included; p is that of the exact test within the draws' error."""
+    for x in (_RNG.normal(size=12), _RNG.integers(0, 4, 12)):
+        y = np.arange(12) + _RNG.normal(0, 6, 12)
+        found, theirs = spearman(x, y), stats.spearmanr(x, y)
+        assert ranks(x) == pytest.approx(stats.rankdata(x))
+        assert found.value == pytest.approx(theirs.statistic)
+        assert found.p == pytest.approx(theirs.pvalue, abs=0.03)
+    assert spearman(np.arange(2), np.arange(2)).p == 1, "two points have no trend"
+    assert spearman(np.ones(5), np.arange(5)).p == 1
+
+
+def test_mann_kendall():
+    """tau is scipy's; with blocks of one the p-value is that of Kendall's test."""
+    series = np.arange(15) + _RNG.normal(0, 9, 15)
+    theirs = stats.kendalltau(np.arange(15), series)
+    found = mann_kendall(series, 1)
+    assert found.value == pytest.approx(theirs.statistic)
+    assert found.p == pytest.approx(theirs.pvalue, abs=0.06)
+    assert kendall_tau(np.array([[1, 2, 3], [3, 2, 1]])).tolist() == [1, -1]
+    with pytest.raises(ValueError, match="blocks of 9"):
+        mann_kendall(series, 9)
+
+
+def test_dependence_is_no_trend():
+    """A slow wave: independent draws would call it a trend more easily than blocks do."""
+    wave = np.repeat(_RNG.normal(size=8), 10) + 0.1 * np.arange(80) / 80
+    assert mann_kendall(wave, 20).p > mann_kendall(wave, 1).p
+
+
+@pytest.mark.parametrize("target", [2.6, 3.0, 3.05, 4.0])
+def test_equivalence(target):
+    """p is the larger one of scipy's two one-sided tests."""
+    sample, margin = _RNG.normal(3, 0.2, 9), 0.3
+    above = stats.ttest_1samp(sample, target - margin, alternative="greater").pvalue
+    below = stats.ttest_1samp(sample, target + margin, alternative="less").pvalue
+    assert equivalence(sample, target, margin) == pytest.approx(max(above, below), abs=1e-5)
+
+
+def test_equivalence_of_constants():
+    assert equivalence(np.ones(4), 1.1, 0.2) == 0
+    assert equivalence(np.ones(4), 1.3, 0.2) == 1
+    with pytest.raises(ValueError, match="margin above 0"):
+        equivalence(np.ones(4), 1, 0)
