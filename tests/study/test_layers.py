@@ -1,5 +1,6 @@
 """`fp8rl study layers`: the quick run, killed and resumed, and an error that it must show."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -11,7 +12,7 @@ from fp8rl_jax import cli
 from fp8rl_jax.quant import Operand
 from fp8rl_jax.study import layers
 from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, execution_order
+from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.statistics import Estimate
 
@@ -69,17 +70,22 @@ def _check_errors(result: dict) -> None:
     """Bounds from both sides, in percent: what the formats must cost, and no more."""
     equal = 100 * np.array(result["errors"]["equal"])[:, 0]  # (PAIRS, L, MODULES, GEMMS)
     assert equal.shape == (3, 2, len(MODULES), len(GEMMS))
-    assert equal[:2].min() > 1.5 and equal[:2].max() < 4.5
+    assert equal[:2].min() > 1.0 and equal[:2].max() < 4.5
     assert equal[2].min() > 0.05 and equal[2].max() < 0.5
     flow = 100 * np.array(result["errors"]["flow"])[:, 0]
     assert flow[0].mean() > equal[0].mean()
 
 
-def test_a_coarser_scale_errs_more(tmp_path, programs):
+def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     """Planted: gradients in E5M2. The errors of dgrad and wgrad grow, those of fprop stay."""
     recipes = layers.recipes()
     coarse = Operand("float8_e5m2", (1, 128))
     recipes["fp8"] = dataclasses.replace(recipes["fp8"], gradient=coarse)
+    other = copy.copy(programs)  # only the GEMMs from equal inputs are compiled again
+    other._gemms = programs._gemms | {"fp8": _make_gemms(recipes["fp8"])}
+    monkeypatch.setattr(
+        layers, "GemmFlow", lambda _, given: programs if given == layers.recipes() else other
+    )
     found = [
         np.array(layers.study(layers.quick_subject(), 2, Cells(tmp_path / str(i), False),
                               compared=compared)["errors"]["equal"])[0, 0].mean(axis=(0, 1))
