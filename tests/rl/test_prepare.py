@@ -99,6 +99,19 @@ def test_corrections_multiply_weights_and_drop_together():
     assert out.metrics["correction/icepop_max"] == pytest.approx(ratio)
 
 
+def test_truncated_weights_of_fp8_rl():
+    """The worked example of FP8-RL ("A Practical and Stable Low-Precision Stack for LLM
+    Reinforcement Learning"): C = 2, ratios 1.10, 0.80, 3.00 give weights 1.10, 0.80, 2.00."""
+    mask, finished = np.ones((1, 3), bool), np.array([True])
+    rollout, learner = (np.log(np.float32([p])) for p in ([0.20, 0.05, 0.01], [0.22, 0.04, 0.03]))
+    out = _prepare(
+        _algorithm("tis(2.0)", baseline="none"), [[1.0]], (mask, finished, learner, rollout)
+    )
+    np.testing.assert_allclose(np.exp(learner - rollout), [[1.10, 0.80, 3.00]], rtol=1e-6)
+    np.testing.assert_allclose(out.rollout_weights, [[1.10, 0.80, 2.00]], rtol=1e-6)
+    assert out.keep.all()
+
+
 @pytest.mark.parametrize(
     "correction",
     ["none", "tis", "seq_tis", "icepop", "mask_sequence", "mask_geometric", "mask_k3", "veto",
