@@ -1,8 +1,6 @@
 """GRPO on DeepSeek-V3, 671B: latent attention, 256 experts of which a token uses 8, 1 shared.
 
-Precision cases, after the file's name (`deepseek_v3_671b.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/deepseek_v3_671b.py --config.model.checkpoint=DIR
            with the files of deepseek-ai/DeepSeek-V3 in DIR
 Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (46 GiB for each
@@ -14,15 +12,13 @@ Expected:  not run by us (it needs the GPUs). Its multi-token prediction layer i
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/deepseek_v3_671b", "steps": 200, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/DeepSeek-V3"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 8, "expert": 16, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},

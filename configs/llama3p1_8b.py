@@ -1,9 +1,6 @@
 """GRPO on Llama-3.1-8B-Instruct on word problems.
 
-Precision cases, after the file's name (`llama3p1_8b.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/llama3p1_8b.py --config.model.checkpoint=DIR
            with the files of meta-llama/Llama-3.1-8B-Instruct in DIR
 Mesh:      8 GPUs of 80 GB: fsdp 8
@@ -14,15 +11,13 @@ Expected:  not run by us (it needs the GPUs); published after 4,000 steps on a m
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/llama3p1_8b", "steps": 4000, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/Llama-3.1-8B-Instruct"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 8, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},

@@ -1,9 +1,6 @@
 """GRPO on Moonlight-16B-A3B: latent attention, 64 experts of which a token uses 6, 2 shared.
 
-Precision cases, after the file's name (`moonlight_16b.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/moonlight_16b.py --config.model.checkpoint=DIR
            with the files of moonshotai/Moonlight-16B-A3B-Instruct in DIR
 Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. Compiled without them, a train step needs 60.9 GiB
@@ -13,15 +10,13 @@ Expected:  not run by us (it needs the GPUs); published as a recipe, without fig
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/moonlight_16b", "steps": 400, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/Moonlight-16B-A3B-Instruct"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 2, "expert": 4, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},

@@ -3,10 +3,7 @@
 Rewards are 1 for the right number and 0 else; thinking is off. The data set is downloaded at the
 first start, or prepared beforehand (docs/data.md).
 
-Precision cases, after the file's name (`qwen3_1p7b_gsm8k.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_1p7b_gsm8k.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-1.7B in DIR
 Mesh:      4 GPUs of 80 GB: fsdp 4
@@ -17,15 +14,13 @@ Expected:  not run by us (it needs the GPUs and the weights). Published for 100 
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/qwen3_1p7b_gsm8k", "steps": 100, "checkpoint_every": 25},
             "model": {"checkpoint": "checkpoints/Qwen3-1.7B"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 4, "data": 1},
             "data": {
                 "tokenizer": "checkpoint",

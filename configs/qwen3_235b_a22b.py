@@ -1,9 +1,6 @@
 """GRPO on Qwen3-235B-A22B, the shapes of the largest published Qwen3 run.
 
-Precision cases, after the file's name (`qwen3_235b_a22b.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_235b_a22b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-235B-A22B in DIR
 Mesh:      64 GPUs of 141 GB: fsdp 8, expert 8. Compiled without them, a train step needs 99.3 GiB
@@ -14,15 +11,13 @@ Expected:  not run by us (it needs the GPUs); published: FP8 on both sides keeps
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/qwen3_235b_a22b", "steps": 200, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/Qwen3-235B-A22B"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 8, "expert": 8, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},

@@ -1,9 +1,6 @@
 """GRPO on Qwen3-30B-A3B, 128 experts of which a token uses 8.
 
-Precision cases, after the file's name (`qwen3_30b_a3b.py:case1`); the rollout is FP8 in all:
-  case1  learner in BF16                     case3  FP8 imitated in BF16, forward and backward
-  case2  FP8 imitated in BF16, forward only  case4  learner in FP8 (the default): zero drift
-
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_30b_a3b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-30B-A3B in DIR
 Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train step needs 49.3 GiB
@@ -13,15 +10,13 @@ Expected:  not run by us (it needs the GPUs); published: accuracy curves of FP8 
 
 import ml_collections
 
-_LEARNER = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 
-
-def get_config(case="case4"):
+def get_config():
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/qwen3_30b_a3b", "steps": 400, "checkpoint_every": 50},
             "model": {"checkpoint": "checkpoints/Qwen3-30B-A3B"},
-            "precision": {"rollout": "fp8", "learner": _LEARNER[case]},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
             "mesh": {"fsdp": 4, "expert": 4, "data": 1},
             "data": {"tokenizer": "checkpoint", "chat": True},
             "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},

@@ -62,7 +62,12 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         if self.config:
-            parser.add_argument("--config", default="", metavar="FILE", help="the config file")
+            from fp8rl_jax.config.cases import CASES
+
+            parser.add_argument(
+                "--config", default="", metavar="FILE",
+                help="the config file; FILE:CASE for other precisions: " + ", ".join(CASES),
+            )  # fmt: skip
         for names, settings in self.arguments:
             parser.add_argument(*names, **settings)
         return parser

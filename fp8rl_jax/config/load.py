@@ -1,9 +1,10 @@
-"""How a configuration is read: defaults, then a file, then the command line.
+"""How a configuration is read: defaults, then a file with its case, then the command line.
 
 A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
-fields it wants to change; everything else keeps the default of `config.fields`. The command line
-then overrides single fields (``--config.rollout.group_size=16``). The whole is checked before
-anything compiles (`config.checks`).
+fields it wants to change; everything else keeps the default of `config.fields`. A precision case
+after its name (``FILE:case1``, `config.cases`) changes the recipes. The command line then overrides
+single fields (``--config.rollout.group_size=16``). The whole is checked before anything compiles
+(`config.checks`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
@@ -221,15 +224,19 @@ def _article(default: Any) -> str:
     return f"{kind[type(default)]} such as {default!r}"
 
 
-def read_config_file(path: str) -> Any:
-    """What the file's get_config() returns; with a path `FILE:ARGUMENT`, get_config(ARGUMENT).
+def _read_config_file(path: str) -> tuple[Any, dict[str, str]]:
+    """What the file's get_config() returns, and the `precision` fields of a case after its name.
+
+    In a path `FILE:TEXT` the text is a precision case, or, where the file's get_config() takes an
+    argument, that argument.
 
     Raises:
-      UserError: no such file, or it cannot be run, or it has no get_config, or not that argument.
+      UserError: no such file, or it cannot be run, or it has no get_config, or there is no such
+        case.
     """
-    file, colon, argument = pathlib.Path(path), "", ""
+    file, colon, text = pathlib.Path(path), "", ""
     if not file.exists():
-        name, colon, argument = path.rpartition(":")
+        name, colon, text = path.rpartition(":")
         file = pathlib.Path(name) if colon else file
     if not file.is_file():
         raise UserError(
@@ -243,35 +250,38 @@ def read_config_file(path: str) -> Any:
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"--config: {path} has no function get_config(); add one")
-        return module.get_config(argument) if colon else module.get_config()
+        if colon and inspect.signature(module.get_config).parameters:
+            return module.get_config(text), {}
+        changes = module.get_config()
     except UserError:
         raise
-    except KeyError as error:
-        if not colon or error.args != (argument,):
-            raise _failing(path, error) from None
-        raise UserError(
-            f"--config: {file} does not know the argument {argument!r}; the text at its top names "
-            "those that it takes"
-        ) from None
     except (Exception, SystemExit) as error:  # whatever a user's file raises
-        raise _failing(path, error) from None
-
-
-def _failing(path: str, error: BaseException) -> UserError:
-    return UserError(
-        f"--config: {path} fails with {type(error).__name__}: {error}; fix the file so that "
-        "get_config() takes no argument (or that after the colon) and returns a ConfigDict"
-    )
+        raise UserError(
+            f"--config: {path} fails with {type(error).__name__}: {error}; fix the file so that "
+            "get_config() takes no argument (or the text after a colon) and returns a ConfigDict"
+        ) from None
+    if colon and text not in CASES:
+        raise UserError(
+            f"--config: {file} has no precision case {text!r}; after the colon write one of "
+            + ", ".join(CASES)
+        )
+    return changes, CASES[text] if colon else {}
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
     """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
 
+    Args:
+      path: of the file, or `FILE:CASE` with a precision case (`config.cases`).
+      overrides: of single fields.
+
     Raises:
-      UserError: an unknown field or a value of the wrong type.
+      UserError: no such file or case, an unknown field or a value of the wrong type.
     """
     config = default_config()
-    _merge(config, read_config_file(path), path)
+    changes, case = _read_config_file(path)
+    _merge(config, changes, path)
+    config.precision.update(case)
     override(config, overrides)
     return config
 

@@ -7,7 +7,7 @@ import jax
 import ml_collections
 import pytest
 
-from fp8rl_jax import sharding
+from fp8rl_jax import cli, sharding
 from fp8rl_jax.config import (
     FIELDS,
     all_fields,
@@ -307,6 +307,7 @@ _PUBLISHED = {
     "moonlight_16b": "moonlight_16b_a3b", "qwen3_1p7b_gsm8k": "qwen3_1p7b",
     "deepseek_v3_671b": "deepseek_v3", "kimi_k2_1t": "kimi_k2",
 }  # fmt: skip
+_SMALL = ("smollm2_135m", "tiny_arithmetic")
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
     "--config.data.tokenizer=byte",
@@ -320,38 +321,61 @@ def _resolve(config):
     return resolve_config(config)
 
 
+def _shipped(name: str, case: str):
+    """A file of configs/, of published shapes in the place of its checkpoint."""
+    overrides = ()
+    if name != "tiny_arithmetic":
+        overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED.get(name, name)}")
+    config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
+    config.data.chat_options = type(config.data.chat_options)()  # they go with data.chat
+    return config
+
+
 def test_shipped_configs_are_valid():
-    """Those without a checkpoint load and pass the checks as they are, and so do the defaults."""
+    """All of them are tested here; those of small models and the defaults pass the checks."""
     names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
-    assert names > {*_PUBLISHED, "smollm2_135m"}
-    for name in names - {*_PUBLISHED, "smollm2_135m"}:
-        _resolve(load_config(f"{_ROOT}/configs/{name}.py"))
-    overrides = (*_SHAPES_ALONE, "--config.model.name=smollm2_135m")
-    _resolve(load_config(f"{_ROOT}/configs/smollm2_135m.py", overrides))
+    assert names == {*_PUBLISHED, *_SMALL}
+    for name in _SMALL:
+        _resolve(_shipped(name, ""))
     _resolve(default_config())
 
 
-@pytest.mark.parametrize("case", ["", ":case1", ":case2", ":case3", ":case4"])
+_CASES = {
+    ":bf16": ("bf16", "bf16"), ":case1": ("fp8_blockwise", "bf16"),
+    ":case2": ("fp8_blockwise", "fake_forward"), ":case3": ("fp8_blockwise", "fake"),
+    ":case4": ("fp8_blockwise", "fp8_blockwise"), "": ("fp8_blockwise", "fp8_blockwise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", (*_PUBLISHED, *_SMALL))
+def test_every_config_takes_every_case(name):
+    """The recipes of both sides; everything else is the file's."""
+    plain = _shipped(name, "").to_dict()
+    for case, recipes in _CASES.items():
+        config = _shipped(name, case)
+        found = _resolve(config)
+        sides = (found.rollout_recipe, found.learner_recipe)
+        assert tuple(side.name for side in sides) == recipes
+        if case == ":bf16":
+            assert not any(s.quantized or s.kv_quantized or s.fp8_attention for s in sides)
+        changed = config.to_dict()
+        changed["precision"] = plain["precision"]
+        assert changed == plain
+    assert _shipped(name, ":case4").to_dict() == plain
+
+
 @pytest.mark.parametrize("name", _PUBLISHED)
-def test_published_runs_are_valid(name, case):
-    """Every precision case: recipes, batch and mesh fit together, and so do the model's shapes.
+def test_published_runs_are_valid(name):
+    """Batch and mesh fit together, and so do the model's shapes.
 
     What one device stores of masters and moments (if they are not offloaded) is at most 60 GB.
     """
-    overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED[name]}")
-    config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
-    config.data.chat_options = type(config.data.chat_options)()  # they go with data.chat
-    learner = {"": "fp8", ":case1": "bf16", ":case2": "fake_forward", ":case3": "fake"}
-    assert config.precision.rollout == "fp8"
-    assert config.precision.learner == learner.get(case, "fp8")
-    _resolve(config)
+    config = _shipped(name, "")
     sizes = tuple(config.mesh[axis] for axis in sharding.MESH_AXES)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
     checks.check_mesh(config, sharding.batch_divisor(mesh))
-    if case:
-        return
     shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))
     specs = jax.tree.leaves(sharding.param_shardings(mesh, shapes))
     pairs = zip(jax.tree.leaves(shapes), specs, strict=True)
@@ -360,16 +384,44 @@ def test_published_runs_are_valid(name, case):
     assert 1e9 < copies * 4 * stored < 60e9
 
 
-def test_argument_of_a_config_file(tmp_path):
-    """After a colon; one that the file does not know is named, and one that it cannot take."""
+def test_a_case_that_does_not_exist(capsys):
+    """One sentence with the file, the case and those that exist; exit status 2."""
     path = f"{_ROOT}/configs/qwen3_4b.py"
-    with pytest.raises(UserError, match=r"qwen3_4b.py does not know the argument 'case9'"):
-        load_config(f"{path}:case9")
+    for case in ("case9", "Bf16", ""):
+        assert cli.run(["train", "--config", f"{path}:{case}"]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --config: {path} has no precision case {case!r}; after the colon write one of "
+            "bf16, case1, case2, case3, case4\n"
+        )
     with pytest.raises(UserError, match="is no file"):
         load_config(f"{_ROOT}/configs/qwen9.py:case1")
-    plain = tmp_path / "plain.py"
-    plain.write_text("def get_config():\n    return {}['missing']\n")
-    with pytest.raises(UserError, match="fails with KeyError: 'missing'"):
-        load_config(str(plain))
-    with pytest.raises(UserError, match="fails with TypeError"):
-        load_config(f"{plain}:case1")
+
+
+def test_a_case_of_a_file_of_ones_own(tmp_path):
+    """What a case does not name stays, in bf16 nothing is in FP8, and the command line wins."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import ml_collections\n"
+        "def get_config(): return ml_collections.ConfigDict(\n"
+        "    {'precision': {'learner': 'mxfp8', 'kv_cache': 'fp8', 'attention': 'fp8'}})\n"
+    )
+    plain, case4, bf16 = (load_config(f"{path}{c}").precision for c in ("", ":case4", ":bf16"))
+    assert (plain.learner, case4.learner, case4.kv_cache) == ("mxfp8", "fp8", "fp8")
+    assert (bf16.rollout, bf16.learner, bf16.kv_cache, bf16.attention) == ("bf16",) * 4
+    own = load_config(f"{path}:bf16", ["--config.precision.learner=f32"]).precision
+    assert (own.rollout, own.learner) == ("bf16", "f32")
+
+
+def test_argument_of_a_config_file(tmp_path):
+    """A get_config that takes an argument gets the text after the colon, in place of a case."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import ml_collections\n"
+        "_STEPS = {'short': 3, 'case1': 4}\n"
+        "def get_config(name='short'):\n"
+        "    return ml_collections.ConfigDict({'run': {'steps': _STEPS[name]}})\n"
+    )
+    assert [load_config(f"{path}{t}").run.steps for t in ("", ":short", ":case1")] == [3, 3, 4]
+    assert load_config(f"{path}:case1").precision == default_config().precision
+    with pytest.raises(UserError, match="fails with KeyError: 'long'"):
+        load_config(f"{path}:long")

@@ -1,0 +1,16 @@
+"""Precision cases: `FILE:CASE` is the job of a config file in other precisions.
+
+Cases 1 to 4 are those of the article "Unified FP8: Moving Beyond Mixed Precision for Stable and
+Accelerated MoE RL" (2025); `bf16` is the baseline without FP8.
+"""
+
+from __future__ import annotations
+
+# Fields of section `precision`; what a case does not name stays as the file has it.
+CASES: dict[str, dict[str, str]] = {
+    "bf16": {"rollout": "bf16", "learner": "bf16", "kv_cache": "bf16", "attention": "bf16"},
+    "case1": {"rollout": "fp8", "learner": "bf16"},
+    "case2": {"rollout": "fp8", "learner": "fake_forward"},
+    "case3": {"rollout": "fp8", "learner": "fake"},
+    "case4": {"rollout": "fp8", "learner": "fp8"},
+}
