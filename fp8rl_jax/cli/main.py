@@ -187,7 +187,8 @@ _COMMANDS = (
         _plan,
         (
             argument("--rollout", action="store_true",
-                     help="plan the rollout alone: weights, slots and pages in FP8 and BF16"),
+                     help="plan the rollout alone: weights, slots and pages in FP8 and BF16, and "
+                     "predicted decode times of BF16, FP8 linear layers, FP8 KV cache, and both"),
             argument("--learner", action="store_true",
                      help="plan the train step alone: memory, FLOPs, bytes over the mesh, times"),
             argument("--devices", type=int, metavar="N",

@@ -12,10 +12,15 @@ from fp8rl_jax.cli.plan_learner import (
     format_learner,
     plan_learner_config,
 )
-from fp8rl_jax.cli.plan_rollout import describe_allocation, format_plans, plan_config
+from fp8rl_jax.cli.plan_rollout import (
+    describe_allocation,
+    format_decode,
+    format_plans,
+    plan_config,
+)
 from fp8rl_jax.cli.planned import Planned, read_planned
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES
+from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES, Gpu
 
 
 def _check(values: argparse.Namespace) -> None:
@@ -51,9 +56,12 @@ def _hosts(values: argparse.Namespace, planned: Planned) -> int:
     return hosts
 
 
-def _plan_rollout(planned: Planned, memory: int) -> None:
+def _plan_rollout(planned: Planned, memory: int, gpu: Gpu) -> None:
     found = plan_config(planned, memory)
     print(format_plans(found))
+    print()
+    print(format_decode(found, gpu))
+    print()
     print(describe_allocation(found))
 
 
@@ -86,7 +94,7 @@ def plan(values: argparse.Namespace) -> int:
     problems = []
     if values.rollout or both:
         try:
-            _plan_rollout(planned, memory)
+            _plan_rollout(planned, memory, gpu)
         except UserError as error:  # the learner is printed all the same
             problems.append(str(error))
     if values.learner or both:

@@ -160,8 +160,7 @@ def _format_cost(found: LearnerConfigPlan) -> Iterator[str]:
     )
     efficiency = ", ".join(f"{name} {value:.0%}" for name, value in EFFICIENCY.items())
     yield (
-        f"Constants ({gpu.name}'s data sheet): {gpu.bf16 / 1e12:,.0f} TFLOPS bf16, "
-        f"{gpu.fp8 / 1e12:,.0f} FP8, dense; {gpu.hbm / 1e12:.2f} TB/s; a GPU receives "
+        f"Constants ({gpu.name}'s data sheet): {gpu.speed}; a GPU receives "
         f"{NVLINK / 1e9:.0f} GB/s by NVLink, {NETWORK / 1e9:.0f} GB/s from other hosts; assumed "
         f"to be reached: {efficiency}. Nothing here was measured on a GPU."
     )

@@ -44,6 +44,14 @@ class Gpu:
     fp8: float = 1979e12
     hbm: float = 4.8e12
 
+    @property
+    def speed(self) -> str:
+        """The figures in words."""
+        return (
+            f"{self.bf16 / 1e12:,.0f} TFLOPS bf16, {self.fp8 / 1e12:,.0f} FP8, dense; "
+            f"{self.hbm / 1e12:.2f} TB/s"
+        )
+
 
 GPUS = {"h100": Gpu("H100", 80.0, hbm=3.35e12), "h200": Gpu("H200", 141.0)}
 NVLINK = 450e9  # bytes/s a GPU receives within a host (NVLink 4: 900 GB/s, both directions)
@@ -102,7 +110,7 @@ class StepCost:
         return sum(self.seconds.values())
 
 
-def _attention_features(model: ModelConfig) -> int:
+def attention_features(model: ModelConfig) -> int:
     """Products of a query and a key, and of a weight and a value, in all heads together."""
     if model.latent:
         return model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
@@ -121,7 +129,7 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
     linear = counts.active - counts.tables
     passes = 4 if work.remat == "full" else 3
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
-    attended = tokens * length / 2 * model.num_hidden_layers * _attention_features(model)
+    attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
     return {
         "linear layers": 2 * linear * passes * tokens / tensor,

@@ -245,6 +245,52 @@ def test_qwen3_8b(told, memory):
     assert f"64 slots and {fitting:.0f} pages a device" in output
 
 
+def test_predicted_decode_times(told):
+    """Ratios to bf16 with equal sequences, and with those that the table above says fit."""
+    moe = str(_ROOT / "configs" / "qwen3_30b_a3b.py")
+    status, output, _ = told("--rollout", "--config", moe, "--config.model.name=qwen3_30b_a3b")
+    assert status == 0
+    assert "H200, sequences of 1280 tokens on average: a prediction from bytes" in output
+    assert "not a measurement" in output and "memory 80%, products 40%" in output
+    plans, decode = output.split("Decoding on each")
+    equal, fit = decode.split("sequences that fit")
+    # 48 layers of 4 heads, k and v; gate, up and down of 32 experts, 2048 x 768; 32 x 4 tokens.
+    cache = 32 * 1280 * 48 * 4 * 2 * 128
+    layers = 48 * (2048 * 128 * (32 + 2 * 4 + 32) + 32 * (1 - (15 / 16) ** 128) * 3 * 2048 * 768)
+    head = 2 * 151936 * 2048
+    steps = [
+        weight * layers + kv * cache + head
+        for weight, kv in ((2, 2), (1, 2), (2, 132 / 128), (1, 132 / 128))
+    ]
+    times = [step / (0.8 * 4.8e12) * 1e3 for step in steps]
+    assert _milliseconds(equal, "a step") == pytest.approx(times, rel=0.01)
+    found = _row(equal, "  time of a token")
+    assert found == pytest.approx([step / steps[0] for step in steps], abs=0.01)
+    assert _row(equal, "  tokens/s") == pytest.approx([steps[0] / x for x in steps], abs=0.02)
+    counts = [float(text.replace(",", "")) for text in fit.splitlines()[0].split()]
+    both, bf16 = _row(plans, "slots of 1280")
+    assert (counts[0], counts[3]) == (bf16, both)
+    rates = [n / time for n, time in zip(counts, _milliseconds(fit, "a step"), strict=True)]
+    assert _row(fit, "  tokens/s") == pytest.approx([x / rates[0] for x in rates], abs=0.02)
+    assert _row(fit, "  time of") == pytest.approx([rates[0] / x for x in rates], abs=0.01)
+
+
+def _milliseconds(output: str, name: str) -> list[float]:
+    (line,) = (line for line in output.splitlines() if line.startswith(f"  {name} "))
+    return [float(x) for x in re.findall(r"([\d.]+) ms", line)]
+
+
+def test_decode_times_of_what_does_not_fit(told):
+    """Without room for a sequence in bf16 there is no ratio to it."""
+    name = "--config.model.name=qwen3_8b"
+    status, output, _ = told("--rollout", "--config", _QWEN, name, "--memory-gb=29")
+    assert status == 0
+    fit = output.partition("sequences that fit")[2]
+    assert re.match(r" +0 +19 +0 +37\n", fit)
+    assert re.search(r"a step +- +[\d.]+ ms +- +[\d.]+ ms\n", fit)
+    assert "over bf16's" not in fit
+
+
 def test_static_batching_is_told_the_best_slots(told):
     """As many as fit at half the length, no more than a step has samples."""
     name = "--config.model.name=qwen3_8b"
