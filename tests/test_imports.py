@@ -46,7 +46,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"deviceless", "train"},
-    "study": _PROGRAM | {"policy"},
+    "study": _PROGRAM | {"policy", "train"},
     "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
     _PACKAGE: set(),
 }

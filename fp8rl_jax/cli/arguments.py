@@ -122,15 +122,16 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def counts(most: int) -> Callable[[str], list[int]]:
-    """A type of an argument: whole numbers from 1 to `most`, separated by commas."""
+def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
+    """A type of an argument: whole numbers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:
         found = words(text)
         for word in found or [text]:
-            if not word.isdecimal() or not 1 <= int(word) <= most:
+            if not word.isdecimal() or not least <= int(word) <= most:
                 raise argparse.ArgumentTypeError(
-                    f"it holds {word!r}; write whole numbers from 1 to {most}, such as 1,64"
+                    f"it holds {word!r}; write whole numbers from {least} to {most}, "
+                    f"such as {least},64"
                 )
         return [int(word) for word in found]
 

@@ -1,14 +1,18 @@
-"""`fp8rl study` and its subcommands: layers."""
+"""`fp8rl study` and its subcommands: layers, cases."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
     argument,
+    counts,
     directory,
     keep_programs,
     note,
@@ -19,13 +23,19 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from fp8rl_jax.study.cells import Cells
+    from fp8rl_jax.study.subjects import Subject
+
+_NAMES = "layers or cases"
+
 
 def _study(values: argparse.Namespace) -> int:
-    raise UserError("fp8rl study: write `fp8rl study layers` and options after that")
+    raise UserError(f"fp8rl study: write `fp8rl study {_NAMES}` and options after that")
 
 
-def _layers(values: argparse.Namespace) -> int:
-    command = "study layers"
+def _check(command: str, values: argparse.Namespace) -> None:
+    """Raises UserError unless the options name one model, or none with --quick."""
     named = [bool(values.config), values.checkpoint is not None]
     if all(named) or (not any(named) and not values.quick):
         raise UserError(
@@ -37,64 +47,132 @@ def _layers(values: argparse.Namespace) -> int:
             f"fp8rl {command}: {values.overrides[0]!r} changes a config: name one with --config, "
             "or leave it out"
         )
-    if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
+    if values.checkpoint is None:
+        return
+    if not pathlib.Path(values.checkpoint).is_dir():
         raise UserError(
             f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
             "run, or of a Hugging Face model"
         )
-    config = read_config(command, values) if values.config else None
-    out = writable(command, values.out)
-    from fp8rl_jax.study import layers
+    if len(values.seeds) > 1:
+        raise UserError(
+            f"fp8rl {command}: a checkpoint is the result of one seed: leave out --seeds, or name "
+            "a config with --config"
+        )
+
+
+def _subjects(
+    command: str, values: argparse.Namespace, out: pathlib.Path, questions: bool
+) -> list[Subject]:
+    """The model that the options name, once for each seed."""
+    from fp8rl_jax.study import subjects
+
+    if values.checkpoint is not None:
+        from fp8rl_jax.policy.source import directory_config
+
+        keep_programs()
+        config = directory_config(values.checkpoint, words(values.allow_import))
+        return [subjects.of_directory(config, note, questions)]
+    if values.config:
+        config = read_config(command, values)
+    else:
+        config = subjects.quick_config()
+        keep_programs()
+    found = []
+    for seed in values.seeds:
+        config.run.seed = seed
+        found.append(subjects.of_config(config, out, note, questions))
+    return found
+
+
+def _run(
+    name: str,
+    questions: bool,
+    work: Callable[[argparse.Namespace, list[Subject], pathlib.Path, Cells], list[str]],
+    values: argparse.Namespace,
+) -> int:
+    """A study by its name: `work` makes its files, of which it returns the paths, and prints its
+    sentences."""
+    command = f"study {name}"
+    _check(command, values)
+    out = writable(command, values.out or f"runs/study_{name}")
     from fp8rl_jax.study.cells import Cells
 
     cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
-    if config is None:
-        keep_programs()
-    if values.checkpoint is not None:
-        from fp8rl_jax.policy.source import directory_config
-        from fp8rl_jax.study.subjects import of_directory
-
-        config = directory_config(values.checkpoint, words(values.allow_import))
-        subject = of_directory(config, note)
-    elif config is not None:
-        from fp8rl_jax.study.subjects import of_config
-
-        subject = of_config(config)
-    else:
-        subject = layers.quick_subject()
-    sequences = layers.QUICK_SEQUENCES if values.quick else layers.SEQUENCES
     with writing(command, out):
-        result = layers.study(subject, sequences, cells, note)
-        paths = layers.write(result, out)
-    for verdict in result["hypotheses"]:
-        print(verdict["sentence"])
+        subjects = _subjects(command, values, out, questions)
+        paths = work(values, subjects, out, cells)
     print(*paths, sep="\n")
     return 0
+
+
+def _print_verdicts(result: dict) -> None:
+    for verdict in result["hypotheses"]:
+        print(verdict["sentence"])
+
+
+def _layers(values, subjects, out, cells) -> list[str]:
+    from fp8rl_jax.study import layers
+
+    sequences = layers.QUICK_SEQUENCES if values.quick else layers.SEQUENCES
+    result = layers.study(subjects[0], sequences, cells, note)
+    _print_verdicts(result)
+    return layers.write(result, out)
+
+
+def _cases(values, subjects, out, cells) -> list[str]:
+    from fp8rl_jax.study import cases
+
+    questions = cases.QUICK_QUESTIONS if values.quick else cases.QUESTIONS
+    steps = cases.QUICK_STEPS if values.quick else cases.STEPS
+    if values.steps is not None:
+        steps = values.steps
+    result = cases.study(subjects, out, cells, note, questions, steps)
+    _print_verdicts(result)
+    return cases.write(result, out)
+
+
+def _options(quick: str) -> tuple:
+    """Options that every study has; `quick` is the help of --quick."""
+    return (
+        argument("--checkpoint", metavar="DIR",
+                 help="a run, or a Hugging Face model, in the place of a config's"),
+        argument("--seeds", type=counts((1 << 31) - 1, 0), default=[0], metavar="N,...",
+                 help="a model is trained for each of them (default: 0)"),
+        argument("--quick", action="store_true", help=quick),
+        argument("--out", type=directory, metavar="DIR",
+                 help="directory of study.json, study.md, study.png and of runs (default: "
+                 "runs/study_NAME)"),
+        argument("--cells", type=directory, metavar="DIR",
+                 help="directory of the finished cells; OUT/cells if left out"),
+        argument("--resume", action="store_true", help="use the cells that are there"),
+        ALLOW_IMPORT,
+    )  # fmt: skip
+
+
+_STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run; 0 leaves them out")
 
 
 COMMANDS = (
     Command(
         "study",
-        "studies that test hypotheses written beforehand: study layers",
+        "studies that test hypotheses written beforehand: study layers, cases",
         _study,
-        others="write `fp8rl study layers` and options after that; ",
+        others=f"write `fp8rl study {_NAMES}` and options after that; ",
     ),
     Command(
         "study layers",
         "error of every GEMM of a forward and backward pass: FP8, fake FP8 and bf16",
-        _layers,
-        (
-            argument("--checkpoint", metavar="DIR",
-                     help="a run, or a Hugging Face model, in the place of a config's"),
-            argument("--quick", action="store_true",
-                     help="three sequences; without a model, two layers of random weights"),
-            argument("--out", type=directory, default="runs/study_layers", metavar="DIR",
-                     help="directory of study.json, study.md and study.png (default: %(default)s)"),
-            argument("--cells", type=directory, metavar="DIR",
-                     help="directory of the finished cells; OUT/cells if left out"),
-            argument("--resume", action="store_true", help="use the cells that are there"),
-            ALLOW_IMPORT,
-        ),
+        functools.partial(_run, "layers", False, _layers),
+        _options("three sequences; without a model, two layers of random weights"),
+        config=True,
+    ),
+    Command(
+        "study cases",
+        "an FP8 rollout with learners in bf16, imitated FP8 and FP8: mismatch, KL, RL curves",
+        functools.partial(_run, "cases", True, _cases),
+        (*_options("few questions and steps; without a model, two layers trained for a minute"),
+         _STEPS),
         config=True,
     ),
 )  # fmt: skip

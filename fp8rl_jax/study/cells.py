@@ -22,6 +22,7 @@ import numpy as np
 import fp8rl_jax
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
+from fp8rl_jax.quant import Recipe
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"key", "numbers", "commit", "cpu", "versions"}
@@ -96,6 +97,16 @@ def _text(cell: dict[str, Any]) -> str:
 def rounded(values: np.ndarray) -> Any:
     """Nested lists of an array, to five significant digits."""
     return np.vectorize(lambda x: float(f"{x:.5g}"), otypes=[float])(values).tolist()
+
+
+def described(recipe: Recipe) -> dict[str, str]:
+    """The fields of a recipe as text that is the same in every process: policies by name."""
+    operands = {
+        name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
+        for name, o in recipe.operands.items()
+    }
+    others = ("name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules")
+    return operands | {name: str(getattr(recipe, name)) for name in others}
 
 
 def origin() -> dict[str, Any]:

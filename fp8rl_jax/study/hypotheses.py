@@ -2,12 +2,16 @@
 
 A hypothesis names a figure and the zone in which it must lie. It is *supported* if the whole 95%
 interval lies there and, where it has a test of its own, p is below 0.05; *not supported* if the
-whole interval lies outside; *not resolved* otherwise.
+whole interval lies outside; *not resolved* otherwise. Of several seeds the interval is that of all
+their sequences together, and each seed's own figure must agree: one on the other side leaves the
+hypothesis not resolved.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from fp8rl_jax.study.statistics import Estimate
@@ -24,44 +28,67 @@ class Hypothesis:
       name: in study.json.
       text: the sentence.
       figure: what is estimated, with its unit.
-      low, high: the zone.
+      low, high: the zone; infinite where it has no such end.
       test: the name of the test whose p-value must be below 0.05 too; empty for none.
     """
 
     name: str
     text: str
     figure: str
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
     test: str = ""
 
-    def judge(self, found: Estimate, p: float | None = None) -> dict[str, Any]:
+    def judge(
+        self, found: Estimate, p: float | None = None, seeds: Sequence[float] = ()
+    ) -> dict[str, Any]:
         """What study.json says of it, the verdict's sentence included.
 
         Args:
           found: the figure.
           p: of the test, for a hypothesis that has one.
+          seeds: the figure of each seed, where there are several.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
-        if self.low <= found.low and found.high <= self.high and significant:
+        inside = [self.low <= seed <= self.high for seed in seeds]
+        if self.low <= found.low and found.high <= self.high and significant and all(inside):
             verdict = SUPPORTED
-        elif found.high < self.low or self.high < found.low:
+        elif (found.high < self.low or self.high < found.low) and not any(inside):
             verdict = NOT_SUPPORTED
         else:
             verdict = NOT_RESOLVED
         return {
             **dataclasses.asdict(self),
+            "low": _finite(self.low),
+            "high": _finite(self.high),
             "verdict": verdict,
-            "estimate": found._asdict(),
+            "estimate": {name: _finite(x) for name, x in found._asdict().items()},
+            "seeds": list(seeds),
             "p": p,
-            "sentence": self._sentence(verdict, found, p),
+            "sentence": self._sentence(verdict, found, p, seeds),
         }
 
-    def _sentence(self, verdict: str, found: Estimate, p: float | None) -> str:
+    def _zone(self) -> str:
+        if self.low == self.high:
+            return f"exactly {self.low:.3g}"
+        if math.isinf(self.high):
+            return f"at least {self.low:.3g}"
+        if math.isinf(self.low):
+            return f"at most {self.high:.3g}"
+        return f"{self.low:.3g} to {self.high:.3g}"
+
+    def _sentence(self, verdict: str, found: Estimate, p: float | None, seeds) -> str:
         test = "" if p is None else f"; {self.test}: p = {p:.2g}"
+        each = f"; seeds {', '.join(f'{x:.3g}' for x in seeds)}" if seeds else ""
+        interval = "no interval from one seed"
+        if math.isfinite(found.low):
+            interval = f"95% interval {found.low:.3g} to {found.high:.3g}"
         return (
             f"{self.text}: **{verdict}**. {self.figure[0].upper()}{self.figure[1:]}: "
-            f"{found.value:.3g}, 95% interval {found.low:.3g} to {found.high:.3g}; the criterion "
-            f"was {self.low:.3g} to {self.high:.3g}{test}."
+            f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."
         )
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

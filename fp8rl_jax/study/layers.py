@@ -8,21 +8,16 @@ real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a ce
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from fp8rl_jax.data import ByteTokenizer, Tokenizer
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models import ModelConfig, init_params
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, rounded
+from fp8rl_jax.study.cells import Cells, described, rounded
 from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, PAIRS, RECIPES, GemmFlow, execution_order
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.passages import TEXT
@@ -36,6 +31,7 @@ from fp8rl_jax.study.statistics import (
     ratio_of_means,
     spearman,
 )
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,33 +75,6 @@ GROWS_BACKWARD = Hypothesis(
 )  # fmt: skip
 
 
-class Subject(NamedTuple):
-    """What is studied.
-
-    Attributes:
-      name: for the texts.
-      config: shapes.
-      params: float32.
-      tokenizer: of its text.
-    """
-
-    name: str
-    config: ModelConfig
-    params: Any
-    tokenizer: Tokenizer
-
-
-def quick_subject() -> Subject:
-    """Two layers with random weights over bytes."""
-    tokenizer = ByteTokenizer()
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=128, intermediate_size=384,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    )  # fmt: skip
-    name = "two layers, random weights"
-    return Subject(name, config, init_params(config, jax.random.key(0)), tokenizer)
-
-
 def recipes() -> dict[str, Recipe]:
     """The three that are compared."""
     return {name: get_recipe(name) for name in RECIPES}
@@ -135,24 +104,23 @@ def study(
       UserError: of `GemmFlow` and `Cells.get`, or the text is too short.
     """
     compared = compared or recipes()
-    ids = subject.tokenizer.encode(" ".join(TEXT.split()))
+    ids = subject.runtime.tokenizer.encode(" ".join(TEXT.split()))
     sequences = min(sequences, len(ids) // TOKENS)
     if sequences < 2:
         raise UserError(
             f"the tokenizer makes {len(ids)} tokens of the study's text, and two sequences of "
             f"{TOKENS} are needed: name a model with a smaller vocabulary"
         )
-    flow = GemmFlow(subject.config, compared)
+    flow = GemmFlow(subject.model, compared)
     config = {
         "study": "layers",
-        "model": dataclasses.asdict(subject.config),
-        "weights": _digest(subject.params),
-        "recipes": {name: _described(recipe) for name, recipe in compared.items()},
+        **subject.identity,
+        "recipes": {name: described(recipe) for name, recipe in compared.items()},
     }
     found = []
     for index in range(sequences):
         tokens = np.asarray(ids[index * TOKENS : (index + 1) * TOKENS], np.int32)
-        name = f"layers-{config['weights']}-{index}"
+        name = f"layers-{subject.tag}-{index}"
 
         def measure(tokens=tokens) -> dict:
             errors = flow.errors(subject.params, tokens)
@@ -174,23 +142,6 @@ def study(
         "hypotheses": _judge(errors["equal"], errors["flow"]),
         "origins": writing.origins(found),
     }
-
-
-def _described(recipe: Recipe) -> dict[str, str]:
-    """The fields of a recipe as text that is the same in every process: policies by name."""
-    operands = {
-        name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
-        for name, o in recipe.operands.items()
-    }
-    others = ("name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules")
-    return operands | {name: str(getattr(recipe, name)) for name in others}
-
-
-def _digest(params: Any) -> str:
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
-    return digest.hexdigest()[:12]
 
 
 def _judge(equal: np.ndarray, flow: np.ndarray) -> list[dict[str, Any]]:

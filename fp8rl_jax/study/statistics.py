@@ -11,7 +11,7 @@ covers a few percent less than it says), and corrections for several hypotheses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,21 @@ def ratio_of_means(
     """Ratio of two `clustered_mean`s over the same sequences, which are drawn together."""
     clusters = np.stack([sums, counts, other_sums, other_counts], axis=1)
     return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]), draws)
+
+
+def seed_mean(values: np.ndarray) -> Estimate:
+    """Mean of one value for each seed (S,), with Student's interval; of one seed without bounds."""
+    values = np.asarray(values, np.float64)
+    mean, count = float(values.mean()), len(values)
+    if count < 2:
+        return Estimate(mean, -math.inf, math.inf)
+    reach = _t_quantile((1 + LEVEL) / 2, count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
+    return Estimate(mean, mean - reach, mean + reach)
+
+
+def span(values: Sequence[float]) -> Estimate:
+    """The largest of some values that are known without sampling, and their range."""
+    return Estimate(max(values), min(values), max(values))
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
@@ -182,3 +197,14 @@ def _t_above(t: float, freedom: int) -> float:
     """P(T > t) of Student's distribution."""
     tail = 0.5 * float(betainc(freedom / 2, 0.5, freedom / (freedom + t * t)))
     return tail if t > 0 else 1 - tail
+
+
+def _t_quantile(level: float, freedom: int) -> float:
+    """t with P(T <= t) = level, above one half: by halving."""
+    low, high = 0.0, 1.0
+    while _t_above(high, freedom) > 1 - level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_above(middle, freedom) > 1 - level else (low, middle)
+    return (low + high) / 2

@@ -1,42 +1,208 @@
-"""The model of a study that --config or --checkpoint names."""
+"""The policy that a study looks at: a model with its weights, its task and its tokenizer.
+
+Weights are made when a cell needs them, and not before: a study whose cells are all there trains
+nothing. So a subject is known by what its weights follow from, its `identity`: the configuration
+that they are trained under, or a digest of weights that come from elsewhere.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
+from fp8rl_jax.config import flatten, saved_config
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.policy.source import is_released
-from fp8rl_jax.study.layers import Subject
-from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.train import train
+from fp8rl_jax.training.runtime import Runtime, make_runtime
+
+Note = Callable[[str], None]
+# Fields that say where files are, what is shown, or when it is saved; weights do not follow from
+# them. `report` and `eval` do not change a run either.
+_ELSEWHERE = ("cache_dir", "checkpoint_every", "compilation_cache", "dir", "keep_checkpoints")
+_SHOWN = ("loggers", "project", "samples", "name")
 
 
-def of_config(config: ml_collections.ConfigDict) -> Subject:
-    """The model of a configuration at the start of a run: random weights, or `model.checkpoint`'s.
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is studied.
+
+    Attributes:
+      name: for the texts.
+      runtime: model, tokenizer, questions and mesh.
+      make_params: the float32 parameters, on the host.
+      trained: whether they follow from the runtime's configuration alone.
+    """
+
+    name: str
+    runtime: Runtime
+    make_params: Callable[[], Any]
+    trained: bool = True
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.runtime.model
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Float32 parameters, on the host; made when they are asked for first."""
+        return self.make_params()
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the weights follow from, as JSON."""
+        model = dataclasses.asdict(self.model)
+        if self.trained:
+            return {"model": model, "trained": lasting(self.runtime.config)}
+        return {"model": model, "weights": digest(self.params)}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What samples and runs follow from beside the weights, as JSON; {} where `identity` has
+        it."""
+        if self.trained:
+            return {}
+        fields = lasting(self.runtime.config)
+        return {"config": {n: value for n, value in fields.items() if n != "model.checkpoint"}}
+
+    @property
+    def seed(self) -> int:
+        return self.runtime.config.run.seed
+
+    @property
+    def tag(self) -> str:
+        """Names the weights in the files of cells, 12 characters."""
+        identity = self.identity
+        if "weights" in identity:
+            return identity["weights"]
+        text = json.dumps(identity, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
+    """Two layers that learn sums of three or four digits for a minute on two cores."""
+    content = {
+        "run": {"dir": "two_layers", "seed": seed},
+        "model": {
+            "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        },
+        "precision": {"self_check": False},
+        "env": {
+            "task": "basic_arithmetic",
+            "task_options": {
+                "min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1,
+                "operators": ["+"], "allow_parentheses": False, "allow_negation": False,
+            },
+            "train_questions": 256,
+        },
+        "rollout": {
+            "prompts_per_step": 16, "group_size": 8, "max_prompt_tokens": 30, "max_new_tokens": 4,
+        },
+        "algo": {"scale": "none"},
+        "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2},
+        "sft": {"steps": 60, "questions": 1024, "batch_size": 32, "evaluations": 1},
+        "eval": {"questions": 128, "batch_size": 128},
+    }  # fmt: skip
+    return saved_config(content, "the study's own configuration")
+
+
+def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The fields of a configuration that a run's numbers follow from, by path."""
+    left_out = {f"run.{name}" for name in (*_ELSEWHERE, *_SHOWN)}
+    return {name: value for name, value in flatten(config).items() if name not in left_out}
+
+
+def digest(tree: Any) -> str:
+    """Of the bytes of a tree's arrays, 12 characters."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return found.hexdigest()[:12]
+
+
+def of_config(
+    config: ml_collections.ConfigDict, out: pathlib.Path, note: Note, questions: bool = True
+) -> Subject:
+    """The policy of a configuration before RL: after its supervised fine-tuning in bf16, which
+    favours no FP8 recipe; without one, its random weights or `model.checkpoint`'s.
+
+    Args:
+      config: of `load_config`.
+      out: directory of the fine-tuning's run, made when weights are needed.
+      note: told what happens.
+      questions: whether the study asks the task's questions; without them there is no
+        fine-tuning either.
 
     Raises:
       UserError: of `make_runtime`.
     """
-    runtime = make_runtime(config, with_questions=False)
-    with jax.set_mesh(runtime.mesh):
-        params = jax.device_get(runtime.initial_params())
-    name = pathlib.Path(config.model.checkpoint).name or "random weights"
-    return Subject(name, runtime.model, params, runtime.tokenizer)
+    config = ml_collections.ConfigDict(config.to_dict())
+    if not questions:
+        config.sft.steps = 0
+    if config.sft.steps:
+        config.precision.rollout = config.precision.learner = "bf16"
+        config.precision.kv_cache, config.precision.attention = "recipe", "bf16"
+    runtime = make_runtime(config, with_questions=questions)
+    name = pathlib.Path(config.model.checkpoint).name or pathlib.Path(config.run.dir).name
+    if not config.sft.steps:
+        return Subject(
+            name, runtime, functools.partial(_initial, runtime), not config.model.checkpoint
+        )
+    config.run.steps, config.run.dir = 0, str(out / f"warmup-{name}-seed{config.run.seed}")
+    return Subject(name, runtime, functools.partial(_warm_up, config, note))
 
 
-def of_directory(config: ml_collections.ConfigDict, note: Callable[[str], None]) -> Subject:
+def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool = True) -> Subject:
     """The model in `run.dir`: a released one, or the newest checkpoint of a run.
 
     Raises:
-      UserError: of `make_runtime` and `load_trained`.
+      UserError: the study asks questions, and a released model has none; or of `make_runtime` and
+        `load_trained`.
     """
-    if is_released(config):
-        return of_config(config)
-    runtime, directory = make_runtime(config, with_questions=False), pathlib.Path(config.run.dir)
+    if questions and is_released(config):
+        raise UserError(
+            f"--checkpoint={config.run.dir} has no task of its own, and this study asks questions: "
+            "name a config with that task by --config FILE, and the directory by "
+            f"--config.model.checkpoint={config.run.dir}"
+        )
+    runtime = make_runtime(config, with_questions=questions)
+    name = pathlib.Path(config.run.dir).name
+    make = functools.partial(_initial, runtime)
+    if not is_released(config):
+        make = functools.partial(_newest, runtime, note)
+    return Subject(name, runtime, make, trained=False)
+
+
+def _initial(runtime: Runtime) -> Any:
     with jax.set_mesh(runtime.mesh):
-        state, _ = load_trained(runtime, directory, note)
-        params = jax.device_get(state.params)
-    return Subject(directory.name, runtime.model, params, runtime.tokenizer)
+        return jax.device_get(runtime.initial_params())
+
+
+def _newest(runtime: Runtime, note: Note) -> Any:
+    with jax.set_mesh(runtime.mesh):
+        state, _ = load_trained(runtime, pathlib.Path(runtime.config.run.dir), note)
+        return jax.device_get(state.params)
+
+
+def _warm_up(config: ml_collections.ConfigDict, note: Note) -> Any:
+    """Parameters after the fine-tuning of a configuration, which is resumed where it stopped."""
+    note(f"supervised fine-tuning of {config.run.dir}")
+    train(config, resume=is_begun(pathlib.Path(config.run.dir)))
+    return _newest(make_runtime(config, with_questions=False), note)
+
+
+def is_begun(directory: pathlib.Path) -> bool:
+    """Whether there is a run, finished or stopped."""
+    return (directory / "config.json").exists()

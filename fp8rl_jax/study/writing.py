@@ -9,7 +9,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+
+
+def figure(found: Sequence[float], digits: int = 3) -> str:
+    """An estimate (value, low, high) in a table."""
+    value, low, high = (f"{x:.{digits}g}" for x in found)
+    return value if low == value == high else f"{value} [{low}, {high}]"
+
+
+def plain(axes: Axes, x: str, y: str) -> None:
+    """Labels and a quiet grid."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color="#e6e6e6", lw=0.7)
+    axes.set_axisbelow(True)
 
 
 def origins(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

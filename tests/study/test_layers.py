@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -10,17 +11,22 @@ import pytest
 
 from fp8rl_jax import cli
 from fp8rl_jax.quant import Operand
-from fp8rl_jax.study import layers
+from fp8rl_jax.study import layers, subjects
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.statistics import Estimate
 
 
+def _subject() -> subjects.Subject:
+    """Two layers of random weights, as the command takes with --quick."""
+    return subjects.of_config(subjects.quick_config(), pathlib.Path(), print, questions=False)
+
+
 @pytest.fixture(scope="module")
 def programs() -> GemmFlow:
     """The quick model's programs, which the tests share."""
-    return GemmFlow(layers.quick_subject().config, layers.recipes())
+    return GemmFlow(_subject().model, layers.recipes())
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +93,7 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
         layers, "GemmFlow", lambda _, given: programs if given == layers.recipes() else other
     )
     found = [
-        np.array(layers.study(layers.quick_subject(), 2, Cells(tmp_path / str(i), False),
+        np.array(layers.study(_subject(), 2, Cells(tmp_path / str(i), False),
                               compared=compared)["errors"]["equal"])[0, 0].mean(axis=(0, 1))
         for i, compared in enumerate((layers.recipes(), recipes))
     ]  # fmt: skip
@@ -98,7 +104,7 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
 
 def test_other_recipes_are_another_configuration(tmp_path):
     """Cells of one recipe are not taken for another's."""
-    subject = layers.quick_subject()
+    subject = _subject()
     layers.study(subject, 2, Cells(tmp_path, resume=False))
     recipes = layers.recipes()
     recipes["fp8"] = dataclasses.replace(recipes["fp8"], last_layers=1)
@@ -137,7 +143,9 @@ def test_verdicts(interval, p, verdict):
     ("arguments", "words"),
     [
         ([], ["fp8rl study layers"]),
-        (["cases"], ["cases", "fp8rl study layers"]),
+        (["curves"], ["curves", "fp8rl study layers"]),
+        (["cases"], ["fp8rl study cases", "--quick"]),
+        (["layers", "--checkpoint=.", "--seeds=0,1"], ["leave out --seeds"]),
         (["layers"], ["--config FILE", "--checkpoint DIR", "--quick"]),
         (["layers", "--config=a.py", "--checkpoint=b"], ["name one model"]),
         (["layers", "--checkpoint=none"], ["--checkpoint=none", "no directory"]),

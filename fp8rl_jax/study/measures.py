@@ -1,0 +1,216 @@
+"""What two scores of the same tokens say of each other, as sums that statistics can be made of.
+
+A cluster is a question: its samples share a prompt, and a sample's tokens depend on each other.
+Everything is summed over the tokens of a cluster, so that means and ratios of any pooling follow
+from the sums, and intervals from drawing clusters.
+
+Entropy is a confounder: a policy that is sure of its tokens has small differences of their
+log-probability, whatever its arithmetic is. Models are therefore compared by the mean square of the
+logits' difference, and by |D| among tokens of similar probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8rl_jax.study.cells import rounded
+from fp8rl_jax.study.scoring import Scores
+from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, clustered_mean
+
+CAPS = (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)  # C of the clip fraction
+PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)  # edges of bins, of the sampler's probability
+POSITIONS = 8  # bins over the slots of a response
+# Sums over tokens: of |D|, e^|D|, k3 = e^D - D - 1, KL, squares of logits' differences, entropy of
+# a, tokens that differ in a bit.
+SUMS = ("abs", "mult", "k3", "kl", "square", "entropy", "unequal")
+
+
+class Pair:
+    """Sums over tokens of a and b, two views of one set of samples.
+
+    Attributes:
+      tokens: (Q,) number of tokens of each cluster.
+      sums: {name of SUMS: (Q,)}.
+      most: the largest |D|.
+      tail: (Q, C) tokens whose e^D is above C or below 1 / C, for each of CAPS.
+      binned: {'position' | 'probability': (Q, 2, bins)}, tokens and their sum of |D|.
+      sequence: (Q, 3) samples, sum and sum of squares of a sample's whole D.
+      prefix: (Q, 2, P) samples that have 1, 2, 4, ... tokens, and the squares of the D of those.
+      flips: (Q, S) tokens whose experts differ in layer s; (Q, 0) for a dense model.
+      inputs: (Q,) tokens that went through the routers.
+    """
+
+    _ARRAYS = ("tokens", "tail", "sequence", "prefix", "flips", "inputs")
+
+    def __init__(self, numbers: dict[str, Any]):
+        """Reads `numbers`, as `measure` gives them."""
+        self.sums = {name: np.array(numbers["sums"][name]) for name in SUMS}
+        self.binned = {name: np.array(x) for name, x in numbers["binned"].items()}
+        self.most = numbers["most"]
+        self.tokens, self.tail, self.sequence, self.prefix, self.flips, self.inputs = (
+            np.array(numbers[name]) for name in self._ARRAYS
+        )
+
+    def mean(self, name: str) -> Estimate:
+        """Mean over tokens of one of SUMS."""
+        return clustered_mean(self.sums[name], self.tokens)
+
+    def clip_fraction(self, cap: float) -> Estimate:
+        """Share of tokens beyond one of CAPS."""
+        return clustered_mean(self.tail[:, CAPS.index(cap)], self.tokens)
+
+    def clip_less(self, other: Pair, cap: float) -> Estimate:
+        """`clip_fraction` less that of another pair of the same samples."""
+        place = CAPS.index(cap)
+        clusters = np.stack([self.tail[:, place], other.tail[:, place], self.tokens], axis=1)
+        return cluster_bootstrap(clusters, lambda m: (m[:, 0] - m[:, 1]) / m[:, 2])
+
+    def rms_logits(self) -> Estimate:
+        """Root of the mean square of the logits' difference."""
+        clusters = np.stack([self.sums["square"], self.tokens], axis=1)
+        return cluster_bootstrap(clusters, lambda m: np.sqrt(m[:, 0] / m[:, 1]))
+
+    def flip_share(self) -> Estimate:
+        """Mean over layers of the share of tokens whose experts differ."""
+        layers = max(self.flips.shape[1], 1)
+        return clustered_mean(self.flips.sum(axis=1) / layers, self.inputs)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of a table, each with its interval."""
+        found = {
+            "tokens": int(self.tokens.sum()),
+            "mean_abs": self.mean("abs"),
+            "max_abs": self.most,
+            "token_mult_prob_error": self.mean("mult"),
+            "k3": self.mean("k3"),
+            "kl": self.mean("kl"),
+            "rms_logits": self.rms_logits(),
+            "entropy": self.mean("entropy"),
+            "unequal": self.mean("unequal"),
+            "clip_fraction": {str(cap): self.clip_fraction(cap) for cap in CAPS},
+            "sequence_mean": float(self.sequence[:, 1].sum() / self.sequence[:, 0].sum()),
+            "sequence_rms": float(np.sqrt(self.sequence[:, 2].sum() / self.sequence[:, 0].sum())),
+            "by": {name: _bin_means(x) for name, x in self.binned.items()},
+            "prefix_rms": _prefix_rms(self.prefix),
+        }
+        if self.flips.shape[1]:
+            found["flips"] = self.flip_share()
+            found["flips_by_layer"] = rounded(self.flips.sum(axis=0) / self.inputs.sum())
+        return found
+
+
+def pooled(pairs: Sequence[Pair]) -> Pair:
+    """The clusters of several sets of samples together."""
+    numbers: dict[str, Any] = {
+        name: np.concatenate([getattr(pair, name) for pair in pairs]) for name in Pair._ARRAYS
+    }
+    for kind in ("sums", "binned"):
+        numbers[kind] = {
+            name: np.concatenate([getattr(pair, kind)[name] for pair in pairs])
+            for name in getattr(pairs[0], kind)
+        }
+    return Pair({**numbers, "most": max(pair.most for pair in pairs)})
+
+
+def _bin_means(binned: np.ndarray) -> list[float | None]:
+    """Mean |D| of each bin; None of an empty one."""
+    tokens, total = binned.sum(axis=0)
+    return [float(t / n) if n else None for n, t in zip(tokens, total, strict=True)]
+
+
+def _prefix_rms(prefix: np.ndarray) -> list[list[float]]:
+    """[[tokens, root of the mean square of their D]] of prefixes that some sample has."""
+    samples, squares = prefix.sum(axis=0)
+    return [
+        [float(1 << i), float(np.sqrt(s / n))]
+        for i, (n, s) in enumerate(zip(samples, squares, strict=True))
+        if n
+    ]
+
+
+def measure(
+    scores: Iterable[Scores],
+    pairs: dict[str, tuple[str, str]],
+    mask: np.ndarray,
+    lengths: np.ndarray,
+    group: int,
+) -> dict[str, dict]:
+    """Sums of pairs of views, as JSON for `Pair`.
+
+    Args:
+      scores: of all samples.
+      pairs: {name: (a, b)}.
+      mask: (B, R), 1 for response tokens; lengths: (B,) tokens of prompt and response.
+      group: samples of a question.
+    """
+    found: dict[str, list[dict]] = {name: [] for name in pairs}
+    for part in scores:
+        for name, views in pairs.items():
+            found[name].append(_rows(part, *views, mask[part.rows] > 0, lengths[part.rows]))
+    return {name: _clusters(parts, group) for name, parts in found.items()}
+
+
+def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    """The sums of each row by itself."""
+    found = part.compare(a, b)
+    d, rows, slots = found.difference, *mask.shape
+    size = np.abs(d)
+    values = {
+        "abs": size, "mult": np.exp(size), "k3": np.expm1(d) - d, "kl": found.divergence,
+        "square": found.square, "entropy": part.entropy[a], "unequal": d != 0,
+    }  # fmt: skip
+    sums = {name: np.where(mask, x, 0.0).sum(axis=1) for name, x in values.items()}
+    caps = np.log(CAPS)
+    probability = np.exp(part.logprobs[a])
+    bins = {
+        "position": np.broadcast_to(np.arange(slots) * POSITIONS // slots, mask.shape),
+        "probability": np.digitize(probability, PROBABILITIES[1:-1]),
+    }
+    counts = {"position": POSITIONS, "probability": len(PROBABILITIES) - 1}
+    binned = {
+        name: np.stack(
+            [
+                [(mask & (place == i)).sum(axis=1), np.where(mask & (place == i), size, 0).sum(1)]
+                for i in range(counts[name])
+            ]
+        ).transpose(2, 1, 0)
+        for name, place in bins.items()
+    }
+    whole, running = d.sum(axis=1), np.cumsum(d, axis=1)
+    tokens, prefixes = mask.sum(axis=1), [1 << i for i in range(slots.bit_length())]
+    prefix = np.stack(
+        [[tokens >= n, np.where(tokens >= n, running[:, n - 1] ** 2, 0)] for n in prefixes]
+    ).transpose(2, 1, 0)
+    flips = np.zeros((rows, 0))
+    if found.flips is not None:
+        real = np.arange(found.flips.shape[2]) < lengths[:, None]
+        flips = (found.flips & real).sum(axis=2).T
+    return {
+        "tokens": tokens,
+        "sums": sums,
+        "most": float(size.max(initial=0.0)),
+        "tail": ((size[:, :, None] > caps) & mask[:, :, None]).sum(axis=1),
+        "binned": binned,
+        "sequence": np.stack([np.ones(rows), whole, whole**2], axis=1),
+        "prefix": prefix,
+        "flips": flips,
+        "inputs": lengths,
+    }
+
+
+def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
+    """Rows summed by questions, as JSON."""
+
+    def join(arrays: list[np.ndarray]) -> Any:
+        whole = np.concatenate(arrays)
+        return rounded(whole.reshape(len(whole) // group, group, *whole.shape[1:]).sum(axis=1))
+
+    arrays = {name: join([part[name] for part in parts]) for name in Pair._ARRAYS}
+    nested = {
+        kind: {name: join([part[kind][name] for part in parts]) for name in parts[0][kind]}
+        for kind in ("sums", "binned")
+    }
+    return {**arrays, **nested, "most": max(part["most"] for part in parts)}

@@ -1,0 +1,261 @@
+"""One set of samples, scored under many recipes.
+
+Decode and score of one recipe give the same bits, so a mismatch between two recipes needs no
+second engine: tokens are sampled once, and what a sampler under another recipe would have recorded
+for them is that recipe's score. What is left between two scores is quantisation alone; published
+figures contain the differences of two engines too. The tokens are always those of one policy, so
+the figures of other recipes are means over its samples and not over their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax import processes
+from fp8rl_jax.envs import Question
+from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.learner import Batch, response_logprobs
+from fp8rl_jax.models import init_scaling, quantize_params
+from fp8rl_jax.models.taps import LOGITS, ROUTING
+from fp8rl_jax.quant import KVScales, Recipe
+from fp8rl_jax.rollout import make_calibrate, make_refit
+from fp8rl_jax.training.runtime import Runtime, to_device
+
+_ROUTER_LOGITS = "router_logits"
+_MOST_LOGITS = 1 << 26  # float32 logits of a score that are held at once
+_ROWS = 128  # sequences of a score at most
+
+
+class View(NamedTuple):
+    """A way to score tokens.
+
+    Attributes:
+      recipe: numerics.
+      replay: what is taken from the routers of another view: none, experts, or weights
+        (`algo.routing_replay`).
+      of: the name of that view.
+    """
+
+    recipe: Recipe
+    replay: str = "none"
+    of: str = ""
+
+
+class Comparison(NamedTuple):
+    """Two scores a and b of the same tokens, each value (B, R), and 0 where no token is.
+
+    Attributes:
+      difference: D, the log-probability of b minus that of a, float64.
+      divergence: KL(a || b) over the whole vocabulary, in nats.
+      square: the mean square over the vocabulary of the logits' difference, less its mean, which
+        changes no probability.
+      flips: (S, B, T) bool, whether the sets of experts differ, at every token of the sequence;
+        None for a dense model.
+    """
+
+    difference: np.ndarray
+    divergence: np.ndarray
+    square: np.ndarray
+    flips: np.ndarray | None
+
+
+class Scores(NamedTuple):
+    """A batch of sequences under all views.
+
+    Attributes:
+      rows: which of the samples.
+      logprobs: {view: (B, R) float32}.
+      entropy: {view: (B, R) float32}, in nats.
+      margins: {view: (S, B, T) float32}: how far the worst chosen expert's probability is above
+        that of the best one that was not chosen; {} for a dense model.
+      compare: ``compare(a, b) -> Comparison`` of two views.
+    """
+
+    rows: slice
+    logprobs: dict[str, np.ndarray]
+    entropy: dict[str, np.ndarray]
+    margins: dict[str, np.ndarray]
+    compare: Callable[[str, str], Comparison]
+
+
+def sample(
+    runtime: Runtime, params: Any, recipe: Recipe, questions: Sequence[Question], group: int
+) -> Batch:
+    """Samples of a policy under a recipe, as a batch on the host.
+
+    Args:
+      runtime: model, task and `rollout` settings of the samples.
+      params: float32.
+      recipe: of the sampler; its KV scales are calibrated on the prompts where it asks for them.
+      questions: P; a multiple of `rollout.prompts_per_step`.
+      group: samples of each, G.
+
+    Returns:
+      B = P * G rows, prompt-major; `old_logprobs` are those that the sampler recorded.
+    """
+    settings = runtime.config.rollout
+    runtime = dataclasses.replace(runtime, rollout_recipe=recipe)
+    sampler = runtime.make_sampler(group, settings.top_k, settings.top_p)
+    size, key = settings.prompts_per_step, runtime.keys["rollout"]
+    parts = []
+    with jax.set_mesh(runtime.mesh):
+        prompts, lengths = runtime.pad_prompts(list(questions[:size]))
+        scales = kv_scales(runtime, params, recipe, prompts, lengths)
+        weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
+        for first in range(0, len(questions), size):
+            part = list(questions[first : first + size])
+            temperature = np.full(len(part) * group, settings.temperature, np.float32)
+            rollout, prompts, lengths = runtime.generate(
+                sampler, weights, part, key, temperature, first_id=first * group
+            )
+            parts.append(runtime.rollout_batch(rollout, prompts, lengths))
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVScales | None:
+    """Scales calibrated on tokens (B, T) of lengths (B,), for a recipe that asks for them.
+
+    Some rows at a time: the scale of all is the largest of theirs.
+    """
+    if recipe.kv != "calibrated":
+        return None
+    calibrate = make_calibrate(runtime.model, recipe, margin=runtime.config.precision.kv_margin)
+    scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
+    found = [
+        calibrate(
+            params, scaling, tokens[i : i + size], lengths[i : i + size], np.int32(0), runtime.rope
+        )
+        for i in range(0, len(tokens), size)
+    ]
+    return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
+
+
+def _part_size(count: int, most: int) -> int:
+    """The largest divisor of `count` that is at most `most`."""
+    return max(n for n in range(1, count + 1) if n <= most and count % n == 0)
+
+
+class Scorer:
+    """The programs that score samples of one model under several views."""
+
+    def __init__(self, runtime: Runtime, views: dict[str, View]):
+        """A view that replays must come after the one whose routing it takes."""
+        self._runtime, self._views = runtime, views
+        taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
+        self._score = {
+            recipe: _make_score(runtime, recipe, taps)
+            for recipe in {view.recipe for view in views.values()}
+        }
+
+    def score(self, params: Any, samples: Batch) -> Iterator[Scores]:
+        """Scores of some rows at a time.
+
+        Args:
+          params: float32.
+          samples: of `sample`; calibrated KV scales are calibrated on them, as after a step.
+        """
+        runtime = self._runtime
+        total, slots = samples.targets.shape
+        most = max(_MOST_LOGITS // (slots * runtime.model.vocab_size), 1)
+        size = _part_size(total, min(most, _ROWS))
+        with jax.set_mesh(runtime.mesh):
+            weights = {
+                recipe: (
+                    exact_jit(functools.partial(quantize_params, recipe=recipe))(
+                        params, scaling=init_scaling(params, recipe)
+                    ),
+                    kv_scales(runtime, params, recipe, samples.tokens, samples.lengths),
+                )
+                for recipe in self._score
+            }
+            for first in range(0, total, size):
+                rows = slice(first, first + size)
+                batch = jax.tree.map(lambda x, rows=rows: x[rows], samples)
+                yield self._batch(weights, batch, rows)
+
+    def _batch(self, weights: dict, batch: Batch, rows: slice) -> Scores:
+        found: dict[str, tuple] = {}
+        for name, view in self._views.items():
+            routing = {}
+            if view.replay != "none":
+                count = ("experts", "weights").index(view.replay) + 1
+                taps = found[view.of][2]
+                routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
+            given = to_device(dataclasses.replace(batch, routing=routing), self._runtime)
+            found[name] = self._score[view.recipe](*weights[view.recipe], given, self._runtime.rope)
+        mask = batch.mask
+
+        def compare(a: str, b: str) -> Comparison:
+            one, other = found[a], found[b]
+            divergence, square = processes.fetch(
+                _compare(one[2][LOGITS], other[2][LOGITS], batch.temperature)
+            )
+            flips = None
+            if ROUTING[0] in one[2]:
+                flips = processes.fetch(_flips(one[2][ROUTING[0]], other[2][ROUTING[0]]))
+            d = np.asarray(other[0], np.float64) - np.asarray(one[0], np.float64)
+            return Comparison(
+                np.where(mask, d, 0.0), np.where(mask, divergence, 0.0),
+                np.where(mask, square, 0.0), flips,
+            )  # fmt: skip
+
+        experts = self._runtime.model.num_experts_per_tok
+        sigmoid = self._runtime.model.scoring_func == "sigmoid"
+        margins = {
+            name: np.asarray(_margin(taps[_ROUTER_LOGITS], experts, sigmoid))
+            for name, (_, _, taps) in found.items()
+            if _ROUTER_LOGITS in taps
+        }
+        logprobs = {n: np.where(mask, x[0], 0.0).astype(np.float32) for n, x in found.items()}
+        entropy = {n: np.where(mask, x[1], 0.0) for n, x in found.items()}
+        return Scores(rows, logprobs, entropy, margins, compare)
+
+
+def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Callable:
+    """(weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
+
+    @exact_jit
+    def score(weights, scales, batch: Batch, rope):
+        logp, entropy, aux = response_logprobs(
+            weights, batch, runtime.model, recipe, rope, "none", scales, taps=taps
+        )
+        return logp, entropy, aux["taps"]
+
+    return score
+
+
+@exact_jit
+def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
+    """(KL, mean square of the logits' difference) of logits (B, R, V), each (B, R) float32.
+
+    ``KL = sum_v p_v (e^d - 1 - d)`` with d the difference of the log-probabilities: the sum of
+    p e^d is 1, so this is the sum of -p d, in terms that are never negative.
+    """
+    scale = 1.0 / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
+    a, b = (jax.nn.log_softmax(x * scale, axis=-1) for x in (one, other))
+    d = b - a
+    divergence = (jnp.exp(a) * (jnp.expm1(d) - d)).sum(-1)
+    shift = other - one
+    shift = shift - shift.mean(-1, keepdims=True)
+    return divergence, (shift * shift).mean(-1)
+
+
+@exact_jit
+def _flips(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Whether two choices of experts (L, B, T, k) differ as sets, (L, B, T)."""
+    return (jnp.sort(one, axis=-1) != jnp.sort(other, axis=-1)).any(-1)
+
+
+@functools.partial(exact_jit, static_argnums=(1, 2))
+def _margin(logits: jax.Array, chosen: int, sigmoid: bool) -> jax.Array:
+    """p_k - p_{k+1} of router logits (L, B, T, E), (L, B, T) float32."""
+    p = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+    best = jax.lax.top_k(p, chosen + 1)[0]
+    return best[..., -2] - best[..., -1]
