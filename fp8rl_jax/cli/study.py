@@ -1,4 +1,4 @@
-"""`fp8rl study` and its subcommands: layers, cases."""
+"""`fp8rl study` and its subcommands: layers, cases, kv, scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8rl_jax.study.cells import Cells
     from fp8rl_jax.study.subjects import Subject
 
-_NAMES = "layers or cases"
+_NAMES = "layers, cases, kv or scale"
 
 
 def _study(values: argparse.Namespace) -> int:
@@ -132,6 +132,47 @@ def _cases(values, subjects, out, cells) -> list[str]:
     return cases.write(result, out)
 
 
+def _kv(values, subjects, out, cells) -> list[str]:
+    from fp8rl_jax.study import kv
+
+    questions = kv.QUICK_QUESTIONS if values.quick else kv.QUESTIONS
+    steps = kv.QUICK_STEPS if values.quick else kv.STEPS
+    if values.steps is not None:
+        steps = values.steps
+    result = kv.study(subjects, out, cells, note, questions, steps)
+    _print_verdicts(result)
+    return kv.write(result, out)
+
+
+def _scale(values: argparse.Namespace) -> int:
+    command = "study scale"
+    if values.checkpoint is not None:
+        raise UserError(
+            f"fp8rl {command}: a ladder is several models, and --checkpoint names one: name their "
+            "file, such as --config configs/study_scale.py"
+        )
+    _check(command, values)
+    out = writable(command, values.out or "runs/study_scale")
+    from fp8rl_jax.study import scale, subjects
+    from fp8rl_jax.study.cells import Cells
+
+    cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
+    with writing(command, out):
+        ladder: dict[str, list[Subject]] = {}
+        if not values.config:
+            keep_programs()
+            ladder = subjects.quick_ladder(values.seeds, out, note)
+        for rung in values.rungs.split(",") if values.config else ():
+            named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
+            ladder[rung] = _subjects(command, named, out, True)
+        questions = scale.QUICK_QUESTIONS if values.quick else scale.QUESTIONS
+        result = scale.study(ladder, cells, note, questions)
+        _print_verdicts(result)
+        paths = scale.write(result, out)
+    print(*paths, sep="\n")
+    return 0
+
+
 def _options(quick: str) -> tuple:
     """Options that every study has; `quick` is the help of --quick."""
     return (
@@ -156,7 +197,7 @@ _STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run; 
 COMMANDS = (
     Command(
         "study",
-        "studies that test hypotheses written beforehand: study layers, cases",
+        "studies that test hypotheses written beforehand: study layers, cases, kv, scale",
         _study,
         others=f"write `fp8rl study {_NAMES}` and options after that; ",
     ),
@@ -173,6 +214,25 @@ COMMANDS = (
         functools.partial(_run, "cases", True, _cases),
         (*_options("few questions and steps; without a model, two layers trained for a minute"),
          _STEPS),
+        config=True,
+    ),
+    Command(
+        "study kv",
+        "an FP8 KV cache, FP8 linear layers and both against a bf16 learner; calibrated scales",
+        functools.partial(_run, "kv", True, _kv),
+        (*_options("few questions; without a model, two layers trained for a minute"), _STEPS),
+        config=True,
+    ),
+    Command(
+        "study scale",
+        "mismatch by experts, depth and router; routing replay; planted outliers",
+        _scale,
+        (
+            *_options("few questions; without --config, a dense model and one with experts"),
+            argument("--rungs", default="d4,d8,d16,m8,m16,m32,s16", metavar="NAME,...",
+                     help="arguments of the config file, one for each model (default: "
+                     "%(default)s)"),
+        ),
         config=True,
     ),
 )  # fmt: skip

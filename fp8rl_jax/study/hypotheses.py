@@ -39,6 +39,12 @@ class Hypothesis:
     high: float = math.inf
     test: str = ""
 
+    def filled(self, *names: str) -> Hypothesis:
+        """With names in the place of the braces in `figure`; they are added to its own name."""
+        return dataclasses.replace(
+            self, name="_".join([self.name, *names]), figure=self.figure.format(*names)
+        )
+
     def judge(
         self, found: Estimate, p: float | None = None, seeds: Sequence[float] = ()
     ) -> dict[str, Any]:
@@ -81,7 +87,7 @@ class Hypothesis:
     def _sentence(self, verdict: str, found: Estimate, p: float | None, seeds) -> str:
         test = "" if p is None else f"; {self.test}: p = {p:.2g}"
         each = f"; seeds {', '.join(f'{x:.3g}' for x in seeds)}" if seeds else ""
-        interval = "no interval from one seed"
+        interval = "no interval from one value"
         if math.isfinite(found.low):
             interval = f"95% interval {found.low:.3g} to {found.high:.3g}"
         return (

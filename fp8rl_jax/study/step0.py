@@ -37,8 +37,8 @@ def score_cell(
     Returns:
       A cell whose numbers are 'pairs': {name: see `measures.Pair`}; 'decode': how the sampler's own
       log-probabilities differ from the score under its recipe: the share of tokens that differ
-      ('unequal'), the largest difference ('most'), the number of 'tokens'; and 'margins', the
-      quantiles of the routers' margins.
+      ('unequal'), the largest difference ('most'), the number of 'tokens';
+      'margins', the quantiles of the routers' margins; and 'warmup', of `Subject.warmup`.
 
     Raises:
       UserError: there are too few questions.
@@ -95,6 +95,7 @@ def score_cell(
                     levels, np.quantile(np.concatenate(margins, axis=1), levels), strict=True
                 )
             } if margins else {},
+            "warmup": subject.warmup(),
         }  # fmt: skip
 
     return cells.get(f"{study}-{subject.tag}-seed{subject.seed}", key, numbers)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.policy.source import is_released
 from fp8rl_jax.train import train
+from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 Note = Callable[[str], None]
@@ -43,12 +44,14 @@ class Subject:
       runtime: model, tokenizer, questions and mesh.
       make_params: the float32 parameters, on the host.
       trained: whether they follow from the runtime's configuration alone.
+      directory: of the fine-tuning that makes them, if there is one.
     """
 
     name: str
     runtime: Runtime
     make_params: Callable[[], Any]
     trained: bool = True
+    directory: pathlib.Path | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -75,6 +78,15 @@ class Subject:
             return {}
         fields = lasting(self.runtime.config)
         return {"config": {n: value for n, value in fields.items() if n != "model.checkpoint"}}
+
+    def warmup(self) -> dict[str, float]:
+        """How the fine-tuning ended, once `params` are made: the mean loss of its last 20 steps,
+        and its accuracy; {} without one."""
+        if self.directory is None:
+            return {}
+        losses = [record["loss"] for record in read_jsonl(self.directory / "sft.jsonl")][-20:]
+        last = read_jsonl(self.directory / "eval.jsonl")[-1]
+        return {"loss": float(np.mean(losses)), "accuracy_sampled": last["accuracy_sampled"]}
 
     @property
     def seed(self) -> int:
@@ -116,6 +128,20 @@ def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
         "eval": {"questions": 128, "batch_size": 128},
     }  # fmt: skip
     return saved_config(content, "the study's own configuration")
+
+
+def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> dict[str, list[Subject]]:
+    """A dense model of two layers and one with eight experts, for each seed."""
+    ladder: dict[str, list[Subject]] = {"dense": [], "experts": []}
+    for seed in seeds:
+        for rung, subjects in ladder.items():
+            config = quick_config(seed)
+            if rung == "experts":
+                config.run.dir += "_experts"
+                config.model.num_experts, config.model.num_experts_per_tok = 8, 2
+                config.model.moe_intermediate_size = 128
+            subjects.append(of_config(config, out, note))
+    return ladder
 
 
 def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -161,7 +187,8 @@ def of_config(
             name, runtime, functools.partial(_initial, runtime), not config.model.checkpoint
         )
     config.run.steps, config.run.dir = 0, str(out / f"warmup-{name}-seed{config.run.seed}")
-    return Subject(name, runtime, functools.partial(_warm_up, config, note))
+    make = functools.partial(_warm_up, config, note)
+    return Subject(name, runtime, make, directory=pathlib.Path(config.run.dir))
 
 
 def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool = True) -> Subject:

@@ -1,0 +1,236 @@
+"""`fp8rl study kv`: what an FP8 KV cache adds to the mismatch, beside FP8 linear layers.
+
+"FP8-RL" (the vLLM and verl study) and NVIDIA's report on FP8 for RL set a bf16 learner against
+rollouts with FP8 linear layers, an FP8 KV cache, and both; the former finds the cache's mismatch
+slightly above that of the linear layers on Qwen3-8B, and calibration of static scales at 2 to 3% of
+a step. Here all of them score one set of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.study import writing
+from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.measures import POSITIONS, Pair, pooled
+from fp8rl_jax.study.runs import Arms, series
+from fp8rl_jax.study.scoring import View
+from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, seed_mean
+from fp8rl_jax.study.step0 import score_cell
+from fp8rl_jax.study.subjects import Note, Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUESTIONS, GROUP, STEPS = 64, 8, 12
+QUICK_QUESTIONS, QUICK_STEPS = 32, 6
+_FIRST = 2  # steps of a run that compile: calibration's share is taken after them
+_SHORTEST = 2  # prefixes of 4 tokens on count for the growth of a sequence's D
+
+BOTH_LINEARS = Hypothesis(
+    "both_linears", "FP8 linear layers and an FP8 KV cache together mismatch more than the linear "
+    "layers alone",
+    "RMS of the logits' difference, both over linear layers", 1.0,
+)  # fmt: skip
+BOTH_KV = Hypothesis(
+    "both_kv", "FP8 linear layers and an FP8 KV cache together mismatch more than the KV cache "
+    "alone",
+    "RMS of the logits' difference, both over KV cache", 1.0,
+)  # fmt: skip
+ORDER = Hypothesis(
+    "order", "The KV cache alone mismatches at least as much as the linear layers alone",
+    "RMS of the logits' difference, KV cache over linear layers", 1.0,
+)  # fmt: skip
+INDEPENDENT = Hypothesis(
+    "independent", "The two errors add up as independent ones do",
+    "RMS of the logits' difference, both over the root of the sum of squares", 0.8, 1.25,
+)  # fmt: skip
+CALIBRATED = Hypothesis(
+    "calibrated", "A calibrated scale for each layer mismatches at least as much as a scale for "
+    "each token and head",
+    "RMS of the logits' difference, calibrated over dynamic KV cache", 1.0,
+)  # fmt: skip
+POSITION = Hypothesis(
+    "position", "The KV cache's mismatch does not grow along an answer",
+    "mean |D| in the second half of the slots over that in the first", high=1.1,
+)  # fmt: skip
+GROWTH = Hypothesis(
+    "growth", "Along an answer D adds up like independent errors, with the root of its length",
+    "exponent of the RMS of the sum of D over the number of tokens", 0.35, 0.65,
+)  # fmt: skip
+SHARE = Hypothesis(
+    "share", "Calibration takes 2 to 3% of a step",
+    "share of a step's time, mean over steps", 0.02, 0.03,
+)  # fmt: skip
+
+
+def recipes() -> dict[str, Recipe]:
+    """The rollouts, and the learner 'bf16'."""
+    fp8, bf16 = get_recipe("fp8"), get_recipe("bf16")
+    return {
+        "both": fp8,
+        "bf16": bf16,
+        "linears": dataclasses.replace(fp8, kv="none"),
+        "kv": dataclasses.replace(bf16, kv="dynamic"),
+        "kv calibrated": dataclasses.replace(bf16, kv="calibrated"),
+        "both calibrated": dataclasses.replace(fp8, kv="calibrated"),
+        "both and q": dataclasses.replace(fp8, fp8_attention=True),
+    }
+
+
+def study(
+    subjects: Sequence[Subject],
+    out: pathlib.Path,
+    cells: Cells,
+    note: Note = lambda text: None,
+    questions: int = QUESTIONS,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Measures what is missing of the cells, and judges the hypotheses.
+
+    Args:
+      subjects: one for each seed.
+      out: where runs are.
+      cells: finished ones.
+      note: called with a line about what is done.
+      questions: with GROUP samples each.
+      steps: of a run with calibrated scales, for the time of calibration; 0 leaves it out.
+
+    Returns:
+      What study.json holds.
+    """
+    views = {name: View(recipe) for name, recipe in recipes().items()}
+    pairs = {name: (name, "bf16") for name in views if name != "bf16"}
+    found, timed = [], []
+    for index, subject in enumerate(subjects, 1):
+        cell = score_cell(
+            "kv", subject, cells, views, pairs, rollout="both", questions=questions, group=GROUP
+        )
+        found.append(cell)
+        if steps:
+            arms = Arms(subject, {"run.steps": steps}, out, cells, note)
+            timed.append(arms.run("kv", "calibrated", {"precision.kv_cache": "fp8_calibrated"}))
+        note(f"seed {subject.seed} is there; {len(subjects) - index} of {len(subjects)} left")
+    each = {name: [Pair(c["numbers"]["pairs"][name]) for c in found] for name in pairs}
+    return {
+        "study": "kv",
+        "name": subjects[0].name,
+        "subjects": [subject.identity for subject in subjects],
+        "questions": questions,
+        "group": GROUP,
+        "slots": subjects[0].runtime.config.rollout.max_new_tokens,
+        "pairs": {name: [pair.summary() for pair in found] for name, found in each.items()},
+        "pooled": {name: pooled(found).summary() for name, found in each.items()},
+        "hypotheses": _judge(each, timed),
+        "origins": writing.origins([*found, *timed]),
+    }
+
+
+def _judge(each: dict[str, list[Pair]], timed: list[dict]) -> list[dict[str, Any]]:
+    def ratio(hypothesis: Hypothesis, one: str, *others: str) -> dict[str, Any]:
+        seeds = zip(each[one], *(each[name] for name in others), strict=True)
+        whole = (pooled(each[name]) for name in (one, *others))
+        return hypothesis.judge(_rms_ratio(*whole), seeds=[_rms_ratio(*s).value for s in seeds])
+
+    verdicts = [
+        ratio(BOTH_LINEARS, "both", "linears"),
+        ratio(BOTH_KV, "both", "kv"),
+        ratio(ORDER, "kv", "linears"),
+        ratio(INDEPENDENT, "both", "linears", "kv"),
+        ratio(CALIBRATED, "kv calibrated", "kv"),
+        POSITION.judge(_halves(pooled(each["kv"])), seeds=[_halves(p).value for p in each["kv"]]),
+        GROWTH.judge(growth(pooled(each["both"])), seeds=[growth(p).value for p in each["both"]]),
+    ]
+    if timed:
+        shares = series(timed, "calibrate_frac")[:, _FIRST:]
+        verdicts.append(SHARE.judge(seed_mean(shares.ravel())))
+    return verdicts
+
+
+def _rms_ratio(one: Pair, *others: Pair) -> Estimate:
+    """RMS of the logits' difference over the root of the sum of the others' mean squares."""
+    squares = [pair.sums["square"] for pair in (one, *others)]
+
+    def statistic(means: np.ndarray) -> np.ndarray:
+        return np.sqrt(means[:, 0] / means[:, 1:].sum(axis=1))
+
+    return cluster_bootstrap(np.stack(squares, axis=1), statistic)
+
+
+def _halves(pair: Pair) -> Estimate:
+    """Mean |D| of the second half of the slots over that of the first."""
+    tokens, total = pair.binned["position"].transpose(1, 0, 2)  # (Q, bins) each
+    first, second = slice(0, POSITIONS // 2), slice(POSITIONS // 2, None)
+    return ratio_of_means(
+        total[:, second].sum(axis=1), tokens[:, second].sum(axis=1),
+        total[:, first].sum(axis=1), tokens[:, first].sum(axis=1),
+    )  # fmt: skip
+
+
+def growth(pair: Pair) -> Estimate:
+    """Exponent a of ``RMS(sum of D over n tokens) ~ n^a``, by least squares over the logarithms of
+    prefixes of 4, 8, 16, ... tokens that a quarter of the samples have."""
+    samples = pair.prefix[:, 0].sum(axis=0)
+    enough = np.flatnonzero(samples >= samples[0] / 4)
+    places = enough[enough >= _SHORTEST] if (enough >= _SHORTEST).sum() > 1 else enough
+    if len(places) < 2:
+        return Estimate(float("nan"), -np.inf, np.inf)
+    x = places * np.log(2.0)
+    x = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+
+    def slope(means: np.ndarray) -> np.ndarray:
+        return np.log(means[:, 1, places] / means[:, 0, places]) @ x / 2
+
+    return cluster_bootstrap(pair.prefix, slope)
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Markdown: every rollout against the bf16 learner."""
+    rows = [("rollout", "mean abs D", "max", "token_mult_prob_error", "exact KL", "RMS of logits",
+             "RMS of a sample's D")]  # fmt: skip
+    for name, found in result["pooled"].items():
+        rows.append(
+            (
+                name, writing.figure(found["mean_abs"]), f"{found['max_abs']:.3g}",
+                writing.figure(found["token_mult_prob_error"], 6), writing.figure(found["kl"]),
+                writing.figure(found["rms_logits"]), f"{found['sequence_rms']:.3g}",
+            )
+        )  # fmt: skip
+    return (
+        f"{result['name']}: {result['questions']} questions of {result['group']} samples of up to "
+        f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under fp8; "
+        f"the mean and its 95% interval against a bf16 learner.\n\n{writing.markdown_table(*rows)}"
+    )
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """|D| over the slots of an answer, and the sum of D over its tokens."""
+    from matplotlib.figure import Figure  # here alone: the other commands start without it
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained", dpi=110)
+    slots, sums = figure.subplots(1, 2)
+    middle = (np.arange(POSITIONS) + 0.5) * result["slots"] / POSITIONS
+    for index, (name, found) in enumerate(result["pooled"].items()):
+        style = {"color": writing.COLOURS[index], "label": name, "ms": 4}
+        values = [np.nan if x is None else x for x in found["by"]["position"]]
+        slots.plot(middle, values, "o-", **style)
+        lengths, rms = np.array(found["prefix_rms"]).T
+        sums.plot(lengths, rms, "o-", **style)
+    writing.plain(slots, "slot of the answer", "mean |D|")
+    writing.plain(sums, "tokens", "RMS of the sum of D")
+    sums.set_xscale("log", base=2)
+    sums.set_yscale("log")
+    slots.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
+    """Writes study.json, study.md and study.png; returns their paths."""
+    return writing.write(out, result, draw(result), format_table(result))

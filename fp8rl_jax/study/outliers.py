@@ -1,0 +1,87 @@
+"""Outliers planted in a model without changing its function.
+
+In every layer one channel of what a norm gives is made 2^k times larger, and the row behind it of
+each matrix that reads it 2^k times smaller. Powers of two are exact, in float32 and in bf16, so the
+model computes the same, bit for bit; FP8 sees an outlier beside small values. E4M3 has an exponent
+of its own: its normal numbers span 448 / 2^-6 = 2^14.8 and its subnormal ones 2^3 more, so up to
+about 2^14 nothing can happen, and from 2^18 on the outlier's neighbours in its block are zero.
+Activations of 10^3 to 10^4 times the median are found in large models (Sun et al., "Massive
+Activations in Large Language Models", arXiv:2402.17762).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.learner import Batch
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.study.measures import measure
+from fp8rl_jax.study.scoring import Scorer, View
+from fp8rl_jax.study.subjects import Subject
+
+POWERS = (0, 8, 12, 14, 16, 18, 20)
+RECIPES = ("fp8_tensorwise", "fp8", "mxfp8")  # from coarse to fine blocks
+_CANARIES = ("bf16", "f32")
+# What reads each norm's result.
+_READERS = {
+    "input_layernorm": ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj"),
+    "post_attention_layernorm": ("gate_proj", "up_proj"),
+}
+
+
+def plant(params: Any, power: int) -> Any:
+    """Parameters of a dense model with an outlier of 2^power in one channel of every norm."""
+    layers = dict(params["layers"])
+    for norm, readers in _READERS.items():
+        gain = layers[norm]["weight"]  # (L, D)
+        factor = np.ones(gain.shape[1], np.float32)
+        factor[gain.shape[1] // 3] = 2.0**power
+        layers[norm] = {"weight": jnp.asarray(gain) * factor}
+        for reader in readers:
+            *outer, name = reader.split("/")
+            if outer:
+                layers[outer[0]] = dict(layers[outer[0]])
+            owner = layers[outer[0]] if outer else layers
+            kernel = jnp.asarray(owner[name]["kernel"])  # (L, D, N)
+            owner[name] = {"kernel": kernel / factor[:, None]}
+    return params | {"layers": layers}
+
+
+def measure_outliers(subject: Subject, samples: Batch, group: int) -> dict[str, Any]:
+    """Every recipe against bf16, at every power.
+
+    Args:
+      subject: a dense model with ordinary attention.
+      samples: on the host; scored, whoever sampled them.
+      group: samples of a question.
+
+    Returns:
+      {power: {recipe: {'kl': (Q,) sums, 'tokens': (Q,)}}, and {canary: tokens whose
+      log-probability differs from that without an outlier}}.
+    """
+    views = {name: View(get_recipe(name)) for name in (*_CANARIES, *RECIPES)}
+    scorer, mask = Scorer(subject.runtime, views), np.asarray(samples.mask) > 0
+    found: dict[str, Any] = {}
+    plain: dict[str, np.ndarray] = {}
+    for power in POWERS:
+        own: dict[str, list[np.ndarray]] = {name: [] for name in _CANARIES}
+        params = plant(subject.params, power)
+
+        def watched(params=params, own=own):
+            for part in scorer.score(params, samples):
+                for name in _CANARIES:
+                    own[name].append(part.logprobs[name])
+                yield part
+
+        pairs = {name: ("bf16", name) for name in RECIPES}
+        numbers = measure(watched(), pairs, mask, np.asarray(samples.lengths), group)
+        whole = {name: np.concatenate(parts) for name, parts in own.items()}
+        plain = plain or whole
+        found[str(power)] = {
+            name: {"kl": numbers[name]["sums"]["kl"], "tokens": numbers[name]["tokens"]}
+            for name in RECIPES
+        } | {name: int((whole[name] != plain[name]).sum()) for name in _CANARIES}
+    return found

@@ -1,0 +1,358 @@
+"""`fp8rl study scale`: how the mismatch grows with experts and depth, and what makes it grow.
+
+The article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI,
+Ant, SGLang and Miles teams, 25 November 2025) finds a mismatch that grows from dense models over
+30B to 1T parameters of mixtures of experts. Here a ladder of small models differs in one thing at a
+time, all trained alike; each is sampled under FP8 and scored by a bf16 learner (case 1). Routing
+replay (arXiv:2510.11370) takes the routers' part away: what is left is that of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.study import writing
+from fp8rl_jax.study.cells import Cells, rounded
+from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.measures import Pair, pooled
+from fp8rl_jax.study.outliers import POWERS, RECIPES, measure_outliers
+from fp8rl_jax.study.scoring import View, sample
+from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, span
+from fp8rl_jax.study.step0 import score_cell
+from fp8rl_jax.study.subjects import Note, Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RUNGS = ("d4", "d8", "d16", "m8", "m16", "m32", "s16")
+QUESTIONS, GROUP = 64, 8
+QUICK_QUESTIONS = 32
+_PLAIN, _EXPERTS, _WEIGHTS = "bf16", "bf16, experts replayed", "bf16, weights replayed"
+
+ZERO = Hypothesis(
+    "zero", "An FP8 learner has no mismatch on any rung (case 4)",
+    "largest share of tokens whose log-probability differs from the sampler's", 0.0, 0.0,
+)  # fmt: skip
+MIXTURE = Hypothesis(
+    "mixture", "A bf16 learner mismatches more on a mixture of experts than on a dense model",
+    "RMS of the logits' difference, {} over {}", 1.0,
+)  # fmt: skip
+EXPERTS = Hypothesis(
+    "experts", "The mismatch grows with the number of experts",
+    "RMS of the logits' difference, {} over {}", 1.0,
+)  # fmt: skip
+DEPTH = Hypothesis(
+    "depth", "The mismatch grows with depth",
+    "RMS of the logits' difference, {} over {}", 1.0,
+)  # fmt: skip
+FLIPS = Hypothesis(
+    "flips", "More experts flip more often",
+    "share of tokens with another set of experts in a layer, {} over {}", 1.0,
+)  # fmt: skip
+REPLAY = Hypothesis(
+    "replay", "Replaying the rollout's experts brings a mixture's mismatch to a dense model's",
+    "RMS of the logits' difference, {} with experts replayed over {}", 0.8, 1.25,
+)  # fmt: skip
+CAUSE = Hypothesis(
+    "cause", "Flips are a cause: replaying the rollout's experts lowers the mismatch",
+    "RMS of the logits' difference on {}, with experts replayed over without", high=0.95,
+)  # fmt: skip
+EXACT = Hypothesis(
+    "exact", "An outlier that leaves the function unchanged changes no bit without FP8",
+    "tokens whose log-probability changes, bf16 and f32", 0.0, 0.0,
+)  # fmt: skip
+HARMLESS = Hypothesis(
+    "harmless", "Blocks of 1x128 bear an outlier of 2^12: E4M3's normal numbers span 2^14.8",
+    "exact KL of fp8 to bf16 with the outlier over that without", 0.8, 1.25,
+)  # fmt: skip
+BREAKS = Hypothesis(
+    "breaks", "Blocks of 1x128 do not bear one of 2^20",
+    "exact KL of fp8 to bf16 with the outlier over that without", 2.0,
+)  # fmt: skip
+GRANULARITY = Hypothesis(
+    "granularity", "An outlier of 2^18 costs a scale per tensor more than blocks of 1x128",
+    "exact KL to bf16, fp8_tensorwise over fp8", 1.0,
+)  # fmt: skip
+FINEST = Hypothesis(
+    "finest", "An outlier of 2^18 costs blocks of 1x128 more than blocks of 1x32",
+    "exact KL to bf16, fp8 over mxfp8", 1.0,
+)  # fmt: skip
+
+
+def study(
+    ladder: dict[str, Sequence[Subject]],
+    cells: Cells,
+    note: Note = lambda text: None,
+    questions: int = QUESTIONS,
+) -> dict[str, Any]:
+    """Measures what is missing of the cells, and judges the hypotheses.
+
+    Args:
+      ladder: {rung: a subject for each seed}, in an order that puts dense rungs first.
+      cells: finished ones.
+      note: called with a line about what is done.
+      questions: with GROUP samples each.
+
+    Returns:
+      What study.json holds.
+    """
+    found: dict[str, list[dict]] = {rung: [] for rung in ladder}
+    outliers: list[dict] = []
+    dense = [rung for rung, subjects in ladder.items() if not subjects[0].model.num_experts]
+    total = sum(map(len, ladder.values())) + len(ladder[dense[-1]]) * bool(dense)
+    done = 0
+
+    def count(text: str) -> None:
+        nonlocal done
+        done += 1
+        note(f"{text} is there; {done} of {total} cells, {total - done} left")
+
+    for rung, subjects in ladder.items():
+        views = _views(bool(subjects[0].model.num_experts))
+        pairs = {name: ("rollout", name) for name in views if name != "rollout"}
+        for subject in subjects:
+            found[rung].append(
+                score_cell(
+                    "scale", subject, cells, views, pairs, rollout="rollout", questions=questions,
+                    group=GROUP,
+                )
+            )  # fmt: skip
+            count(f"{rung}, seed {subject.seed}")
+            if rung == _outlier_rung(dense):
+                outliers.append(_outlier_cell(subject, cells, questions))
+                count(f"outliers on {rung}, seed {subject.seed}")
+    each = {
+        rung: {
+            name: [Pair(cell["numbers"]["pairs"][name]) for cell in rows]
+            for name in rows[0]["numbers"]["pairs"]
+        }
+        for rung, rows in found.items()
+    }
+    models = {rung: subjects[0].model for rung, subjects in ladder.items()}
+    return {
+        "study": "scale",
+        "rungs": {
+            rung: {
+                "layers": models[rung].num_hidden_layers,
+                "experts": models[rung].num_experts,
+                "router": models[rung].scoring_func if models[rung].num_experts else "",
+                "warmup": [cell["numbers"]["warmup"] for cell in rows],
+                "margins": [cell["numbers"]["margins"] for cell in rows],
+            }
+            for rung, rows in found.items()
+        },
+        "seeds": [subject.seed for subject in next(iter(ladder.values()))],
+        "questions": questions,
+        "group": GROUP,
+        "pairs": {
+            rung: {name: [pair.summary() for pair in pairs] for name, pairs in views.items()}
+            for rung, views in each.items()
+        },
+        "pooled": {
+            rung: {name: pooled(pairs).summary() for name, pairs in views.items()}
+            for rung, views in each.items()
+        },
+        "outliers": _outlier_means(outliers),
+        "hypotheses": _judge(each, found, outliers),
+        "origins": writing.origins([*(c for rows in found.values() for c in rows), *outliers]),
+    }
+
+
+def _outlier_rung(dense: Sequence[str]) -> str:
+    """Where outliers are planted: d8 if it is there."""
+    return "d8" if "d8" in dense else dense[-1] if dense else ""
+
+
+def _views(experts: bool) -> dict[str, View]:
+    bf16 = get_recipe("bf16")
+    views = {"rollout": View(get_recipe("fp8")), _PLAIN: View(bf16)}
+    if experts:
+        views[_EXPERTS] = View(bf16, "experts", "rollout")
+        views[_WEIGHTS] = View(bf16, "weights", "rollout")
+    return views
+
+
+def _outlier_cell(subject: Subject, cells: Cells, questions: int) -> dict[str, Any]:
+    key = {
+        "study": "scale-outliers", **subject.identity, **subject.settings, "powers": list(POWERS),
+        "recipes": list(RECIPES), "questions": questions, "group": GROUP,
+    }  # fmt: skip
+
+    def numbers() -> dict[str, Any]:
+        held_out = subject.runtime.questions["eval"][:questions]
+        batch = sample(subject.runtime, subject.params, get_recipe("bf16"), held_out, GROUP)
+        return measure_outliers(subject, batch, GROUP)
+
+    return cells.get(f"scale-outliers-{subject.tag}-seed{subject.seed}", key, numbers)
+
+
+def _judge(
+    each: dict[str, dict[str, list[Pair]]], found: dict[str, list[dict]], outliers: list[dict]
+) -> list[dict[str, Any]]:
+    """Verdicts of what the ladder has; rungs are compared where both are there."""
+    unequal = [c["numbers"]["decode"]["unequal"] for rows in found.values() for c in rows]
+    verdicts = [ZERO.judge(span(unequal))]
+
+    def compare(
+        hypothesis: Hypothesis,
+        one: tuple[str, str],
+        other: tuple[str, str],
+        ratio: Callable[[Pair, Pair], Estimate],
+    ) -> None:
+        if one[0] not in each or other[0] not in each:
+            return
+        a, b = (each[rung][view] for rung, view in (one, other))
+        seeds = [ratio(x, y).value for x, y in zip(a, b, strict=True)]
+        named = hypothesis.filled(one[0], other[0])
+        verdicts.append(named.judge(ratio(pooled(a), pooled(b)), seeds=seeds))
+
+    mixtures = [rung for rung, views in each.items() if _EXPERTS in views]
+    dense = [rung for rung in each if rung not in mixtures]
+    base = _outlier_rung(dense)
+    for rung in mixtures:
+        compare(MIXTURE, (rung, _PLAIN), (base, _PLAIN), _rms_ratio)
+    if len(mixtures) > 1:
+        compare(EXPERTS, ("m32", _PLAIN), ("m8", _PLAIN), _rms_ratio)
+        compare(FLIPS, ("m32", _PLAIN), ("m8", _PLAIN), _flip_ratio)
+    compare(DEPTH, ("d16", _PLAIN), ("d8", _PLAIN), _rms_ratio)
+    compare(DEPTH, ("m32x16", _PLAIN), ("m32", _PLAIN), _rms_ratio)
+    for rung in mixtures:
+        compare(CAUSE, (rung, _EXPERTS), (rung, _PLAIN), _rms_ratio)
+        compare(REPLAY, (rung, _EXPERTS), (base, _PLAIN), _rms_ratio)
+    if outliers:
+        verdicts += _judge_outliers([cell["numbers"] for cell in outliers])
+    return verdicts
+
+
+def _judge_outliers(outliers: list[dict]) -> list[dict[str, Any]]:
+    changed = [n[str(k)][canary] for n in outliers for k in POWERS for canary in ("bf16", "f32")]
+
+    def compare(hypothesis: Hypothesis, one: tuple[int, str], other: tuple[int, str]):
+        seeds = [_kl_ratio([n], one, other).value for n in outliers]
+        return hypothesis.judge(_kl_ratio(outliers, one, other), seeds=seeds)
+
+    return [
+        EXACT.judge(span(changed)),
+        compare(HARMLESS, (12, "fp8"), (0, "fp8")),
+        compare(BREAKS, (20, "fp8"), (0, "fp8")),
+        compare(GRANULARITY, (18, "fp8_tensorwise"), (18, "fp8")),
+        compare(FINEST, (18, "fp8"), (18, "mxfp8")),
+    ]
+
+
+def _kl_ratio(outliers: list[dict], one: tuple[int, str], other: tuple[int, str]) -> Estimate:
+    def sums(place: tuple[int, str]) -> list[np.ndarray]:
+        rows = [numbers[str(place[0])][place[1]] for numbers in outliers]
+        return [np.concatenate([row[name] for row in rows]) for name in ("kl", "tokens")]
+
+    return ratio_of_means(*sums(one), *sums(other))
+
+
+def _rms_ratio(one: Pair, other: Pair) -> Estimate:
+    """Of two models on the same questions, which are drawn together."""
+    clusters = np.stack(
+        [one.sums["square"], one.tokens, other.sums["square"], other.tokens], axis=1
+    )
+    return cluster_bootstrap(clusters, lambda m: np.sqrt(m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3])))
+
+
+def _flip_ratio(one: Pair, other: Pair) -> Estimate:
+    return ratio_of_means(
+        one.flips.mean(axis=1), one.inputs, other.flips.mean(axis=1), other.inputs
+    )
+
+
+def _outlier_means(outliers: list[dict]) -> dict[str, Any]:
+    """{recipe: mean exact KL to bf16 at each of POWERS, of all seeds}; {} without outliers."""
+    found = [cell["numbers"] for cell in outliers]
+    return {
+        recipe: rounded(
+            np.array(
+                [
+                    sum(sum(n[str(k)][recipe]["kl"]) for n in found)
+                    / sum(sum(n[str(k)][recipe]["tokens"]) for n in found)
+                    for k in POWERS
+                ]
+            )
+        )
+        for recipe in RECIPES
+        if found
+    }
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Markdown: the ladder, and the outliers."""
+    rows = [("rung", "layers, experts", "loss of the warm-up", "entropy", "mean abs D",
+             "RMS of logits", "with experts replayed", "flips", "|D| at p 0.5 to 0.9")]  # fmt: skip
+    for rung, views in result["pooled"].items():
+        about, plain = result["rungs"][rung], views[_PLAIN]
+        replayed = views.get(_EXPERTS)
+        middle = plain["by"]["probability"][2]
+        rows.append(
+            (
+                rung, f"{about['layers']}, {about['experts'] or '-'} {about['router']}".strip(),
+                ", ".join(f"{w['loss']:.3f}" for w in about["warmup"] if w) or "-",
+                writing.figure(plain["entropy"]), writing.figure(plain["mean_abs"]),
+                writing.figure(plain["rms_logits"]),
+                writing.figure(replayed["rms_logits"]) if replayed else "-",
+                writing.figure(plain["flips"]) if "flips" in plain else "-",
+                f"{middle:.3g}" if middle is not None else "-",
+            )
+        )  # fmt: skip
+    text = (
+        f"Sampled under fp8, scored by a bf16 learner: {result['questions']} questions of "
+        f"{result['group']} samples, seeds {', '.join(map(str, result['seeds']))}.\n\n"
+        f"{writing.markdown_table(*rows)}"
+    )
+    if not result["outliers"]:
+        return text
+    rows = [("recipe", *(f"2^{k}" for k in POWERS))]
+    for recipe, means in result["outliers"].items():
+        rows.append((recipe, *(f"{x:.3g}" for x in means)))
+    return f"{text}\nExact KL to bf16 with an outlier.\n\n{writing.markdown_table(*rows)}"
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """The ladder with and without replay, flips and margins, and the outliers."""
+    from matplotlib.figure import Figure  # here alone: the other commands start without it
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained", dpi=110)
+    ladder, flips, outliers = figure.subplots(1, 3)
+    rungs = list(result["pooled"])
+    for index, view in enumerate((_PLAIN, _EXPERTS, _WEIGHTS)):
+        at = [i for i, rung in enumerate(rungs) if view in result["pooled"][rung]]
+        found = [result["pooled"][rungs[i]][view]["rms_logits"] for i in at]
+        values, low, high = (np.array([f[j] for f in found]) for j in range(3))
+        ladder.errorbar(
+            at, values, [values - low, high - values], fmt="o", ms=4, capsize=2,
+            color=writing.COLOURS[index], label=view,
+        )  # fmt: skip
+    ladder.set_xticks(range(len(rungs)), rungs)
+    ladder.set_ylim(bottom=0)
+    ladder.legend(frameon=False, fontsize=8)
+    writing.plain(ladder, "rung", "RMS of the logits' difference")
+    for index, rung in enumerate(rungs):
+        shares = result["pooled"][rung][_PLAIN].get("flips_by_layer")
+        if shares:
+            style = {"color": writing.COLOURS[index % len(writing.COLOURS)], "label": rung}
+            flips.plot(1 + np.arange(len(shares)), shares, "o-", ms=4, **style)
+    writing.plain(flips, "layer", "share of tokens with another set of experts")
+    if flips.lines:
+        flips.legend(frameon=False, fontsize=8)
+    for index, (recipe, means) in enumerate(result["outliers"].items()):
+        outliers.plot(POWERS, means, "o-", ms=4, color=writing.COLOURS[index], label=recipe)
+    writing.plain(outliers, "outlier, power of two", "exact KL to bf16")
+    if outliers.lines:
+        outliers.set_yscale("log")
+        outliers.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
+    """Writes study.json, study.md and study.png; returns their paths."""
+    return writing.write(out, result, draw(result), format_table(result))
