@@ -30,6 +30,8 @@ _RUNGS = {
 
 
 def get_config(rung="m8"):
+    if rung not in _RUNGS:
+        raise ValueError(f"no rung {rung!r}: write one of {', '.join(_RUNGS)}")
     width, layers, experts, router = _RUNGS[rung]
     mixture = {
         "num_experts": experts,

@@ -29,7 +29,6 @@ from fp8rl_jax.study.subjects import Note, Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RUNGS = ("d4", "d8", "d16", "m8", "m16", "m32", "s16")
 QUESTIONS, GROUP = 64, 8
 QUICK_QUESTIONS = 32
 _PLAIN, _EXPERTS, _WEIGHTS = "bf16", "bf16, experts replayed", "bf16, weights replayed"
