@@ -330,7 +330,7 @@ _CONFIGS = {
     "qwen3_1p7b_gsm8k": "qwen3_1p7b", "qwen3_235b_a22b": "qwen3_235b_a22b",
     "deepseek_v3_671b": "deepseek_v3", "kimi_k2_1t": "kimi_k2",
     "qwen3_30b_a3b": "qwen3_30b_a3b", "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b",
-    "smollm2_135m": "smollm2_135m", "tiny_arithmetic": "",
+    "smollm2_135m": "smollm2_135m", "study_scale": "", "tiny_arithmetic": "",
 }  # fmt: skip
 
 
