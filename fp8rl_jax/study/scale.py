@@ -207,7 +207,7 @@ def _judge(
             return
         a, b = (each[rung][view] for rung, view in (one, other))
         seeds = [ratio(x, y).value for x, y in zip(a, b, strict=True)]
-        named = hypothesis.filled(one[0], other[0])
+        named = hypothesis.filled(*dict.fromkeys((one[0], other[0])))
         verdicts.append(named.judge(ratio(pooled(a), pooled(b)), seeds=seeds))
 
     mixtures = [rung for rung, views in each.items() if _EXPERTS in views]

@@ -1,0 +1,150 @@
+"""`fp8rl study scale` and `kv`: what is planted, and verdicts of scores with known differences."""
+
+import jax
+import numpy as np
+import pytest
+
+from fp8rl_jax.models import ModelConfig, init_params
+from fp8rl_jax.study import kv, scale
+from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair
+from fp8rl_jax.study.outliers import POWERS, RECIPES, plant
+from fp8rl_jax.study.running_sums import DIGITS, rows
+
+_QUESTIONS = 24
+
+
+def _pair(square: float, flips: float = 0.0, growth: float = 0.5, seed: int = 0) -> Pair:
+    """Twenty-four questions of a hundred tokens, with a given mean square of logits' differences,
+    share of flips in each of two layers, and growth of D along an answer."""
+    noise = np.random.default_rng(seed).uniform(0.9, 1.1, _QUESTIONS)
+    lengths = 2.0 ** np.arange(8)
+    prefix = np.stack([np.full(8, 4.0), 4 * lengths ** (2 * growth)])
+    sums = dict.fromkeys(SUMS, np.zeros(_QUESTIONS)) | {"square": 100 * square * noise}
+    return Pair(
+        {
+            "tokens": np.full(_QUESTIONS, 100.0),
+            "sums": sums,
+            "most": 0.0,
+            "tail": np.zeros((_QUESTIONS, len(CAPS))),
+            "binned": {
+                "position": np.full((_QUESTIONS, 2, POSITIONS), 10.0),
+                "probability": np.full((_QUESTIONS, 2, len(PROBABILITIES) - 1), 10.0),
+            },
+            "sequence": np.ones((_QUESTIONS, 3)),
+            "prefix": noise[:, None, None] * prefix,
+            "flips": np.full((_QUESTIONS, 2), 200 * flips) * noise[:, None],
+            "inputs": np.full(_QUESTIONS, 200.0),
+        }
+    )
+
+
+def _verdicts(found: list[dict]) -> dict[str, str]:
+    return {verdict["name"]: verdict["verdict"] for verdict in found}
+
+
+def _ladder(**rungs: dict) -> dict:
+    return {rung: {view: [pair] for view, pair in views.items()} for rung, views in rungs.items()}
+
+
+def test_rungs_are_compared():
+    """Each hypothesis comes out either way, by what is planted."""
+    plain, replayed = "bf16", "bf16, experts replayed"
+    mixed = {"m8": {plain: _pair(4, 0.1), replayed: _pair(1)},
+             "m32": {plain: _pair(9, 0.2, seed=1), replayed: _pair(1)}}  # fmt: skip
+    cells = {"any": [{"numbers": {"decode": {"unequal": 0.0}}}]}
+    ladder = _ladder(d8={plain: _pair(1, seed=2)}, d16={plain: _pair(2, seed=3)}, **mixed)
+    found = _verdicts(scale._judge(ladder, cells, []))
+    assert found == dict.fromkeys(found, "supported")
+    assert {"zero", "mixture_m8_d8", "mixture_m32_d8", "experts_m32_m8", "flips_m32_m8",
+            "depth_d16_d8", "cause_m8", "replay_m8_d8"} <= set(found)  # fmt: skip
+
+    cells["any"][0]["numbers"]["decode"]["unequal"] = 0.25
+    mixed["m32"], mixed["m8"] = mixed["m8"], mixed["m32"]
+    mixed["m32"][replayed] = mixed["m32"][plain]
+    ladder = _ladder(d8={plain: _pair(20)}, d16={plain: _pair(2, seed=3)}, **mixed)
+    found = _verdicts(scale._judge(ladder, cells, []))
+    others = {name for name, verdict in found.items() if verdict != "not supported"}
+    assert others == {"cause_m8"}
+
+
+def _outliers(broken: dict[tuple[int, str], float], changed: int = 0) -> dict:
+    """A cell in which the exact KL is 1 but where it is said to be more."""
+    return {
+        "numbers": {
+            str(k): {"bf16": changed * (k == 8), "f32": 0}
+            | {
+                r: {"kl": np.full(8, broken.get((k, r), 1.0)).tolist(), "tokens": [1.0] * 8}
+                for r in RECIPES
+            }
+            for k in POWERS
+        }
+    }
+
+
+def test_outliers_are_judged():
+    good = {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 40.0, (18, "fp8"): 10.0}
+    found = _verdicts(scale._judge_outliers([_outliers(good)["numbers"]]))
+    assert found == dict.fromkeys(
+        ("exact", "harmless", "breaks", "granularity", "finest"), "supported"
+    )
+    bad = {(12, "fp8"): 3.0, (18, "fp8"): 5.0, (18, "mxfp8"): 9.0}
+    found = _verdicts(scale._judge_outliers([_outliers(bad, changed=2)["numbers"]]))
+    assert found["exact"] == "not resolved", "zero for some, not for all"
+    assert {found[n] for n in ("harmless", "breaks", "granularity", "finest")} == {"not supported"}
+
+
+@pytest.mark.parametrize(("exponent", "verdict"), [(0.5, "supported"), (1.0, "not supported")])
+def test_growth_along_an_answer(exponent, verdict):
+    """The exponent is found, whatever the noise between questions."""
+    estimate = kv.growth(_pair(1, growth=exponent))
+    assert estimate.value == pytest.approx(exponent, abs=1e-6)
+    assert kv.GROWTH.judge(estimate)["verdict"] == verdict
+
+
+def test_errors_that_add_up():
+    """Independent errors add their squares; a cache that removes the layers' error does not."""
+    parts = {"linears": [_pair(9)], "kv": [_pair(16, seed=1)], "kv calibrated": [_pair(20)]}
+    found = _verdicts(kv._judge({"both": [_pair(25, seed=2)], **parts}, []))
+    assert found.pop("position") == "supported"
+    assert found == dict.fromkeys(found, "supported")
+    found = _verdicts(kv._judge({"both": [_pair(4, seed=2)], **parts}, []))
+    assert {found[name] for name in ("both_linears", "both_kv", "independent")} == {"not supported"}
+
+
+def test_planted_outliers_keep_the_function():
+    """Of each channel the product of gain and row stays, exactly, and one of them is large."""
+    config = ModelConfig(
+        vocab_size=8, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+    )  # fmt: skip
+    params = jax.device_get(init_params(config, jax.random.key(0)))
+    planted = jax.device_get(plant(params, 20))
+    before, after = params["layers"], planted["layers"]
+    readers = {
+        "input_layernorm": [tree["self_attn"][n] for n in ("q_proj", "k_proj", "v_proj")
+                            for tree in (before, after)],
+        "post_attention_layernorm": [tree[n] for n in ("gate_proj", "up_proj")
+                                     for tree in (before, after)],
+    }  # fmt: skip
+    for norm, kernels in readers.items():
+        gains = before[norm]["weight"], after[norm]["weight"]
+        changed = np.flatnonzero((gains[0] != gains[1]).any(axis=0))
+        assert changed.tolist() == [42]
+        for old, new in zip(kernels[::2], kernels[1::2], strict=True):
+            product = [g[:, :, None] * k["kernel"] for g, k in zip(gains, (old, new), strict=True)]
+            np.testing.assert_array_equal(*product)
+    same = {name: tree for name, tree in before.items() if name not in
+            (*readers, "self_attn", "gate_proj", "up_proj")}  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, same, {name: after[name] for name in same})
+
+
+def test_running_sums():
+    """Every answer is right, and the rows are always the same."""
+    found = list(rows())
+    assert found == list(rows())
+    for row in found[:50]:
+        digits = [int(x) for x in row["question"].removesuffix("=").split()]
+        sums = [int(x) for x in row["answer"].split()]
+        assert len(digits) == len(sums) == DIGITS
+        assert [sum(digits[: i + 1]) for i in range(DIGITS)] == sums
+    assert len({row["question"] for row in found}) > 8000
