@@ -1,4 +1,4 @@
-"""`fp8rl study` and its subcommands: layers, cases, kv, scale."""
+"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8rl_jax.study.cells import Cells
     from fp8rl_jax.study.subjects import Subject
 
-_NAMES = "layers, cases, kv or scale"
+_NAMES = "layers, cases, kv, scale, training or accuracy"
 
 
 def _study(values: argparse.Namespace) -> int:
@@ -111,6 +111,13 @@ def _print_verdicts(result: dict) -> None:
         print(verdict["sentence"])
 
 
+def _steps(study, values: argparse.Namespace) -> int:
+    """RL steps of each run of a study's module."""
+    if values.steps is not None:
+        return values.steps
+    return study.QUICK_STEPS if values.quick else study.STEPS
+
+
 def _layers(values, subjects, out, cells) -> list[str]:
     from fp8rl_jax.study import layers
 
@@ -124,10 +131,7 @@ def _cases(values, subjects, out, cells) -> list[str]:
     from fp8rl_jax.study import cases
 
     questions = cases.QUICK_QUESTIONS if values.quick else cases.QUESTIONS
-    steps = cases.QUICK_STEPS if values.quick else cases.STEPS
-    if values.steps is not None:
-        steps = values.steps
-    result = cases.study(subjects, out, cells, note, questions, steps)
+    result = cases.study(subjects, out, cells, note, questions, _steps(cases, values))
     _print_verdicts(result)
     return cases.write(result, out)
 
@@ -136,10 +140,7 @@ def _kv(values, subjects, out, cells) -> list[str]:
     from fp8rl_jax.study import kv
 
     questions = kv.QUICK_QUESTIONS if values.quick else kv.QUESTIONS
-    steps = kv.QUICK_STEPS if values.quick else kv.STEPS
-    if values.steps is not None:
-        steps = values.steps
-    result = kv.study(subjects, out, cells, note, questions, steps)
+    result = kv.study(subjects, out, cells, note, questions, _steps(kv, values))
     _print_verdicts(result)
     return kv.write(result, out)
 
@@ -173,6 +174,24 @@ def _scale(values: argparse.Namespace) -> int:
     return 0
 
 
+def _training(values, subjects, out, cells) -> list[str]:
+    from fp8rl_jax.study import training
+
+    questions = training.QUICK_QUESTIONS if values.quick else training.QUESTIONS
+    result = training.study(subjects, out, cells, note, questions, _steps(training, values))
+    _print_verdicts(result)
+    return training.write(result, out)
+
+
+def _accuracy(values, subjects, out, cells) -> list[str]:
+    from fp8rl_jax.study import accuracy
+
+    result = accuracy.study(subjects, out, cells, note, _steps(accuracy, values))
+    _print_verdicts(result)
+    print(accuracy.format_power(result))
+    return accuracy.write(result, out)
+
+
 def _options(quick: str) -> tuple:
     """Options that every study has; `quick` is the help of --quick."""
     return (
@@ -192,12 +211,14 @@ def _options(quick: str) -> tuple:
 
 
 _STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run; 0 leaves them out")
+_RL_STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run (default: 160)")
+_FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 
 COMMANDS = (
     Command(
         "study",
-        "studies that test hypotheses written beforehand: study layers, cases, kv, scale",
+        "studies of hypotheses written beforehand: layers, cases, kv, scale, training, accuracy",
         _study,
         others=f"write `fp8rl study {_NAMES}` and options after that; ",
     ),
@@ -233,6 +254,20 @@ COMMANDS = (
                      help="arguments of the config file, one for each model (default: "
                      "%(default)s)"),
         ),
+        config=True,
+    ),
+    Command(
+        "study training",
+        "mismatch of an FP8 rollout and a bf16 learner over RL, with TIS and without",
+        functools.partial(_run, "training", True, _training),
+        (*_options(_FEW_STEPS), _RL_STEPS),
+        config=True,
+    ),
+    Command(
+        "study accuracy",
+        "accuracy after RL in bf16, with an FP8 rollout, with TIS, in FP8; and under stress",
+        functools.partial(_run, "accuracy", True, _accuracy),
+        (*_options(_FEW_STEPS), _RL_STEPS),
         config=True,
     ),
 )  # fmt: skip

@@ -17,8 +17,8 @@ import numpy as np
 
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.cells import Cells, Progress
+from fp8rl_jax.study.hypotheses import ANY, Hypothesis
 from fp8rl_jax.study.measures import CAPS, Pair, pooled
 from fp8rl_jax.study.runs import Arms, series
 from fp8rl_jax.study.scoring import View
@@ -66,7 +66,7 @@ ACCEPTED = Hypothesis(
 )  # fmt: skip
 CLIPPED = Hypothesis(
     "clipped", "At C = 2 TIS clips more in case 1 than in case 2",
-    "clip fraction of case 1 less that of case 2", 1e-9,
+    "clip fraction of case 1 less that of case 2", ANY,
 )  # fmt: skip
 CURVE_ZERO = Hypothesis(
     "curve_zero", "Case 4 has no mismatch at any step of RL",
@@ -126,24 +126,17 @@ def study(
     pairs |= {"case3 / case2": ("case2", "case3")}
     pairs |= {f"bf16 / {name}": (name, "case1") for name in others}
     found, runs = [], {case: [] for case in CASES}
-    total = len(subjects) * (2 + len(CASES) * bool(steps))
-    done = 0
-
-    def count(text: str) -> None:
-        nonlocal done
-        done += 1
-        note(f"{text} is there; {done} of {total} cells, {total - done} left")
-
+    progress = Progress(len(subjects) * (2 + len(CASES) * bool(steps)), note)
     for subject in subjects:
         fp8 = score_cell(
             "cases", subject, cells, views, pairs, rollout="case4", questions=questions, group=GROUP
         )
-        count(f"step 0 of {subject.name}, FP8 rollout")
+        progress.add(f"step 0 of {subject.name}, FP8 rollout")
         plain = score_cell(
             "cases-bf16", subject, cells, {"bf16": View(get_recipe("bf16"))}, {},
             rollout="bf16", questions=questions, group=GROUP,
         )  # fmt: skip
-        count(f"step 0 of {subject.name}, bf16 rollout")
+        progress.add(f"step 0 of {subject.name}, bf16 rollout")
         found.append((fp8, plain))
         arms = Arms(
             subject,
@@ -153,7 +146,7 @@ def study(
         for case in CASES if steps else ():
             fields = {"precision.rollout": "fp8", "precision.learner": CASES[case]}
             runs[case].append(arms.run("cases", case, fields))
-            count(f"RL of {subject.name}, {case}")
+            progress.add(f"RL of {subject.name}, {case}")
     every = [cell for both in found for cell in both] + [c for rows in runs.values() for c in rows]
     return {
         "study": "cases",
@@ -253,17 +246,13 @@ def format_table(result: dict[str, Any]) -> str:
         rows.append(
             (
                 case,
-                _each([np.mean(c["train_rollout_logprob_abs_diff"]) for c in curves]),
-                _each([np.mean(c["kl_ref"][-10:]) for c in curves]),
-                _each([np.mean(c["reward_mean"][-10:]) for c in curves]),
-                _each([cell["bf16"]["accuracy_sampled"] for cell in cells]),
+                writing.each([np.mean(c["train_rollout_logprob_abs_diff"]) for c in curves]),
+                writing.each([np.mean(c["kl_ref"][-10:]) for c in curves]),
+                writing.each([np.mean(c["reward_mean"][-10:]) for c in curves]),
+                writing.each([cell["bf16"]["accuracy_sampled"] for cell in cells]),
             )
         )
     return f"{text}\nRL, {result['steps']} steps, each seed.\n\n{writing.markdown_table(*rows)}"
-
-
-def _each(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def draw(result: dict[str, Any]) -> Figure:
@@ -277,11 +266,9 @@ def draw(result: dict[str, Any]) -> Figure:
         values = [shares[str(cap)][0] for cap in CAPS]
         style = {"color": writing.COLOURS[index], "label": f"{case} ({CASES[case]})"}
         tail.plot(CAPS, [v or np.nan for v in values], "o-", ms=4, **style)
-        for cell in result["runs"].get(case, ()):
-            curves, steps = cell["series"], 1 + np.arange(result["steps"])
-            mismatch.plot(steps, curves["train_rollout_logprob_abs_diff"], lw=1, **style)
-            divergence.plot(steps, curves["kl_ref"], lw=1, **style)
-            style.pop("label", None)
+        runs = result["runs"].get(case, ())
+        writing.curves(mismatch, runs, "train_rollout_logprob_abs_diff", **style)
+        writing.curves(divergence, runs, "kl_ref", **style)
     for axes, x, y in (
         (tail, "C", "share of tokens with ratio above C or below 1/C"),
         (mismatch, "RL step", "mean |D|"),

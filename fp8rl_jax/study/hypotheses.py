@@ -3,8 +3,8 @@
 A hypothesis names a figure and the zone in which it must lie. It is *supported* if the whole 95%
 interval lies there and, where it has a test of its own, p is below 0.05; *not supported* if the
 whole interval lies outside; *not resolved* otherwise. Of several seeds the interval is that of all
-their sequences together, and each seed's own figure must agree: one on the other side leaves the
-hypothesis not resolved.
+their sequences together, or of a figure of RL runs Student's over seeds; and each seed's own figure
+must agree where they are given: one on the other side leaves the hypothesis not resolved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from fp8rl_jax.study.statistics import Estimate
 
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
+ANY = 1e-9  # the end of a zone that holds every figure above 0; -ANY of those below
 _SIGNIFICANT = 0.05
 
 
@@ -52,7 +53,7 @@ class Hypothesis:
 
         Args:
           found: the figure.
-          p: of the test, for a hypothesis that has one.
+          p: of the test, for a hypothesis that has one; NaN where it needs more seeds.
           seeds: the figure of each seed, where there are several.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
@@ -71,7 +72,7 @@ class Hypothesis:
             "verdict": verdict,
             "estimate": {name: _finite(x) for name, x in found._asdict().items()},
             "seeds": list(seeds),
-            "p": p,
+            "p": None if p is None else _finite(p),
             "sentence": self._sentence(verdict, found, p, seeds),
         }
 
@@ -79,13 +80,15 @@ class Hypothesis:
         if self.low == self.high:
             return f"exactly {self.low:.3g}"
         if math.isinf(self.high):
-            return f"at least {self.low:.3g}"
+            return "above 0" if self.low == ANY else f"at least {self.low:.3g}"
         if math.isinf(self.low):
-            return f"at most {self.high:.3g}"
+            return "below 0" if self.high == -ANY else f"at most {self.high:.3g}"
         return f"{self.low:.3g} to {self.high:.3g}"
 
     def _sentence(self, verdict: str, found: Estimate, p: float | None, seeds) -> str:
-        test = "" if p is None else f"; {self.test}: p = {p:.2g}"
+        test = ""
+        if p is not None:
+            test = f"; {self.test}: {f'p = {p:.2g}' if math.isfinite(p) else 'needs two seeds'}"
         each = f"; seeds {', '.join(f'{x:.3g}' for x in seeds)}" if seeds else ""
         interval = "no interval from one value"
         if math.isfinite(found.low):

@@ -8,8 +8,8 @@ it as with any `model.checkpoint`. A run that was stopped goes on where it was.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -31,6 +31,23 @@ SERIES = (
     "token_mult_prob_error", "tis_clipfrac", "kl_ref", "grad_norm", "calibrate_frac",
 )  # fmt: skip
 Fields = Mapping[str, Any]  # {'section.field': value}
+# The learner scores a rollout before its first update, so that update's ratio is 1 and holds
+# nothing of D, the difference to the sampler. Uncorrected, D is then nowhere in the loss; with
+# old_logprobs='rollout' the ratio and its clipping would hold it.
+UNCORRECTED: Fields = {"algo.old_logprobs": "learner", "algo.correction": "none"}
+TIS: Fields = {"algo.old_logprobs": "learner", "algo.correction": "tis(2.0)"}
+
+
+class After(NamedTuple):
+    """What is measured of an arm's last weights.
+
+    Attributes:
+      key: what the numbers depend on beside the weights; JSON.
+      measure: of float32 parameters on the host; JSON.
+    """
+
+    key: dict[str, Any]
+    measure: Callable[[Any], dict[str, Any]]
 
 
 class Arms:
@@ -51,27 +68,32 @@ class Arms:
         self._subject, self._common, self._cells, self._note = subject, common, cells, note
         self._out = out / f"runs-{subject.tag}-seed{subject.seed}"
 
-    def run(self, study: str, name: str, fields: Fields) -> dict[str, Any]:
+    def run(
+        self, study: str, name: str, fields: Fields, after: After | None = None
+    ) -> dict[str, Any]:
         """The cell of an arm: its run is made if there is none.
 
         Args:
           study: for the cell's name.
           name: of the arm.
           fields: that this arm has and the others do not.
+          after: measured of the last weights.
 
         Returns:
           A cell whose numbers are 'series': {name of SERIES: a value for each step}; 'own': the
           record of the evaluation after the last step, under the run's own recipe; 'bf16': that of
-          the same weights under bf16, which is the same engine for all arms.
+          the same weights under bf16, which is the same engine for all arms; 'after', where it was
+          asked for.
         """
         changes = {**self._common, **fields}
         subject = self._subject
         identity = {**subject.identity, **subject.settings}
         key = {"study": study, **identity, "arm": name, "changes": changes}
+        key |= {"after": after.key} if after else {}
         cell = f"{study}-{subject.tag}-seed{subject.seed}-{name}"
-        return self._cells.get(cell, key, lambda: self._measure(name, changes))
+        return self._cells.get(cell, key, lambda: self._measure(name, changes, after))
 
-    def _measure(self, name: str, changes: Fields) -> dict[str, Any]:
+    def _measure(self, name: str, changes: Fields, after: After | None) -> dict[str, Any]:
         config = self._config(changes)
         directory = self._out / name
         config.run.dir = str(directory)
@@ -86,7 +108,7 @@ class Arms:
         return {
             "series": series,
             "own": _accuracies(read_jsonl(directory / "eval.jsonl")[-1]),
-            "bf16": self._under_bf16(config),
+            **self._of_last_weights(config, after),
         }
 
     def _config(self, changes: Fields) -> ml_collections.ConfigDict:
@@ -112,8 +134,10 @@ class Arms:
             hf.save(path, self._subject.model, self._subject.params, dtype="float32")
         return path
 
-    def _under_bf16(self, config: ml_collections.ConfigDict) -> dict[str, Any]:
-        """Accuracy of the run's last weights, served in bf16."""
+    def _of_last_weights(
+        self, config: ml_collections.ConfigDict, after: After | None
+    ) -> dict[str, Any]:
+        """'bf16' and 'after' of the run's last weights."""
         config = ml_collections.ConfigDict(config.to_dict())
         config.precision = default_config().precision
         config.precision.rollout = config.precision.learner = "bf16"
@@ -121,12 +145,22 @@ class Arms:
         with jax.set_mesh(runtime.mesh):
             state, phase = load_trained(runtime, pathlib.Path(config.run.dir), self._note)
             weights = runtime.refit_state(state).weights
-            return _accuracies(evaluate(runtime, weights, phase, int(state.step))[0].record)
+            record = evaluate(runtime, weights, phase, int(state.step))[0].record
+            params = jax.device_get(state.params) if after else None
+        found = {"bf16": _accuracies(record)}
+        return found | {"after": after.measure(params)} if after else found
 
 
 def _accuracies(record: dict[str, Any]) -> dict[str, Any]:
     names = ("accuracy_greedy", "accuracy_sampled")
     return {name: record[name] for name in (*names, *(f"{n}_se" for n in names))}
+
+
+def part(values: np.ndarray, quarter: int) -> np.ndarray:
+    """Means (runs,) over a quarter, 0 to 3, of the steps of (runs, steps): at least one step."""
+    steps = values.shape[1]
+    first = quarter * steps // 4
+    return values[:, first : max((quarter + 1) * steps // 4, first + 1)].mean(axis=1)
 
 
 def series(cells: Sequence[dict[str, Any]], metric: str) -> np.ndarray:

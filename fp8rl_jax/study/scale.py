@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, rounded
+from fp8rl_jax.study.cells import Cells, Progress, rounded
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.measures import Pair, pooled
 from fp8rl_jax.study.outliers import POWERS, RECIPES, measure_outliers
@@ -104,13 +104,7 @@ def study(
     outliers: list[dict] = []
     dense = [rung for rung, subjects in ladder.items() if not subjects[0].model.num_experts]
     total = sum(map(len, ladder.values())) + len(ladder[dense[-1]]) * bool(dense)
-    done = 0
-
-    def count(text: str) -> None:
-        nonlocal done
-        done += 1
-        note(f"{text} is there; {done} of {total} cells, {total - done} left")
-
+    progress = Progress(total, note)
     for rung, subjects in ladder.items():
         views = _views(bool(subjects[0].model.num_experts))
         pairs = {name: ("rollout", name) for name in views if name != "rollout"}
@@ -121,10 +115,10 @@ def study(
                     group=GROUP,
                 )
             )  # fmt: skip
-            count(f"{rung}, seed {subject.seed}")
+            progress.add(f"{rung}, seed {subject.seed}")
             if rung == _outlier_rung(dense):
                 outliers.append(_outlier_cell(subject, cells, questions))
-                count(f"outliers on {rung}, seed {subject.seed}")
+                progress.add(f"outliers on {rung}, seed {subject.seed}")
     each = {
         rung: {
             name: [Pair(cell["numbers"]["pairs"][name]) for cell in rows]

@@ -193,6 +193,21 @@ def equivalence(sample: np.ndarray, target: float, margin: float) -> float:
     )
 
 
+def seeds_needed(differences: np.ndarray, effect: float) -> int:
+    """Pairs of runs with which a t-test at 5% finds a mean difference of `effect` four times in
+    five: ``(2.8 sd / effect)^2``, with the standard deviation of the `differences` (S,).
+
+    2.8 is 1.96 + 0.84, quantiles of the normal distribution at 97.5% and 80%. At least 2.
+
+    Raises:
+      ValueError: there are fewer than two differences, so no standard deviation.
+    """
+    if len(differences) < 2:
+        raise ValueError("a standard deviation needs two differences")
+    deviation = float(np.std(np.asarray(differences, np.float64), ddof=1))
+    return max(math.ceil((2.8 * deviation / effect) ** 2), 2)
+
+
 def _t_above(t: float, freedom: int) -> float:
     """P(T > t) of Student's distribution."""
     tail = 0.5 * float(betainc(freedom / 2, 0.5, freedom / (freedom + t * t)))

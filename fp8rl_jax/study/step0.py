@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.study.cells import Cells, described
 from fp8rl_jax.study.measures import measure
 from fp8rl_jax.study.scoring import Scorer, View, sample
 from fp8rl_jax.study.subjects import Subject
+from fp8rl_jax.training.runtime import Runtime
 
 
 def score_cell(
@@ -62,40 +65,56 @@ def score_cell(
     }  # fmt: skip
 
     def numbers() -> dict[str, Any]:
-        runtime = subject.runtime
-        recipe = views[rollout].recipe
-        batch = sample(runtime, subject.params, recipe, held_out[:questions], group)
-        scorer = Scorer(runtime, views)
-        decode = {"differ": 0, "most": 0.0}
-        margins: list[np.ndarray] = []
-        mask, lengths = np.asarray(batch.mask) > 0, np.asarray(batch.lengths)
-
-        def watched():
-            for part in scorer.score(subject.params, batch):
-                own, kept = part.logprobs[rollout], mask[part.rows]
-                off = np.abs(own.astype(np.float64) - batch.old_logprobs[part.rows])[kept]
-                decode["differ"] += int((off > 0).sum())
-                decode["most"] = max(decode["most"], float(off.max(initial=0.0)))
-                if part.margins:
-                    real = np.arange(part.margins[rollout].shape[2]) < lengths[part.rows, None]
-                    margins.append(part.margins[rollout][:, real])
-                yield part
-
-        found = measure(watched(), pairs, mask, lengths, group)
-        tokens = int(mask.sum())
-        levels = np.linspace(0.05, 0.95, 19)
-        return {
-            "pairs": found,
-            "decode": {
-                "tokens": tokens, "unequal": decode["differ"] / tokens, "most": decode["most"]
-            },
-            "margins": {
-                f"{level:.2f}": float(value)
-                for level, value in zip(
-                    levels, np.quantile(np.concatenate(margins, axis=1), levels), strict=True
-                )
-            } if margins else {},
-            "warmup": subject.warmup(),
-        }  # fmt: skip
+        found = scored(
+            subject.runtime, subject.params, views, pairs,
+            rollout=rollout, questions=held_out[:questions], group=group,
+        )  # fmt: skip
+        return {**found, "warmup": subject.warmup()}
 
     return cells.get(f"{study}-{subject.tag}-seed{subject.seed}", key, numbers)
+
+
+def scored(
+    runtime: Runtime,
+    params: Any,
+    views: dict[str, View],
+    pairs: dict[str, tuple[str, str]],
+    *,
+    rollout: str,
+    questions: Sequence[Question],
+    group: int,
+) -> dict[str, Any]:
+    """The numbers of `score_cell` but 'warmup', of float32 parameters; a multiple of
+    `rollout.prompts_per_step` questions."""
+    batch = sample(runtime, params, views[rollout].recipe, questions, group)
+    scorer = Scorer(runtime, views)
+    decode = {"differ": 0, "most": 0.0}
+    margins: list[np.ndarray] = []
+    mask, lengths = np.asarray(batch.mask) > 0, np.asarray(batch.lengths)
+
+    def watched():
+        for part in scorer.score(params, batch):
+            own, kept = part.logprobs[rollout], mask[part.rows]
+            off = np.abs(own.astype(np.float64) - batch.old_logprobs[part.rows])[kept]
+            decode["differ"] += int((off > 0).sum())
+            decode["most"] = max(decode["most"], float(off.max(initial=0.0)))
+            if part.margins:
+                real = np.arange(part.margins[rollout].shape[2]) < lengths[part.rows, None]
+                margins.append(part.margins[rollout][:, real])
+            yield part
+
+    found = measure(watched(), pairs, mask, lengths, group)
+    tokens = int(mask.sum())
+    levels = np.linspace(0.05, 0.95, 19)
+    return {
+        "pairs": found,
+        "decode": {
+            "tokens": tokens, "unequal": decode["differ"] / tokens, "most": decode["most"]
+        },
+        "margins": {
+            f"{level:.2f}": float(value)
+            for level, value in zip(
+                levels, np.quantile(np.concatenate(margins, axis=1), levels), strict=True
+            )
+        } if margins else {},
+    }  # fmt: skip

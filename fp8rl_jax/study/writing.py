@@ -22,6 +22,23 @@ def figure(found: Sequence[float], digits: int = 3) -> str:
     return value if low == value == high else f"{value} [{low}, {high}]"
 
 
+def each(values: Sequence[float]) -> str:
+    """The figures of several seeds in a table."""
+    return ", ".join(f"{value:.3g}" for value in values)
+
+
+def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, label: str) -> None:
+    """A metric over the RL steps: a thin line for each run (`numbers` of a cell of runs.py), and
+    their mean, which has the label. Nothing without runs."""
+    lines = [run["series"][metric] for run in runs]
+    steps = range(1, 1 + max(map(len, lines), default=0))
+    for line in lines if len(lines) > 1 else ():
+        axes.plot(steps, line, lw=0.7, alpha=0.4, color=color)
+    if lines:
+        mean = [sum(values) / len(lines) for values in zip(*lines, strict=True)]
+        axes.plot(steps, mean, lw=1.5, color=color, label=label)
+
+
 def plain(axes: Axes, x: str, y: str) -> None:
     """Labels and a quiet grid."""
     axes.set_xlabel(x)

@@ -1,0 +1,280 @@
+"""`fp8rl study accuracy`: what precision and correction cost in accuracy after RL.
+
+"FP8-RL" (the vLLM and verl study) trains an 8B model with an FP8 rollout and a bf16 learner: with
+truncated importance sampling (TIS) it tracks BF16, and without it degrades. NVIDIA's report on FP8
+for RL gives Llama 3.1 8B 0.616 in BF16, 0.586 with FP8 generation only and 0.613 in FP8 end to end
+after 4,000 steps. Here all arms of a seed have one start, one order of questions and the same
+sampling keys, so the figures are differences within seeds.
+
+Every arm is evaluated under bf16, which is one engine for all, and under its own rollout's recipe.
+The hypotheses take the former: they are about what was learned.
+
+Differences of 0.03 may be below the noise of a small model, so there is a *stress* set of arms in
+which the mismatch should be large: rollout in `fp8_tensorwise`, learner in bf16, three times the
+learning rate, beside bf16 and FP8 end to end at that rate. Whether it is large is a hypothesis too.
+
+The unit is the seed. Hypotheses that allow for a margin look at the mean over seeds alone; those of
+a direction want every seed to agree. One seed resolves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.study import writing
+from fp8rl_jax.study.cells import Cells, Progress
+from fp8rl_jax.study.hypotheses import ANY, Hypothesis
+from fp8rl_jax.study.runs import TIS, UNCORRECTED, Arms, Fields, part, series
+from fp8rl_jax.study.statistics import equivalence, seed_mean, seeds_needed
+from fp8rl_jax.study.subjects import Note, Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEPS, QUICK_STEPS = 160, 3
+MARGIN = 0.03  # of sampled accuracy; about NVIDIA's difference between BF16 and FP8 generation only
+STRESS_RATE = 3.0  # times the configuration's learning rate
+
+_BF16: Fields = {
+    "precision.rollout": "bf16", "precision.learner": "bf16", "algo.correction": "none",
+}  # fmt: skip
+_FP8: Fields = {
+    "precision.rollout": "fp8", "precision.learner": "fp8", "algo.correction": "none",
+}  # fmt: skip
+_MIXED: Fields = {"precision.rollout": "fp8", "precision.learner": "bf16"}
+_COARSE: Fields = {"precision.rollout": "fp8_tensorwise", "precision.learner": "bf16"}
+BASELINES = ("bf16", "stress_bf16")
+ARMS: dict[str, Fields] = {
+    "bf16": _BF16,
+    "rollout": {**_MIXED, **UNCORRECTED},
+    "rollout_tis": {**_MIXED, **TIS},
+    "unified": _FP8,
+}
+STRESS: dict[str, Fields] = {
+    "stress_bf16": _BF16,
+    "stress_rollout": {**_COARSE, **UNCORRECTED},
+    "stress_rollout_tis": {**_COARSE, **TIS},
+    "stress_unified": _FP8,
+}
+_TEXTS = {
+    "bf16": "bf16",
+    "rollout": "FP8 rollout, bf16 learner",
+    "rollout_tis": "the same with TIS",
+    "unified": "FP8 end to end",
+    "stress_bf16": "stress: bf16",
+    "stress_rollout": "stress: fp8_tensorwise rollout, bf16 learner",
+    "stress_rollout_tis": "stress: the same with TIS",
+    "stress_unified": "stress: FP8 end to end",
+}
+
+_TOST = "two one-sided t-tests"
+UNIFIED = Hypothesis(
+    "unified", "FP8 end to end learns as much as bf16",
+    "mean of sampled accuracy less that of bf16", -MARGIN, MARGIN, _TOST,
+)  # fmt: skip
+TRACKS = Hypothesis(
+    "tracks", "With TIS an FP8 rollout with a bf16 learner learns as much as bf16",
+    "mean of sampled accuracy less that of bf16", -MARGIN, MARGIN, _TOST,
+)  # fmt: skip
+DEGRADES = Hypothesis(
+    "degrades", "Without correction an FP8 rollout with a bf16 learner learns less than bf16",
+    "mean of sampled accuracy less that of bf16", high=-ANY,
+)  # fmt: skip
+STRESSED = Hypothesis(
+    "stressed", "The stress is one: its mismatch is at least twice that of the FP8 rollout (if "
+    "not, the hypotheses under stress say little)",
+    "mean |D| over the steps, uncorrected, under stress over without", low=2.0,
+)  # fmt: skip
+STRESS_DEGRADES = Hypothesis(
+    "stress_degrades", "Under stress the arm without correction learns less than bf16",
+    "mean of sampled accuracy less that of bf16", high=-ANY,
+)  # fmt: skip
+STRESS_TIS = Hypothesis(
+    "stress_tis", "Under stress TIS learns more than no correction",
+    "mean of sampled accuracy less that without correction", low=ANY,
+)  # fmt: skip
+STRESS_RECOVERS = Hypothesis(
+    "stress_recovers", "Under stress TIS recovers what bf16 learns, up to the margin",
+    "mean of sampled accuracy less that of bf16", low=-MARGIN,
+)  # fmt: skip
+STRESS_UNIFIED = Hypothesis(
+    "stress_unified", "Under stress FP8 end to end learns as much as bf16",
+    "mean of sampled accuracy less that of bf16", -MARGIN, MARGIN, _TOST,
+)  # fmt: skip
+# Each with the arm and the other arm of its difference.
+HYPOTHESES = (
+    (UNIFIED, "unified", "bf16"),
+    (TRACKS, "rollout_tis", "bf16"),
+    (DEGRADES, "rollout", "bf16"),
+    (STRESS_DEGRADES, "stress_rollout", "stress_bf16"),
+    (STRESS_TIS, "stress_rollout_tis", "stress_rollout"),
+    (STRESS_RECOVERS, "stress_rollout_tis", "stress_bf16"),
+    (STRESS_UNIFIED, "stress_unified", "stress_bf16"),
+)
+
+
+def arms_of(learning_rate: float) -> dict[str, Fields]:
+    """The fields of all arms for a configuration's learning rate."""
+    faster = {"optimizer.learning_rate": STRESS_RATE * learning_rate}
+    return {**ARMS, **{name: {**fields, **faster} for name, fields in STRESS.items()}}
+
+
+def study(
+    subjects: Sequence[Subject],
+    out: pathlib.Path,
+    cells: Cells,
+    note: Note = lambda text: None,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Trains what is missing of the cells, and judges the hypotheses.
+
+    Args:
+      subjects: one for each seed.
+      out: where runs are.
+      cells: finished ones.
+      note: called with a line about what is done.
+      steps: of RL.
+
+    Returns:
+      What study.json holds.
+
+    Raises:
+      UserError: there is no step.
+    """
+    if steps < 1:
+        raise UserError(f"study accuracy: --steps={steps} trains nothing: write 1 or more")
+    runs: dict[str, list[dict]] = {name: [] for name in (*ARMS, *STRESS)}
+    progress = Progress(len(subjects) * len(runs), note)
+    for subject in subjects:
+        arms = Arms(subject, {"run.steps": steps}, out, cells, note)
+        fields = arms_of(subject.runtime.config.optimizer.learning_rate)
+        for name in runs:
+            runs[name].append(arms.run("accuracy", name, fields[name]))
+            progress.add(f"RL of {subject.name}, seed {subject.seed}, {name}")
+    config = subjects[0].runtime.config
+    return {
+        "study": "accuracy",
+        "name": subjects[0].name,
+        "subjects": [subject.identity for subject in subjects],
+        "steps": steps,
+        "questions": config.eval.questions,
+        "samples": config.eval.samples,
+        "margin": MARGIN,
+        "runs": {name: [cell["numbers"] for cell in found] for name, found in runs.items()},
+        "differences": {name: _differences(runs, name) for name in runs if name not in BASELINES},
+        "hypotheses": _judge(runs),
+        "origins": writing.origins([cell for found in runs.values() for cell in found]),
+    }
+
+
+def _accuracies(runs: dict[str, list[dict]], arm: str) -> np.ndarray:
+    """Sampled accuracy under bf16 of each seed."""
+    return np.array([cell["numbers"]["bf16"]["accuracy_sampled"] for cell in runs[arm]])
+
+
+def _differences(runs: dict[str, list[dict]], arm: str) -> dict[str, Any]:
+    """An arm less its baseline: each seed, their standard deviation, and how many seeds find a
+    difference of the margin; None for the last two with one seed."""
+    baseline = BASELINES[arm.startswith("stress_")]
+    each = _accuracies(runs, arm) - _accuracies(runs, baseline)
+    several = len(each) > 1
+    return {
+        "each": each.tolist(),
+        "sd": float(each.std(ddof=1)) if several else None,
+        "seeds_needed": seeds_needed(each, MARGIN) if several else None,
+    }
+
+
+def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
+    """The verdicts of the cells of each arm, one a seed."""
+    verdicts = []
+    for hypothesis, arm, other in HYPOTHESES:
+        each = _accuracies(runs, arm) - _accuracies(runs, other)
+        p = None
+        if hypothesis.test:
+            p = equivalence(each, 0.0, MARGIN) if len(each) > 1 else math.nan
+        directed = ANY in (hypothesis.low, -hypothesis.high)
+        seeds = each.tolist() if directed else ()
+        verdicts.append(hypothesis.judge(seed_mean(each), p, seeds))
+    sizes = (
+        series(runs[arm], "train_rollout_logprob_abs_diff").mean(axis=1)
+        for arm in ("stress_rollout", "rollout")
+    )
+    ratios = np.divide(*sizes)
+    return [*verdicts, STRESSED.judge(seed_mean(ratios), seeds=ratios.tolist())]
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Markdown: all arms, and how many seeds would resolve the margin."""
+    rows = [("arm", "right in bf16, sampled", "less its baseline", "right under its own recipe",
+             "mean abs D", "reward, last quarter")]  # fmt: skip
+    for arm, found in result["runs"].items():
+        curves = [run["series"] for run in found]
+        sizes = [np.mean(c["train_rollout_logprob_abs_diff"]) for c in curves]
+        less = result["differences"].get(arm)
+        rows.append(
+            (
+                _TEXTS[arm],
+                writing.each([run["bf16"]["accuracy_sampled"] for run in found]),
+                writing.each(less["each"]) if less else "",
+                writing.each([run["own"]["accuracy_sampled"] for run in found]),
+                writing.each(sizes),
+                writing.each(part(np.array([c["reward_mean"] for c in curves]), 3)),
+            )
+        )
+    return (
+        f"{result['name']}, {result['steps']} steps of RL, a figure for each seed; "
+        f"{result['questions']} held-out questions of {result['samples']} samples. Stress arms "
+        f"have {STRESS_RATE:g} times the learning rate.\n\n{writing.markdown_table(*rows)}\n"
+        f"{format_power(result)}\n"
+    )
+
+
+def format_power(result: dict[str, Any]) -> str:
+    """A sentence: what the paired differences' deviation says of the number of seeds."""
+    found = {_TEXTS[arm]: less for arm, less in result["differences"].items()}
+    if len(result["subjects"]) < 2:
+        return (
+            "One seed has no standard deviation of paired differences, so nothing is resolved and "
+            "the number of seeds that would resolve the margin is unknown: name two or more by "
+            "--seeds."
+        )
+    parts = [f"{text}: {x['sd']:.3g}, {x['seeds_needed']} seeds" for text, x in found.items()]
+    return (
+        "Standard deviation of the paired differences to the baseline, and the seeds with which "
+        f"{result['margin']:g} is found four times in five, (2.8 sd / {result['margin']:g})^2: "
+        f"{'; '.join(parts)}."
+    )
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Accuracies with a line for each seed, and curves of the reward, of both sets of arms."""
+    from matplotlib.figure import Figure  # here alone: the other commands start without it
+
+    figure = Figure(figsize=(13, 7), layout="constrained", dpi=110)
+    panels = figure.subplots(2, 2, sharey="col", width_ratios=(1, 1.6))
+    for (paired, rewards), names in zip(panels, (ARMS, STRESS), strict=True):
+        every = np.array(
+            [[run["bf16"]["accuracy_sampled"] for run in result["runs"][name]] for name in names]
+        )  # (arms, seeds)
+        paired.plot(range(len(names)), every, "o-", color="#999999", ms=3, lw=0.8)
+        paired.plot(range(len(names)), every.mean(axis=1), "ko", ms=7)
+        paired.set_xticks(range(len(names)), [name.removeprefix("stress_") for name in names])
+        for colour, name in zip(writing.COLOURS, names, strict=False):
+            writing.curves(rewards, result["runs"][name], "reward_mean", colour, _TEXTS[name])
+        stress = ", under stress" if names is STRESS else ""
+        writing.plain(paired, "", f"sampled accuracy in bf16{stress}")
+        writing.plain(rewards, "RL step", f"reward{stress}")
+        rewards.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
+    """Writes study.json, study.md and study.png; returns their paths."""
+    return writing.write(out, result, draw(result), format_table(result))

@@ -1,0 +1,165 @@
+"""`fp8rl study accuracy`: verdicts of planted differences, and arms that are what they say."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from study_cells import FakeArms, arm_config, fake_subject, run_cell
+
+from fp8rl_jax import cli
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.study import accuracy
+from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.statistics import seeds_needed
+
+_SEEDS = 6
+
+
+def _study(tmp_path, monkeypatch, gains, noise, stress=4.0, seeds=_SEEDS):
+    """The study's result if an arm ends above its baseline by `gains`, but for noise within
+    seeds; between seeds accuracies differ by far more."""
+
+    def cell(seed: int, arm: str):
+        rng = np.random.default_rng([seed, *arm.encode()])
+        found = 0.4 + 0.1 * seed % 0.3 + gains.get(arm, 0.0) + noise * rng.normal()
+        size = 0.01 * (stress if arm == "stress_rollout" else 1) * (1 + noise * rng.normal())
+        return run_cell(bf16=found, own=found - 0.01, train_rollout_logprob_abs_diff=size)
+
+    arms = FakeArms(cell)
+    monkeypatch.setattr(accuracy, "Arms", arms)
+    subjects = [fake_subject(seed) for seed in range(seeds)]
+    result = accuracy.study(subjects, tmp_path, Cells(tmp_path / "cells", False), steps=4)
+    return result, arms.asked
+
+
+def _verdicts(result) -> dict[str, str]:
+    return {verdict["name"]: verdict["verdict"] for verdict in result["hypotheses"]}
+
+
+_AS_PUBLISHED = {"rollout": -0.1, "stress_rollout": -0.2}
+_OTHERWISE = {
+    "unified": -0.1, "rollout_tis": 0.1, "rollout": 0.1, "stress_rollout": 0.1,
+    "stress_rollout_tis": -0.1, "stress_unified": -0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "noise", "stress", "verdict"),
+    [
+        (_AS_PUBLISHED, 0.004, 4.0, "supported"),
+        (_OTHERWISE, 0.004, 1.0, "not supported"),
+        ({}, 0.2, 2.0, "not resolved"),
+    ],
+)
+def test_verdicts(gains, noise, stress, verdict, tmp_path, monkeypatch):
+    found = _verdicts(_study(tmp_path, monkeypatch, gains, noise, stress)[0])
+    assert len(found) == 8
+    assert set(found.values()) == {verdict}, found
+
+
+def test_the_margin(tmp_path, monkeypatch):
+    """A clear difference is equivalent within the margin, and so is a TIS above its baseline."""
+    gains = {"unified": -0.015, "stress_rollout_tis": 0.1}
+    found = _verdicts(_study(tmp_path, monkeypatch, gains, 0.002)[0])
+    assert found["unified"] == found["stress_recovers"] == found["stress_tis"] == "supported"
+    assert accuracy.MARGIN == 0.03
+
+
+def test_equal_accuracies_are_no_degradation(tmp_path, monkeypatch):
+    found = _verdicts(_study(tmp_path, monkeypatch, {}, 0.0)[0])
+    assert found["degrades"] == found["stress_degrades"] == found["stress_tis"] == "not supported"
+    assert found["unified"] == "supported"
+
+
+def test_the_number_of_seeds(tmp_path, monkeypatch):
+    """From the deviation of the paired differences, which the seeds' own differences leave out."""
+    result, _ = _study(tmp_path, monkeypatch, _AS_PUBLISHED, 0.02)
+    differences = result["differences"]["unified"]
+    each = np.array(differences["each"])
+    assert differences["sd"] == pytest.approx(each.std(ddof=1))
+    assert differences["seeds_needed"] == math.ceil((2.8 * differences["sd"] / 0.03) ** 2)
+    assert differences["sd"] < 0.07
+    sentence = accuracy.format_power(result)
+    assert f"FP8 end to end: {differences['sd']:.3g}, {differences['seeds_needed']} seeds" in (
+        sentence
+    )
+    accuracy.write(result, tmp_path)
+    table = (tmp_path / "study.md").read_text()
+    assert sentence in table
+    assert table.count("\n| stress: ") == 4
+    assert (tmp_path / "study.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "study.json").read_text())["margin"] == 0.03
+
+
+def test_seeds_needed():
+    assert seeds_needed(np.array([0.1, -0.1]), 0.03) == 175  # (2.8 * 0.1414 / 0.03)^2 = 174.2
+    assert seeds_needed(np.zeros(3), 0.03) == 2
+    with pytest.raises(ValueError, match="two differences"):
+        seeds_needed(np.zeros(1), 0.03)
+
+
+def test_one_seed_resolves_nothing(tmp_path, monkeypatch):
+    """And says so in sentences and in files."""
+    result, _ = _study(tmp_path, monkeypatch, _AS_PUBLISHED, 0.0, seeds=1)
+    assert set(_verdicts(result).values()) == {"not resolved"}
+    for verdict in result["hypotheses"]:
+        assert "no interval from one value" in verdict["sentence"]
+        assert "nan" not in verdict["sentence"]
+    assert "two one-sided t-tests: needs two seeds" in result["hypotheses"][0]["sentence"]
+    assert "name two or more by --seeds" in accuracy.format_power(result)
+    accuracy.write(result, tmp_path)
+    assert "NaN" not in (tmp_path / "study.json").read_text()
+
+
+def test_arms(tmp_path, monkeypatch):
+    """Precision, correction and learning rate of each arm, as the run would have them."""
+    _, asked = _study(tmp_path, monkeypatch, {}, 0.0, seeds=1)
+    found = {}
+    for (_, arm), fields in asked.items():
+        config, resolved = arm_config(fields)
+        assert config.run.steps == 4
+        found[arm] = (
+            config.precision.rollout, config.precision.learner, [*resolved.algorithm.corrections],
+            round(config.optimizer.learning_rate / 3e-4, 6),
+        )  # fmt: skip
+        if resolved.config.precision.rollout != resolved.config.precision.learner:
+            assert not resolved.takes_rollout_logprobs(drifted=False), "D would be in the ratio"
+        else:
+            assert resolved.same_forward
+    assert found == {
+        "bf16": ("bf16", "bf16", [], 1),
+        "rollout": ("fp8", "bf16", [], 1),
+        "rollout_tis": ("fp8", "bf16", ["tis"], 1),
+        "unified": ("fp8", "fp8", [], 1),
+        "stress_bf16": ("bf16", "bf16", [], 3),
+        "stress_rollout": ("fp8_tensorwise", "bf16", [], 3),
+        "stress_rollout_tis": ("fp8_tensorwise", "bf16", ["tis"], 3),
+        "stress_unified": ("fp8", "fp8", [], 3),
+    }
+
+
+def test_no_steps(tmp_path):
+    with pytest.raises(UserError, match="write 1 or more"):
+        accuracy.study([], tmp_path, Cells(tmp_path, resume=False), steps=0)
+
+
+@pytest.mark.slow
+def test_the_quick_command(tmp_path, capsys):
+    """Trains all arms from one start; rollout and learner in equal recipes differ in no bit."""
+    command = ["study", "accuracy", "--quick", f"--out={tmp_path}"]
+    assert cli.run(command) == 0
+    output, progress = capsys.readouterr()
+    assert "8 of 8 cells, 0 left" in progress
+    assert "name two or more by --seeds" in output
+    result = json.loads((tmp_path / "study.json").read_text())
+    for verdict in result["hypotheses"]:
+        assert verdict["sentence"] in output and verdict["verdict"] == "not resolved"
+    drift = {
+        arm: max(found[0]["series"]["train_rollout_logprob_abs_diff"])
+        for arm, found in result["runs"].items()
+    }
+    for arm in drift:
+        assert (drift[arm] == 0) == (arm.endswith("bf16") or arm.endswith("unified")), arm
+    assert cli.run([*command, "--resume"]) == 0
+    assert json.loads((tmp_path / "study.json").read_text()) == result

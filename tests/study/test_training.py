@@ -1,0 +1,165 @@
+"""`fp8rl study training`: verdicts of planted trends, and arms that differ in one field."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from study_cells import FakeArms, arm_config, fake_subject, pair_numbers, run_cell
+
+from fp8rl_jax import cli
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.rl import prepare
+from fp8rl_jax.study import training
+from fp8rl_jax.study.cells import Cells
+
+_STEPS = 64
+_TIME = np.linspace(0, 1, _STEPS)
+
+
+def _study(tmp_path, monkeypatch, cell, seeds=3):
+    """The study's result with made-up cells, and the fields that its arms asked for."""
+    arms = FakeArms(cell)
+    monkeypatch.setattr(training, "Arms", arms)
+    start = {**run_cell(), "numbers": {"pairs": {training._PAIR: pair_numbers(0.1)}}}
+    monkeypatch.setattr(training, "score_cell", lambda *arguments, **options: start)
+    notes = []
+    subjects = [fake_subject(seed) for seed in range(seeds)]
+    cells = Cells(tmp_path / "cells", resume=False)
+    result = training.study(subjects, tmp_path, cells, notes.append, steps=_STEPS)
+    return result, arms.asked, notes
+
+
+def _verdicts(result) -> dict[str, str]:
+    return {verdict["name"]: verdict["verdict"] for verdict in result["hypotheses"]}
+
+
+def _cell(slope: float, entropy_slope: float, tis: float = 1.0, noise: float = 0.1, grows=0.0):
+    """Mismatch and entropy that change by these shares over the run, what TIS makes of the
+    mismatch, and the share by which the logits' error grows."""
+
+    def cell(seed: int, arm: str):
+        rng = np.random.default_rng(seed)
+        rough = 1 + noise * rng.normal(size=(3, _STEPS))
+        size = 0.01 * (1 + slope * _TIME) * rough[0] * (tis if arm == "tis" else 1)
+        entropy = (1 + entropy_slope * _TIME) * (1 + 0.1 * (rough[2] - 1))
+        made = run_cell(
+            _STEPS, mismatch_kl=size, train_rollout_logprob_abs_diff=size * rough[1],
+            entropy=entropy,
+        )  # fmt: skip
+        error = 0.1 * (1 + grows) + 0.005 * rng.normal()
+        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(error)}}
+        return made
+
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("cell", "verdicts"),
+    [
+        (_cell(1.0, -0.5), ["supported"] * 4),
+        (_cell(-0.7, 1.0), ["not supported"] * 4),
+        # The confounder: the mismatch falls, and rises at equal entropy.
+        (_cell(-0.3, -0.8, noise=0.02), ["not supported", "not supported", "supported",
+                                         "supported"]),
+        (_cell(0.0, 0.0), ["not resolved"] * 4),
+    ],
+    ids=["rises", "falls", "confounded", "flat"],
+)  # fmt: skip
+def test_trends(cell, verdicts, tmp_path, monkeypatch):
+    found = _verdicts(_study(tmp_path, monkeypatch, cell)[0])
+    names = ("rises", "size_rises", "entropy_falls", "per_nat_rises")
+    assert [found[name] for name in names] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("tis", "verdict"), [(0.8, "supported"), (1.0, "supported"), (1.5, "not supported")]
+)
+def test_tis(tis, verdict, tmp_path, monkeypatch):
+    result, *_ = _study(tmp_path, monkeypatch, _cell(0.5, -0.2, tis))
+    assert _verdicts(result)["tis_not_above"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("grows", "verdict"), [(0.5, "supported"), (-0.5, "not supported"), (0.0, "not resolved")]
+)
+def test_the_logits_error(grows, verdict, tmp_path, monkeypatch):
+    """Whatever mismatch and entropy do."""
+    result, *_ = _study(tmp_path, monkeypatch, _cell(-0.3, -0.8, grows=grows), seeds=4)
+    assert _verdicts(result)["error_grows"] == verdict
+
+
+def test_seeds_that_disagree_and_one_seed_resolve_nothing(tmp_path, monkeypatch):
+    rising, falling = _cell(1.0, -0.5), _cell(-0.7, 1.0)
+    mixed = lambda seed, arm: (rising if seed else falling)(seed, arm)
+    for name, cell, seeds in (("mixed", mixed, 3), ("one", rising, 1)):
+        result, *_ = _study(tmp_path / name, monkeypatch, cell, seeds)
+        assert _verdicts(result)["rises"] == "not resolved"
+    assert "no interval from one value" in result["hypotheses"][0]["sentence"]
+
+
+def test_files(tmp_path, monkeypatch):
+    """What is written, and the line after each cell."""
+    result, _, notes = _study(tmp_path, monkeypatch, _cell(1.0, -0.5))
+    assert notes[0] == "scores of two_layers, seed 0, before RL is there; 1 of 9 cells, 8 left"
+    assert notes[-1].endswith("tis is there; 9 of 9 cells, 0 left")
+    training.write(result, tmp_path)
+    assert json.loads((tmp_path / "study.json").read_text())["block"] == _STEPS // 16
+    table = (tmp_path / "study.md").read_text()
+    assert "| uncorrected | mismatch KL per nat of entropy |" in table
+    assert "\n| before RL | 0.1, 0.1, 0.1 | 0.01, 0.01, 0.01 |" in table
+    assert (tmp_path / "study.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_no_entropy_is_no_division_by_zero():
+    assert training._per_nat(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist() == [0.0, 0.5]
+
+
+def test_arms(tmp_path, monkeypatch):
+    """Only the correction differs. Uncorrected, the learner's own log-probabilities are the old
+    ones and every weight is 1, so the difference to the sampler is nowhere in the loss."""
+    _, asked, _ = _study(tmp_path, monkeypatch, _cell(0.0, 0.0), seeds=1)
+    plain, tis = asked[0, "uncorrected"], asked[0, "tis"]
+    assert {n for n in {*plain, *tis} if plain.get(n) != tis.get(n)} == {"algo.correction"}
+    sampler, mask = np.zeros((4, 3), np.float32), np.ones((4, 3), bool)
+    learner = sampler + np.float32(0.1)
+    weights = []
+    for fields in (plain, tis):
+        config, resolved = arm_config(fields)
+        assert (config.precision.rollout, config.precision.learner) == ("fp8", "bf16")
+        assert not resolved.takes_rollout_logprobs(drifted=False)
+        weights.append(
+            prepare(
+                resolved.algorithm, np.eye(2), mask, np.ones(4, bool), learner, sampler, sampler
+            ).rollout_weights
+        )
+    assert (weights[0] == 1).all()
+    assert weights[1] == pytest.approx(np.exp(0.1))
+
+
+def test_too_few_steps(tmp_path):
+    with pytest.raises(UserError, match="write 8 or more"):
+        training.study([], tmp_path, Cells(tmp_path, resume=False), steps=7)
+
+
+@pytest.mark.slow
+def test_the_quick_command(tmp_path, capsys):
+    """Trains, writes its files, and a second time takes its cells."""
+    command = ["study", "training", "--quick", f"--out={tmp_path}", "--seeds=0,1"]
+    assert cli.run(command) == 0
+    output, progress = capsys.readouterr()
+    assert "6 of 6 cells, 0 left" in progress
+    result = json.loads((tmp_path / "study.json").read_text())
+    for verdict in result["hypotheses"]:
+        assert verdict["sentence"] in output
+    runs = [run["series"] for found in result["runs"].values() for run in found]
+    assert all(min(run["mismatch_kl"]) > 0 and min(run["entropy"]) > 0 for run in runs)
+    first = [run["mismatch_kl"][0] for run in runs]
+    assert first[:2] == first[2:], "one start, the same samples"
+    scores = [*result["before"], *(run["after"] for run in result["runs"]["tis"])]
+    assert all(score["rms_logits"][0] > 0 for score in scores)
+    assert result["runs"]["tis"] != result["runs"]["uncorrected"]
+    assert cli.run([*command, "--resume"]) == 0
+    output, progress = capsys.readouterr()
+    assert not re.search("RL run|fine-tuning", progress)
+    assert json.loads((tmp_path / "study.json").read_text()) == result
