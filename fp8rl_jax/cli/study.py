@@ -1,4 +1,4 @@
-"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy."""
+"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy, all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8rl_jax.study.cells import Cells
     from fp8rl_jax.study.subjects import Subject
 
-_NAMES = "layers, cases, kv, scale, training or accuracy"
+_NAMES = "layers, cases, kv, scale, training, accuracy or all"
 
 
 def _study(values: argparse.Namespace) -> int:
@@ -192,6 +192,40 @@ def _accuracy(values, subjects, out, cells) -> list[str]:
     return accuracy.write(result, out)
 
 
+_OF_A_MODEL = {
+    "layers": functools.partial(_run, "layers", False, _layers),
+    "cases": functools.partial(_run, "cases", True, _cases),
+    "kv": functools.partial(_run, "kv", True, _kv),
+    "training": functools.partial(_run, "training", True, _training),
+    "accuracy": functools.partial(_run, "accuracy", True, _accuracy),
+}
+
+
+def _all(values: argparse.Namespace) -> int:
+    """Each study in a directory of its own, with cells in one."""
+    command = "study all"
+    _check(command, values)
+    if values.checkpoint is not None:
+        from fp8rl_jax.policy.source import directory_config
+        from fp8rl_jax.study.subjects import check_task
+
+        check_task(directory_config(values.checkpoint, words(values.allow_import)))
+    out = writable(command, values.out or "runs/study_all")
+    from fp8rl_jax.study.cells import Cells
+
+    cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
+    studies = dict(_OF_A_MODEL)
+    if values.config or values.checkpoint is not None:
+        note("study scale has models of its own: run it with --config configs/study_scale.py")
+    else:
+        studies["scale"] = _scale
+    shared = {"cells": str(cells.directory), "resume": True, "steps": None}
+    for name, run in studies.items():
+        note(f"study {name}")
+        run(argparse.Namespace(**{**vars(values), **shared, "out": str(out / name)}))
+    return 0
+
+
 def _options(quick: str) -> tuple:
     """Options that every study has; `quick` is the help of --quick."""
     return (
@@ -218,21 +252,21 @@ _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 COMMANDS = (
     Command(
         "study",
-        "studies of hypotheses written beforehand: layers, cases, kv, scale, training, accuracy",
+        "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
         _study,
         others=f"write `fp8rl study {_NAMES}` and options after that; ",
     ),
     Command(
         "study layers",
         "error of every GEMM of a forward and backward pass: FP8, fake FP8 and bf16",
-        functools.partial(_run, "layers", False, _layers),
+        _OF_A_MODEL["layers"],
         _options("three sequences; without a model, two layers of random weights"),
         config=True,
     ),
     Command(
         "study cases",
         "an FP8 rollout with learners in bf16, imitated FP8 and FP8: mismatch, KL, RL curves",
-        functools.partial(_run, "cases", True, _cases),
+        _OF_A_MODEL["cases"],
         (*_options("few questions and steps; without a model, two layers trained for a minute"),
          _STEPS),
         config=True,
@@ -240,7 +274,7 @@ COMMANDS = (
     Command(
         "study kv",
         "an FP8 KV cache, FP8 linear layers and both against a bf16 learner; calibrated scales",
-        functools.partial(_run, "kv", True, _kv),
+        _OF_A_MODEL["kv"],
         (*_options("few questions; without a model, two layers trained for a minute"), _STEPS),
         config=True,
     ),
@@ -259,15 +293,22 @@ COMMANDS = (
     Command(
         "study training",
         "mismatch of an FP8 rollout and a bf16 learner over RL, with TIS and without",
-        functools.partial(_run, "training", True, _training),
+        _OF_A_MODEL["training"],
         (*_options(_FEW_STEPS), _RL_STEPS),
         config=True,
     ),
     Command(
         "study accuracy",
         "accuracy after RL in bf16, with an FP8 rollout, with TIS, in FP8; and under stress",
-        functools.partial(_run, "accuracy", True, _accuracy),
+        _OF_A_MODEL["accuracy"],
         (*_options(_FEW_STEPS), _RL_STEPS),
+        config=True,
+    ),
+    Command(
+        "study all",
+        "all studies of one model, each in a directory of its own; with --quick the ladder too",
+        _all,
+        _options("as for each study; without a model, their own small ones"),
         config=True,
     ),
 )  # fmt: skip

@@ -198,18 +198,24 @@ def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool 
       UserError: the study asks questions, and a released model has none; or of `make_runtime` and
         `load_trained`.
     """
-    if questions and is_released(config):
-        raise UserError(
-            f"--checkpoint={config.run.dir} has no task of its own, and this study asks questions: "
-            "name a config with that task by --config FILE, and the directory by "
-            f"--config.model.checkpoint={config.run.dir}"
-        )
+    if questions:
+        check_task(config)
     runtime = make_runtime(config, with_questions=questions)
     name = pathlib.Path(config.run.dir).name
     make = functools.partial(_initial, runtime)
     if not is_released(config):
         make = functools.partial(_newest, runtime, note)
     return Subject(name, runtime, make, trained=False)
+
+
+def check_task(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError if `run.dir` is a released model, which has no task."""
+    if is_released(config):
+        raise UserError(
+            f"--checkpoint={config.run.dir} has no task of its own, and this study asks questions: "
+            "name a config with that task by --config FILE, and the directory by "
+            f"--config.model.checkpoint={config.run.dir}"
+        )
 
 
 def _initial(runtime: Runtime) -> Any:

@@ -146,6 +146,7 @@ def test_verdicts(interval, p, verdict):
         (["curves"], ["curves", "fp8rl study layers"]),
         (["cases"], ["fp8rl study cases", "--quick"]),
         (["layers", "--checkpoint=.", "--seeds=0,1"], ["leave out --seeds"]),
+        (["all"], ["fp8rl study all", "--quick"]),
         (["layers"], ["--config FILE", "--checkpoint DIR", "--quick"]),
         (["layers", "--config=a.py", "--checkpoint=b"], ["name one model"]),
         (["layers", "--checkpoint=none"], ["--checkpoint=none", "no directory"]),
