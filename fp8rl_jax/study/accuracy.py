@@ -14,7 +14,10 @@ which the mismatch should be large: rollout in `fp8_tensorwise`, learner in bf16
 learning rate, beside bf16 and FP8 end to end at that rate. Whether it is large is a hypothesis too.
 
 The unit is the seed. Hypotheses that allow for a margin look at the mean over seeds alone; those of
-a direction want every seed to agree. One seed resolves nothing.
+a direction want every seed to agree. One seed resolves nothing. An accuracy is a count of answers:
+two seeds may have the same difference by chance. A difference of k of N answers has at least k
+answers that changed, and they are as good as coin tosses (McNemar, 1947); so the standard deviation
+of a difference is taken as at least sqrt(k) / N, and 1 / N where k is 0.
 """
 
 from __future__ import annotations
@@ -158,6 +161,7 @@ def study(
             runs[name].append(arms.run("accuracy", name, fields[name]))
             progress.add(f"RL of {subject.name}, seed {subject.seed}, {name}")
     config = subjects[0].runtime.config
+    answers = config.eval.questions * config.eval.samples
     return {
         "study": "accuracy",
         "name": subjects[0].name,
@@ -167,8 +171,10 @@ def study(
         "samples": config.eval.samples,
         "margin": MARGIN,
         "runs": {name: [cell["numbers"] for cell in found] for name, found in runs.items()},
-        "differences": {name: _differences(runs, name) for name in runs if name not in BASELINES},
-        "hypotheses": _judge(runs),
+        "differences": {
+            name: _differences(runs, name, answers) for name in runs if name not in BASELINES
+        },
+        "hypotheses": _judge(runs, answers),
         "origins": writing.origins([cell for found in runs.values() for cell in found]),
     }
 
@@ -178,7 +184,12 @@ def _accuracies(runs: dict[str, list[dict]], arm: str) -> np.ndarray:
     return np.array([cell["numbers"]["bf16"]["accuracy_sampled"] for cell in runs[arm]])
 
 
-def _differences(runs: dict[str, list[dict]], arm: str) -> dict[str, Any]:
+def _least(differences: np.ndarray, answers: int) -> float:
+    """The smallest standard deviation that differences of accuracies of so many answers have."""
+    return math.sqrt(max(float(np.abs(differences).mean()), 1 / answers) / answers)
+
+
+def _differences(runs: dict[str, list[dict]], arm: str, answers: int) -> dict[str, Any]:
     """An arm less its baseline: each seed, their standard deviation, and how many seeds find a
     difference of the margin; None for the last two with one seed."""
     baseline = BASELINES[arm.startswith("stress_")]
@@ -186,22 +197,22 @@ def _differences(runs: dict[str, list[dict]], arm: str) -> dict[str, Any]:
     several = len(each) > 1
     return {
         "each": each.tolist(),
-        "sd": float(each.std(ddof=1)) if several else None,
-        "seeds_needed": seeds_needed(each, MARGIN) if several else None,
+        "sd": max(float(each.std(ddof=1)), _least(each, answers)) if several else None,
+        "seeds_needed": seeds_needed(each, MARGIN, _least(each, answers)) if several else None,
     }
 
 
-def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
+def _judge(runs: dict[str, list[dict]], answers: int) -> list[dict[str, Any]]:
     """The verdicts of the cells of each arm, one a seed."""
     verdicts = []
     for hypothesis, arm, other in HYPOTHESES:
         each = _accuracies(runs, arm) - _accuracies(runs, other)
-        p = None
+        least, p = _least(each, answers), None
         if hypothesis.test:
-            p = equivalence(each, 0.0, MARGIN) if len(each) > 1 else math.nan
+            p = equivalence(each, 0.0, MARGIN, least) if len(each) > 1 else math.nan
         directed = ANY in (hypothesis.low, -hypothesis.high)
         seeds = each.tolist() if directed else ()
-        verdicts.append(hypothesis.judge(seed_mean(each), p, seeds))
+        verdicts.append(hypothesis.judge(seed_mean(each, least), p, seeds))
     sizes = (
         series(runs[arm], "train_rollout_logprob_abs_diff").mean(axis=1)
         for arm in ("stress_rollout", "rollout")

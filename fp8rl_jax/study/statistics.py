@@ -87,14 +87,25 @@ def ratio_of_means(
     return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]), draws)
 
 
-def seed_mean(values: np.ndarray) -> Estimate:
-    """Mean of one value for each seed (S,), with Student's interval; of one seed without bounds."""
+def seed_mean(values: np.ndarray, least: float = 0.0) -> Estimate:
+    """Mean of one value for each seed (S,), with Student's interval; of one seed without bounds.
+
+    Args:
+      values: (S,).
+      least: known standard deviation of one value's noise, in the place of a smaller one of the
+        values: a few rounded values may be equal by chance.
+    """
     values = np.asarray(values, np.float64)
     mean, count = float(values.mean()), len(values)
     if count < 2:
         return Estimate(mean, -math.inf, math.inf)
-    reach = _t_quantile((1 + LEVEL) / 2, count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
+    reach = _t_quantile((1 + LEVEL) / 2, count - 1) * _deviation(values, least) / math.sqrt(count)
     return Estimate(mean, mean - reach, mean + reach)
+
+
+def _deviation(values: np.ndarray, least: float) -> float:
+    """Standard deviation of a sample (S,), at least `least`."""
+    return max(float(np.std(values, ddof=1)), least)
 
 
 def span(values: Sequence[float]) -> Estimate:
@@ -167,7 +178,7 @@ def mann_kendall(series: np.ndarray, block: int, draws: int = DRAWS) -> Trend:
     return Trend(tau, (extreme + 1) / (draws + 1))
 
 
-def equivalence(sample: np.ndarray, target: float, margin: float) -> float:
+def equivalence(sample: np.ndarray, target: float, margin: float, least: float = 0.0) -> float:
     """p-value of TOST: two one-sided t-tests that a mean lies within `margin` of `target`.
 
     (Schuirmann, 1987.) The larger of the two p-values: below 0.05 the mean is equivalent.
@@ -176,6 +187,7 @@ def equivalence(sample: np.ndarray, target: float, margin: float) -> float:
       sample: (S,) one value for each sequence.
       target: the mean in question.
       margin: above 0, set before the data are seen.
+      least: as in `seed_mean`.
 
     Raises:
       ValueError: there are fewer than two values, or no margin.
@@ -184,7 +196,7 @@ def equivalence(sample: np.ndarray, target: float, margin: float) -> float:
     if len(sample) < 2 or not margin > 0:
         raise ValueError("an equivalence test needs two values and a margin above 0")
     distance = float(sample.mean()) - target
-    error = float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    error = _deviation(sample, least) / math.sqrt(len(sample))
     if error == 0:
         return 0.0 if abs(distance) < margin else 1.0
     return max(
@@ -193,9 +205,10 @@ def equivalence(sample: np.ndarray, target: float, margin: float) -> float:
     )
 
 
-def seeds_needed(differences: np.ndarray, effect: float) -> int:
+def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> int:
     """Pairs of runs with which a t-test at 5% finds a mean difference of `effect` four times in
-    five: ``(2.8 sd / effect)^2``, with the standard deviation of the `differences` (S,).
+    five: ``(2.8 sd / effect)^2``, with the standard deviation of the `differences` (S,), at least
+    `least`.
 
     2.8 is 1.96 + 0.84, quantiles of the normal distribution at 97.5% and 80%. At least 2.
 
@@ -204,7 +217,7 @@ def seeds_needed(differences: np.ndarray, effect: float) -> int:
     """
     if len(differences) < 2:
         raise ValueError("a standard deviation needs two differences")
-    deviation = float(np.std(np.asarray(differences, np.float64), ddof=1))
+    deviation = _deviation(np.asarray(differences, np.float64), least)
     return max(math.ceil((2.8 * deviation / effect) ** 2), 2)
 
 

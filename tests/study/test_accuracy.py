@@ -66,9 +66,14 @@ def test_the_margin(tmp_path, monkeypatch):
     assert accuracy.MARGIN == 0.03
 
 
-def test_equal_accuracies_are_no_degradation(tmp_path, monkeypatch):
-    found = _verdicts(_study(tmp_path, monkeypatch, {}, 0.0)[0])
-    assert found["degrades"] == found["stress_degrades"] == found["stress_tis"] == "not supported"
+def test_equal_differences_may_be_chance(tmp_path, monkeypatch):
+    """Two seeds that lose two of 128 answers each show nothing; six with equal accuracies do."""
+    gains = dict.fromkeys(("rollout", "rollout_tis", "unified"), -2 / 128)
+    result, _ = _study(tmp_path / "two", monkeypatch, gains, 0.0, seeds=2)
+    assert _verdicts(result)["degrades"] == _verdicts(result)["tracks"] == "not resolved"
+    assert result["differences"]["unified"]["sd"] == pytest.approx(2**0.5 / 128)
+    found = _verdicts(_study(tmp_path / "six", monkeypatch, {}, 0.0)[0])
+    assert found["degrades"] == found["stress_tis"] == "not resolved"
     assert found["unified"] == "supported"
 
 

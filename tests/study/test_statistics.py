@@ -12,6 +12,7 @@ from fp8rl_jax.study.statistics import (
     mann_kendall,
     ranks,
     ratio_of_means,
+    seed_mean,
     spearman,
 )
 
@@ -97,3 +98,15 @@ def test_equivalence_of_constants():
     assert equivalence(np.ones(4), 1.3, 0.2) == 1
     with pytest.raises(ValueError, match="margin above 0"):
         equivalence(np.ones(4), 1, 0)
+
+
+def test_seed_mean():
+    """Student's interval is scipy's; a larger known deviation takes the place of the sample's."""
+    sample = _RNG.normal(1, 0.1, 5)
+    theirs = stats.t.interval(0.95, 4, sample.mean(), stats.sem(sample))
+    assert seed_mean(sample)[1:] == pytest.approx(theirs, abs=1e-5)
+    reach = stats.t.ppf(0.975, 4) * 0.3 / 5**0.5
+    found = seed_mean(np.ones(5), least=0.3)
+    assert found == pytest.approx((1, 1 - reach, 1 + reach), abs=1e-5)
+    assert equivalence(np.ones(5), 1, 0.1) == 0
+    assert equivalence(np.ones(5), 1, 0.1, least=0.3) > 0.05
