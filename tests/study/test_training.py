@@ -89,6 +89,19 @@ def test_the_logits_error(grows, verdict, tmp_path, monkeypatch):
     assert _verdicts(result)["error_grows"] == verdict
 
 
+def test_a_policy_that_stays_is_no_growth(tmp_path, monkeypatch):
+    """Without any reward nothing is learned: no figure changes."""
+
+    def cell(seed: int, arm: str):
+        made = run_cell(_STEPS, mismatch_kl=0.01, entropy=1.0)
+        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(0.1)}}
+        return made
+
+    found = _verdicts(_study(tmp_path, monkeypatch, cell)[0])
+    assert found.pop("tis_not_above") == "supported"
+    assert "supported" not in found.values()
+
+
 def test_seeds_that_disagree_and_one_seed_resolve_nothing(tmp_path, monkeypatch):
     rising, falling = _cell(1.0, -0.5), _cell(-0.7, 1.0)
     mixed = lambda seed, arm: (rising if seed else falling)(seed, arm)
