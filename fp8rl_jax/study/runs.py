@@ -121,7 +121,9 @@ class Arms:
             config[section][field] = value
         config.eval.every = config.run.steps
         config.sft.steps = 0
-        if not config.model.checkpoint:
+        if not self._subject.released:
+            if config.data.tokenizer == "checkpoint":
+                config.data.tokenizer = config.model.checkpoint
             config.model = default_config().model
             config.model.checkpoint = str(self._start())
         return config

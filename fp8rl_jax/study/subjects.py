@@ -29,8 +29,8 @@ from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 Note = Callable[[str], None]
-# Fields that say where files are, what is shown, or when it is saved; weights do not follow from
-# them. `report` and `eval` do not change a run either.
+# Fields of `run` that say where files are, what is shown, or when it is saved; numbers follow from
+# none of them.
 _ELSEWHERE = ("cache_dir", "checkpoint_every", "compilation_cache", "dir", "keep_checkpoints")
 _SHOWN = ("loggers", "project", "samples", "name")
 
@@ -44,6 +44,7 @@ class Subject:
       runtime: model, tokenizer, questions and mesh.
       make_params: the float32 parameters, on the host.
       trained: whether they follow from the runtime's configuration alone.
+      released: whether they are those of `model.checkpoint`.
       directory: of the fine-tuning that makes them, if there is one.
     """
 
@@ -51,6 +52,7 @@ class Subject:
     runtime: Runtime
     make_params: Callable[[], Any]
     trained: bool = True
+    released: bool = False
     directory: pathlib.Path | None = None
 
     @property
@@ -183,12 +185,14 @@ def of_config(
     runtime = make_runtime(config, with_questions=questions)
     name = pathlib.Path(config.model.checkpoint).name or pathlib.Path(config.run.dir).name
     if not config.sft.steps:
-        return Subject(
-            name, runtime, functools.partial(_initial, runtime), not config.model.checkpoint
-        )
+        make, released = functools.partial(_initial, runtime), bool(config.model.checkpoint)
+        return Subject(name, runtime, make, trained=not released, released=released)
     config.run.steps, config.run.dir = 0, str(out / f"warmup-{name}-seed{config.run.seed}")
     make = functools.partial(_warm_up, config, note)
-    return Subject(name, runtime, make, directory=pathlib.Path(config.run.dir))
+    return Subject(
+        name, runtime, make, trained=not config.model.checkpoint,
+        directory=pathlib.Path(config.run.dir),
+    )  # fmt: skip
 
 
 def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool = True) -> Subject:
@@ -202,10 +206,11 @@ def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool 
         check_task(config)
     runtime = make_runtime(config, with_questions=questions)
     name = pathlib.Path(config.run.dir).name
-    make = functools.partial(_initial, runtime)
-    if not is_released(config):
+    if is_released(config):
+        make = functools.partial(_initial, runtime)
+    else:
         make = functools.partial(_newest, runtime, note)
-    return Subject(name, runtime, make, trained=False)
+    return Subject(name, runtime, make, trained=False, released=is_released(config))
 
 
 def check_task(config: ml_collections.ConfigDict) -> None:

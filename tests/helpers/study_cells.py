@@ -53,7 +53,8 @@ def arm_config(fields: dict[str, Any]):
 
     config = subjects.quick_config()
     config.model.checkpoint = "start"
-    subject = subjects.Subject("two_layers", types.SimpleNamespace(config=config), dict)
+    runtime = types.SimpleNamespace(config=config)
+    subject = subjects.Subject("two_layers", runtime, dict, trained=False, released=True)
     arms = Arms.__new__(Arms)
     arms._subject = subject
     found = arms._config({"run.steps": 4, **fields})
