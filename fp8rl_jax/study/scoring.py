@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from fp8rl_jax import processes
@@ -23,6 +24,7 @@ from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import Batch, response_logprobs
 from fp8rl_jax.models import init_scaling, quantize_params
+from fp8rl_jax.models.logprobs import inverse_temperature
 from fp8rl_jax.models.taps import LOGITS, ROUTING
 from fp8rl_jax.quant import KVScales, Recipe
 from fp8rl_jax.rollout import make_calibrate, make_refit
@@ -56,7 +58,8 @@ class Comparison(NamedTuple):
       divergence: KL(a || b) over the whole vocabulary, in nats.
       square: the mean square over the vocabulary of the logits' difference, less its mean, which
         changes no probability.
-      flips: (S, B, T) bool, whether the sets of experts differ, at every token of the sequence;
+      flips: (S, B, T) bool, whether the sets of experts differ in the S layers that have any, at
+        every token of the sequence: those that the routers chose, also where others were replayed.
         None for a dense model.
     """
 
@@ -73,8 +76,8 @@ class Scores(NamedTuple):
       rows: which of the samples.
       logprobs: {view: (B, R) float32}.
       entropy: {view: (B, R) float32}, in nats.
-      margins: {view: (S, B, T) float32}: how far the worst chosen expert's probability is above
-        that of the best one that was not chosen; {} for a dense model.
+      margins: {view: (S, B, T) float32}: how far the k-th largest probability of a router is above
+        the next one; {} for a dense model.
       compare: ``compare(a, b) -> Comparison`` of two views.
     """
 
@@ -93,20 +96,23 @@ def sample(
     Args:
       runtime: model, task and `rollout` settings of the samples.
       params: float32.
-      recipe: of the sampler; its KV scales are calibrated on the prompts where it asks for them.
+      recipe: of the sampler; its KV scales are calibrated on all prompts where it asks for them.
       questions: P; a multiple of `rollout.prompts_per_step`.
       group: samples of each, G.
 
     Returns:
       B = P * G rows, prompt-major; `old_logprobs` are those that the sampler recorded.
     """
-    settings = runtime.config.rollout
-    runtime = dataclasses.replace(runtime, rollout_recipe=recipe)
+    config = ml_collections.ConfigDict(runtime.config.to_dict())
+    config.algo.routing_replay = "none"  # views say what is replayed
+    frozen = ml_collections.FrozenConfigDict(config)
+    runtime = dataclasses.replace(runtime, config=frozen, rollout_recipe=recipe)
+    settings = config.rollout
     sampler = runtime.make_sampler(group, settings.top_k, settings.top_p)
     size, key = settings.prompts_per_step, runtime.keys["rollout"]
     parts = []
     with jax.set_mesh(runtime.mesh):
-        prompts, lengths = runtime.pad_prompts(list(questions[:size]))
+        prompts, lengths = runtime.pad_prompts(list(questions))
         scales = kv_scales(runtime, params, recipe, prompts, lengths)
         weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
         for first in range(0, len(questions), size):
@@ -190,7 +196,8 @@ class Scorer:
                 routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
             given = to_device(dataclasses.replace(batch, routing=routing), self._runtime)
             found[name] = self._score[view.recipe](*weights[view.recipe], given, self._runtime.rope)
-        mask = batch.mask
+        mask, model = batch.mask, self._runtime.model
+        dense = model.dense_layers  # in front; their taps are zeros
 
         def compare(a: str, b: str) -> Comparison:
             one, other = found[a], found[b]
@@ -199,17 +206,17 @@ class Scorer:
             )
             flips = None
             if ROUTING[0] in one[2]:
-                flips = processes.fetch(_flips(one[2][ROUTING[0]], other[2][ROUTING[0]]))
+                chosen = (x[2][ROUTING[0]][dense:] for x in (one, other))
+                flips = processes.fetch(_flips(*chosen))
             d = np.asarray(other[0], np.float64) - np.asarray(one[0], np.float64)
             return Comparison(
                 np.where(mask, d, 0.0), np.where(mask, divergence, 0.0),
                 np.where(mask, square, 0.0), flips,
             )  # fmt: skip
 
-        experts = self._runtime.model.num_experts_per_tok
-        sigmoid = self._runtime.model.scoring_func == "sigmoid"
+        experts, sigmoid = model.num_experts_per_tok, model.scoring_func == "sigmoid"
         margins = {
-            name: np.asarray(_margin(taps[_ROUTER_LOGITS], experts, sigmoid))
+            name: np.asarray(_margin(taps[_ROUTER_LOGITS][dense:], experts, sigmoid))
             for name, (_, _, taps) in found.items()
             if _ROUTER_LOGITS in taps
         }
@@ -238,7 +245,7 @@ def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
     ``KL = sum_v p_v (e^d - 1 - d)`` with d the difference of the log-probabilities: the sum of
     p e^d is 1, so this is the sum of -p d, in terms that are never negative.
     """
-    scale = 1.0 / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
+    scale = inverse_temperature(temperature)[:, None, None]
     a, b = (jax.nn.log_softmax(x * scale, axis=-1) for x in (one, other))
     d = b - a
     divergence = (jnp.exp(a) * (jnp.expm1(d) - d)).sum(-1)
