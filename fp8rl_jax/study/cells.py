@@ -39,9 +39,11 @@ class Cells:
         """`resume`: whether cells that are there may be used.
 
         Raises:
-          UserError: there are some, and they may not.
+          UserError: there are some, and they may not; or it is a file.
         """
         self.directory = directory
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"--cells={directory} is a file; name a directory")
         if not resume and any(directory.glob("*.json")):
             raise UserError(
                 f"{directory} holds finished cells: add --resume to use them, or name another "
@@ -90,7 +92,8 @@ def _read(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"the cell {path} is damaged ({reason}): delete it") from None
-    if not isinstance(cell, dict) or not set(cell) >= _PARTS or not isinstance(cell["key"], dict):
+    parts = isinstance(cell, dict) and set(cell) >= _PARTS
+    if not parts or not all(isinstance(cell[part], dict) for part in ("key", "numbers")):
         raise UserError(f"the cell {path} is damaged (parts are missing): delete it")
     if cell["key"] != key:
         names = [n for n in sorted({*cell["key"], *key}) if cell["key"].get(n) != key.get(n)]
@@ -107,9 +110,9 @@ def _text(cell: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def rounded(values: np.ndarray) -> Any:
-    """Nested lists of an array, to five significant digits."""
-    return np.vectorize(lambda x: float(f"{x:.5g}"), otypes=[float])(values).tolist()
+def rounded(values: np.ndarray, digits: int = 5) -> Any:
+    """Nested lists of an array, to so many significant digits."""
+    return np.vectorize(lambda x: float(f"{x:.{digits}g}"), otypes=[float])(values).tolist()
 
 
 def described(recipe: Recipe) -> dict[str, str]:

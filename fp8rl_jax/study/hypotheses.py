@@ -71,7 +71,7 @@ class Hypothesis:
             "high": _finite(self.high),
             "verdict": verdict,
             "estimate": {name: _finite(x) for name, x in found._asdict().items()},
-            "seeds": list(seeds),
+            "seeds": [_finite(x) for x in seeds],
             "p": None if p is None else _finite(p),
             "sentence": self._sentence(verdict, found, p, seeds),
         }

@@ -26,6 +26,7 @@ POSITIONS = 8  # bins over the slots of a response
 # Sums over tokens: of |D|, e^|D|, k3 = e^D - D - 1, KL, squares of logits' differences, entropy of
 # a, tokens that differ in a bit.
 SUMS = ("abs", "mult", "k3", "kl", "square", "entropy", "unequal")
+_DIGITS = 9  # of the sums: one of e^|D| is near its number of tokens, and what is above counts
 
 
 class Pair:
@@ -206,7 +207,8 @@ def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
 
     def join(arrays: list[np.ndarray]) -> Any:
         whole = np.concatenate(arrays)
-        return rounded(whole.reshape(len(whole) // group, group, *whole.shape[1:]).sum(axis=1))
+        clusters = whole.reshape(len(whole) // group, group, *whole.shape[1:]).sum(axis=1)
+        return rounded(clusters, _DIGITS)
 
     arrays = {name: join([part[name] for part in parts]) for name in Pair._ARRAYS}
     nested = {

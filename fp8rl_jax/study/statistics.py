@@ -10,6 +10,7 @@ covers a few percent less than it says), and corrections for several hypotheses.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -55,8 +56,7 @@ def cluster_bootstrap(
     count = len(clusters)
     if count < 2:
         raise ValueError(f"an interval needs at least two clusters, and there are {count}")
-    rng = np.random.default_rng(_SEED)
-    weights = rng.multinomial(count, np.full(count, 1 / count), size=draws) / count  # (D, S)
+    weights = _draws(count, draws)
     flat = clusters.reshape(count, -1)
     step = max(_AT_ONCE // flat.shape[1], 1)
     values = np.concatenate(
@@ -68,6 +68,13 @@ def cluster_bootstrap(
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     whole = statistic(clusters.mean(axis=0, keepdims=True))
     return Estimate(float(whole[0]), float(low), float(high))
+
+
+@functools.lru_cache(maxsize=2)
+def _draws(count: int, draws: int) -> np.ndarray:
+    """(D, S) shares of each of S clusters in each draw; the same for every figure."""
+    rng = np.random.default_rng(_SEED)
+    return rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
 
 
 def clustered_mean(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS) -> Estimate:
