@@ -47,8 +47,23 @@ def _check(command: str, values: argparse.Namespace) -> None:
             f"fp8rl {command}: {values.overrides[0]!r} changes a config: name one with --config, "
             "or leave it out"
         )
-    if values.checkpoint is None:
-        return
+    seeds = values.seeds
+    if len(set(seeds)) < len(seeds):
+        raise UserError(
+            f"fp8rl {command}: --seeds names {max(seeds, key=seeds.count)} more than once: write "
+            "each seed once"
+        )
+    if values.checkpoint is not None:
+        _check_checkpoint(command, values)
+    if command == "study layers" and len(seeds) > 1:
+        raise UserError(
+            "fp8rl study layers: it looks at one model: name one seed, and for the next one run it "
+            "again with another --out"
+        )
+
+
+def _check_checkpoint(command: str, values: argparse.Namespace) -> None:
+    """Raises UserError unless --checkpoint is a directory, and of one seed."""
     if not pathlib.Path(values.checkpoint).is_dir():
         raise UserError(
             f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
@@ -222,7 +237,9 @@ def _all(values: argparse.Namespace) -> int:
     shared = {"cells": str(cells.directory), "resume": True, "steps": None}
     for name, run in studies.items():
         note(f"study {name}")
-        run(argparse.Namespace(**{**vars(values), **shared, "out": str(out / name)}))
+        seeds = values.seeds[:1] if name == "layers" else values.seeds
+        own = {**shared, "out": str(out / name), "seeds": seeds}
+        run(argparse.Namespace(**{**vars(values), **own}))
     return 0
 
 
@@ -244,8 +261,23 @@ def _options(quick: str) -> tuple:
     )  # fmt: skip
 
 
-_STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run; 0 leaves them out")
-_RL_STEPS = argument("--steps", type=int, metavar="N", help="RL steps of each run (default: 160)")
+def _from(least: int) -> Callable[[str], int]:
+    """A type of an argument: a whole number, at least `least`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"it is {text!r}; write a whole number of at least {least}"
+            )
+        return int(text)
+
+    return read
+
+
+_STEPS = argument("--steps", type=_from(0), metavar="N",
+                  help="RL steps of each run; 0 leaves them out")  # fmt: skip
+_RL_STEPS = argument("--steps", type=_from(1), metavar="N",
+                     help="RL steps of each run (default: 160)")  # fmt: skip
 _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 
