@@ -13,6 +13,7 @@ from fp8rl_jax.study.statistics import (
     ranks,
     ratio_of_means,
     seed_mean,
+    span,
     spearman,
 )
 
@@ -52,6 +53,22 @@ def test_ratio():
 def test_one_cluster_has_no_interval():
     with pytest.raises(ValueError, match="two clusters"):
         cluster_bootstrap(np.ones((1, 3)), lambda m: m[:, 0])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 40])
+def test_mean_of_seeds(count):
+    """Student's interval, as scipy's; without bounds from one seed."""
+    values = _RNG.normal(3, 0.5, count)
+    found = seed_mean(values)
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert found.value == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=1e-4)
+    assert seed_mean(values[:1]) == (values[0], -np.inf, np.inf)
+    assert seed_mean(np.full(count, 2.0)) == (2, 2, 2)
+
+
+def test_span():
+    assert span([0.2, 0.0, 0.3]) == (0.3, 0.0, 0.3)
 
 
 def test_spearman():

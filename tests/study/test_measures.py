@@ -1,0 +1,248 @@
+"""Sums of two scores against loops over tokens in Python's floats."""
+
+import bisect
+import math
+
+import numpy as np
+import pytest
+
+from fp8rl_jax.study import scoring
+from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair, measure, pooled
+from fp8rl_jax.study.scoring import Comparison, Scores
+
+_ROWS, _GROUP, _SLOTS, _LAYERS, _TOKENS = 12, 3, 11, 2, 20
+_PAIRS = {"pair": ("a", "b")}
+_PREFIXES = (1, 2, 4, 8)
+
+
+def _samples(seed: int = 0) -> dict:
+    """Random values where tokens are, and outside them values that would be noticed."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, _SLOTS + 1, _ROWS)
+    counts[:2] = 1, _SLOTS
+    mask = np.arange(_SLOTS) < counts[:, None]
+    shape = (_ROWS, _SLOTS)
+
+    def masked(x: np.ndarray) -> np.ndarray:
+        return np.where(mask, x, 0.0)
+
+    return {
+        "mask": mask,
+        "lengths": counts + rng.integers(1, _TOKENS - _SLOTS + 1, _ROWS),
+        "d": masked(rng.normal(0, 0.8, shape) * (rng.random(shape) < 0.8)),
+        "kl": masked(rng.random(shape)),
+        "square": masked(rng.random(shape)),
+        "entropy": masked(rng.random(shape)),
+        "logp": masked(np.log(rng.choice([0.03, 0.3, 0.7, 0.95, 0.999], shape))),
+        "flips": rng.random((_LAYERS, _ROWS, _TOKENS)) < [[[0.2]], [[0.6]]],
+    }
+
+
+def _scores(x: dict, size: int, dense: bool = False):
+    """The scores of `size` rows at a time. View b has other values, which nothing may read."""
+    for first in range(0, _ROWS, size):
+        rows = slice(first, first + size)
+        wrong = np.full_like(x["entropy"][rows], 7.0)
+
+        def compare(a: str, b: str, rows=rows) -> Comparison:
+            assert (a, b) == ("a", "b")
+            flips = None if dense else x["flips"][:, rows]
+            return Comparison(x["d"][rows], x["kl"][rows], x["square"][rows], flips)
+
+        logprobs = {"a": x["logp"][rows].astype(np.float32), "b": -wrong}
+        yield Scores(rows, logprobs, {"a": x["entropy"][rows], "b": wrong}, {}, compare)
+
+
+def _measured(x: dict, size: int = _ROWS, dense: bool = False) -> Pair:
+    found = measure(_scores(x, size, dense), _PAIRS, x["mask"], x["lengths"], _GROUP)
+    return Pair(found["pair"])
+
+
+def _tokens(x: dict, rows):
+    """(row, slot, D) of every token of some rows."""
+    return [(r, s, float(x["d"][r, s])) for r in rows for s in range(_SLOTS) if x["mask"][r, s]]
+
+
+def test_sums_are_those_of_a_loop():
+    x = _samples()
+    pair = _measured(x)
+    for q in range(_ROWS // _GROUP):
+        rows = range(q * _GROUP, (q + 1) * _GROUP)
+        tokens = _tokens(x, rows)
+        assert pair.tokens[q] == len(tokens)
+        theirs = {
+            "abs": sum(abs(d) for _, _, d in tokens),
+            "mult": sum(max(math.exp(d), math.exp(-d)) for _, _, d in tokens),
+            "k3": sum(math.exp(d) - 1 - d for _, _, d in tokens),
+            "kl": sum(x["kl"][r, s] for r, s, _ in tokens),
+            "square": sum(x["square"][r, s] for r, s, _ in tokens),
+            "entropy": sum(x["entropy"][r, s] for r, s, _ in tokens),
+            "unequal": sum(d != 0 for _, _, d in tokens),
+        }
+        assert set(theirs) == set(SUMS)
+        for name, value in theirs.items():
+            assert pair.sums[name][q] == pytest.approx(value, rel=1e-6), name
+        assert pair.inputs[q] == sum(x["lengths"][r] for r in rows)
+        for layer in range(_LAYERS):
+            flipped = sum(
+                bool(x["flips"][layer, r, t]) for r in rows for t in range(x["lengths"][r])
+            )
+            assert pair.flips[q, layer] == flipped
+    assert pair.most == max(abs(d) for _, _, d in _tokens(x, range(_ROWS)))
+
+
+def test_tail_has_both_sides():
+    """Ratios above C and below 1 / C count alike; those within do not."""
+    x = _samples()
+    pair = _measured(x)
+    for q in range(_ROWS // _GROUP):
+        ratios = [math.exp(d) for _, _, d in _tokens(x, range(q * _GROUP, (q + 1) * _GROUP))]
+        for i, cap in enumerate(CAPS):
+            assert pair.tail[q, i] == sum(ratio > cap or ratio < 1 / cap for ratio in ratios)
+    assert 0 < pair.clip_fraction(2.0).value < 1
+    planted = dict(x, d=np.where(x["mask"], math.log(2.1), 0.0))
+    assert _measured(planted).clip_fraction(2.0).value == 1
+    planted["d"] *= -1
+    assert _measured(planted).clip_fraction(2.0).value == 1
+    assert _measured(planted).clip_fraction(3.0).value == 0
+    assert pair.clip_less(_measured(planted), 2.0).value == pair.clip_fraction(2.0).value - 1
+
+
+def test_bins():
+    """By position each bin has its part of the slots; by probability, that of view a."""
+    x = _samples()
+    summary = _measured(x)
+    bins = {
+        "position": lambda r, s: s * POSITIONS // _SLOTS,
+        "probability": lambda r, s: bisect.bisect(PROBABILITIES[1:-1], math.exp(x["logp"][r, s])),
+    }
+    for name, place in bins.items():
+        found: dict = {}
+        for r, s, d in _tokens(x, range(_ROWS)):
+            found.setdefault((r // _GROUP, place(r, s)), []).append(abs(d))
+        count = {"position": POSITIONS, "probability": len(PROBABILITIES) - 1}[name]
+        assert summary.binned[name].shape == (_ROWS // _GROUP, 2, count)
+        for q, bin_ in np.ndindex(_ROWS // _GROUP, count):
+            values = found.get((q, bin_), [])
+            assert summary.binned[name][q, 0, bin_] == len(values)
+            assert summary.binned[name][q, 1, bin_] == pytest.approx(sum(values), rel=1e-6)
+        means = summary.summary()["by"][name]
+        for bin_ in range(count):
+            values = [d for (_, place), found_ in found.items() for d in found_ if place == bin_]
+            assert means[bin_] == pytest.approx(sum(values) / len(values), rel=1e-6)
+    planted = dict(x, logp=np.where(x["mask"], math.log(0.95), 0.0))
+    assert [m is None for m in _measured(planted).summary()["by"]["probability"]] == [
+        True, True, True, False, True,
+    ]  # fmt: skip
+
+
+def test_sequences_and_their_beginnings():
+    x = _samples()
+    pair = _measured(x)
+    lists = [[d for _, _, d in _tokens(x, [r])] for r in range(_ROWS)]
+    for q in range(_ROWS // _GROUP):
+        whole = [sum(lists[r]) for r in range(q * _GROUP, (q + 1) * _GROUP)]
+        theirs = (_GROUP, sum(whole), sum(d * d for d in whole))
+        assert pair.sequence[q] == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+    summary = pair.summary()
+    whole = [sum(values) for values in lists]
+    assert summary["sequence_mean"] == pytest.approx(sum(whole) / _ROWS, rel=1e-6)
+    assert summary["sequence_rms"] == pytest.approx(
+        math.sqrt(sum(d * d for d in whole) / _ROWS), rel=1e-6
+    )
+    theirs = []
+    for length in _PREFIXES:
+        sums = [sum(values[:length]) for values in lists if len(values) >= length]
+        theirs.append([length, math.sqrt(sum(d * d for d in sums) / len(sums))])
+    assert np.array(summary["prefix_rms"]) == pytest.approx(np.array(theirs), rel=1e-6)
+
+
+def test_summary():
+    """Means over all tokens, the root of the logits' mean square, and shares of flips."""
+    x = _samples()
+    summary = _measured(x).summary()
+    tokens = _tokens(x, range(_ROWS))
+    count = len(tokens)
+    assert summary["tokens"] == count
+    assert summary["mean_abs"].value == pytest.approx(sum(abs(d) for _, _, d in tokens) / count)
+    rms = math.sqrt(sum(x["square"][r, s] for r, s, _ in tokens) / count)
+    assert summary["rms_logits"].value == pytest.approx(rms)
+    assert summary["rms_logits"].low < rms < summary["rms_logits"].high
+    shares = [
+        np.mean([x["flips"][i, r, t] for r in range(_ROWS) for t in range(x["lengths"][r])])
+        for i in range(_LAYERS)
+    ]
+    assert summary["flips_by_layer"] == pytest.approx(shares, rel=1e-4)
+    assert summary["flips"].value == pytest.approx(np.mean(shares))
+    assert "flips" not in _measured(x, dense=True).summary()
+
+
+def test_parts_and_pools():
+    """Rows may come in parts that cut questions, and pooled pairs are the pair of all samples."""
+    x, other = _samples(), _samples(1)
+    whole = _measured(x)
+    for size in (1, 4):
+        cut = _measured(x, size)
+        assert cut.summary() == whole.summary()
+    both = pooled([whole, _measured(other)])
+    assert len(both.tokens) == 2 * _ROWS // _GROUP
+    assert both.most == max(whole.most, _measured(other).most)
+    joined = [_measured(y).summary() for y in (x, other)]
+    counts = [found["tokens"] for found in joined]
+    for name in ("mean_abs", "kl", "entropy"):
+        mean = np.average([found[name].value for found in joined], weights=counts)
+        assert both.summary()[name].value == pytest.approx(mean)
+
+
+def test_small_differences_are_kept():
+    """e^|D| of tokens that hardly differ is not rounded to 1."""
+    x = _samples()
+    x["d"] = np.where(x["mask"], 2e-6, 0.0)
+    assert _measured(x).mean("mult").value - 1 == pytest.approx(2e-6, rel=0.01)
+
+
+def test_divergence_of_whole_distributions():
+    """KL and the logits' mean square, against float64 sums over the vocabulary."""
+    rng = np.random.default_rng(2)
+    one = rng.normal(0, 3, (3, 4, 17)).astype(np.float32)
+    other = one + rng.normal(0, 0.1, one.shape).astype(np.float32) + np.float32(0.7)
+    temperature = np.array([1.0, 0.5, 0.0], np.float32)  # 0 stands for 1
+    divergence, square = (np.asarray(x) for x in scoring._compare(one, other, temperature))
+    for b, r in np.ndindex(3, 4):
+        scale = temperature[b] or 1.0
+        logp, logq = (_log_softmax(x[b, r].astype(np.float64) / scale) for x in (one, other))
+        theirs = sum(math.exp(p) * (p - q) for p, q in zip(logp, logq, strict=True))
+        assert divergence[b, r] == pytest.approx(theirs, rel=1e-3)
+        shift = other[b, r].astype(np.float64) - one[b, r]
+        assert square[b, r] == pytest.approx(shift.var(), rel=1e-4)
+    same = scoring._compare(one, one, temperature)
+    assert not np.any(same[0]) and not np.any(same[1])
+
+
+def _log_softmax(x: np.ndarray) -> list[float]:
+    top = max(x)
+    total = math.log(sum(math.exp(value - top) for value in x))
+    return [float(value) - top - total for value in x]
+
+
+def test_flips_are_of_sets():
+    rng = np.random.default_rng(3)
+    one, other = (
+        np.stack([rng.permutation(5)[:3] for _ in range(40)]).reshape(2, 4, 5, 3) for _ in range(2)
+    )
+    other[0, 0, 0] = one[0, 0, 0][::-1]
+    found = np.asarray(scoring._flips(one.astype(np.int32), other.astype(np.int32)))
+    for place in np.ndindex(2, 4, 5):
+        assert found[place] == (set(one[place].tolist()) != set(other[place].tolist()))
+    assert not found[0, 0, 0] and found.any() and not found.all()
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_margin(sigmoid):
+    logits = np.random.default_rng(4).normal(0, 2, (2, 3, 4, 6)).astype(np.float32)
+    found = np.asarray(scoring._margin(logits, 2, sigmoid))
+    for place in np.ndindex(2, 3, 4):
+        raised = [math.exp(x) for x in logits[place].astype(float)]
+        p = [x / (1 + x) for x in raised] if sigmoid else [x / sum(raised) for x in raised]
+        best = sorted(p, reverse=True)
+        assert found[place] == pytest.approx(best[1] - best[2], abs=1e-6)
