@@ -125,7 +125,8 @@ def test_arms(tmp_path, monkeypatch):
         config, resolved = arm_config(fields)
         assert config.run.steps == 4
         found[arm] = (
-            config.precision.rollout, config.precision.learner, [*resolved.algorithm.corrections],
+            config.precision.rollout + config.precision.activation_policy,
+            config.precision.learner, [*resolved.algorithm.corrections],
             round(config.optimizer.learning_rate / 3e-4, 6),
         )  # fmt: skip
         if resolved.config.precision.rollout != resolved.config.precision.learner:
@@ -138,8 +139,8 @@ def test_arms(tmp_path, monkeypatch):
         "rollout_tis": ("fp8", "bf16", ["tis"], 1),
         "unified": ("fp8", "fp8", [], 1),
         "stress_bf16": ("bf16", "bf16", [], 3),
-        "stress_rollout": ("fp8_tensorwise", "bf16", [], 3),
-        "stress_rollout_tis": ("fp8_tensorwise", "bf16", ["tis"], 3),
+        "stress_rollout": ("fp8static(amax=32.0)", "bf16", [], 3),
+        "stress_rollout_tis": ("fp8static(amax=32.0)", "bf16", ["tis"], 3),
         "stress_unified": ("fp8", "fp8", [], 3),
     }
 
