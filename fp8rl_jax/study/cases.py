@@ -65,8 +65,8 @@ ACCEPTED = Hypothesis(
     "token_mult_prob_error of case 1", 1.0 + 1e-6, 1.05,
 )  # fmt: skip
 CLIPPED = Hypothesis(
-    "clipped", "At C = 2 TIS clips more in case 1 than in case 2",
-    "clip fraction of case 1 less that of case 2", ANY,
+    "clipped", "More tokens have a ratio above 2 or below 1/2 in case 1 than in case 2",
+    "share of such tokens in case 1 less that in case 2", ANY,
 )  # fmt: skip
 CURVE_ZERO = Hypothesis(
     "curve_zero", "Case 4 has no mismatch at any step of RL",

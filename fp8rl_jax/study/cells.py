@@ -121,8 +121,12 @@ def described(recipe: Recipe) -> dict[str, str]:
         name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
         for name, o in recipe.operands.items()
     }
-    others = ("name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules")
-    return operands | {name: str(getattr(recipe, name)) for name in others}
+    others = (
+        "name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules", "kv",
+        "fp8_attention",
+    )  # fmt: skip
+    found = operands | {name: str(getattr(recipe, name)) for name in others}
+    return found | {"kv_policy": recipe.kv_policy.name}
 
 
 def origin() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fp8rl_jax.study.statistics import Estimate
+from fp8rl_jax.study.statistics import Estimate, Range
 
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
 ANY = 1e-9  # the end of a zone that holds every figure above 0; -ANY of those below
@@ -92,7 +92,8 @@ class Hypothesis:
         each = f"; seeds {', '.join(f'{x:.3g}' for x in seeds)}" if seeds else ""
         interval = "no interval from one value"
         if math.isfinite(found.low):
-            interval = f"95% interval {found.low:.3g} to {found.high:.3g}"
+            kind = "range" if isinstance(found, Range) else "95% interval"
+            interval = f"{kind} {found.low:.3g} to {found.high:.3g}"
         return (
             f"{self.text}: **{verdict}**. {self.figure[0].upper()}{self.figure[1:]}: "
             f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."

@@ -32,6 +32,10 @@ class Estimate(NamedTuple):
     high: float
 
 
+class Range(Estimate):
+    """The largest of some values that are known without sampling, with the least and itself."""
+
+
 class Trend(NamedTuple):
     """A rank correlation from -1 to 1, and the two-sided p-value that there is none."""
 
@@ -115,9 +119,9 @@ def _deviation(values: np.ndarray, least: float) -> float:
     return max(float(np.std(values, ddof=1)), least)
 
 
-def span(values: Sequence[float]) -> Estimate:
-    """The largest of some values that are known without sampling, and their range."""
-    return Estimate(max(values), min(values), max(values))
+def span(values: Sequence[float]) -> Range:
+    """Of values that are known without sampling."""
+    return Range(max(values), min(values), max(values))
 
 
 def ranks(x: np.ndarray) -> np.ndarray:

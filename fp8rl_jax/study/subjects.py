@@ -19,7 +19,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.config import flatten, saved_config
+from fp8rl_jax.config import default_config, flatten, saved_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.policy.load import load_trained
@@ -67,10 +67,19 @@ class Subject:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What the weights follow from, as JSON."""
-        model = dataclasses.asdict(self.model)
+        model = {
+            field.name: value
+            for field in dataclasses.fields(self.model)
+            if (value := getattr(self.model, field.name)) != field.default
+        }
         if self.trained:
-            return {"model": model, "trained": lasting(self.runtime.config)}
+            return {"model": model, "trained": lasting(self.runtime.config), **self._data}
         return {"model": model, "weights": digest(self.params)}
+
+    @property
+    def _data(self) -> dict[str, str]:
+        """The digest of a data set's questions; those of reasoning_gym follow from the fields."""
+        return {"data": self.runtime.data_digest} if self.runtime.data_digest else {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,7 +88,8 @@ class Subject:
         if self.trained:
             return {}
         fields = lasting(self.runtime.config)
-        return {"config": {n: value for n, value in fields.items() if n != "model.checkpoint"}}
+        kept = {name: value for name, value in fields.items() if name != "model.checkpoint"}
+        return {"config": kept, **self._data}
 
     def warmup(self) -> dict[str, float]:
         """How the fine-tuning ended, once `params` are made: the mean loss of its last 20 steps,
@@ -147,9 +157,14 @@ def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> dict[st
 
 
 def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The fields of a configuration that a run's numbers follow from, by path."""
-    left_out = {f"run.{name}" for name in (*_ELSEWHERE, *_SHOWN)}
-    return {name: value for name, value in flatten(config).items() if name not in left_out}
+    """The fields that a run's numbers follow from and that are not at their defaults, by path; so
+    a field that a later version adds changes none of them."""
+    defaults, left_out = flatten(default_config()), {f"run.{n}" for n in (*_ELSEWHERE, *_SHOWN)}
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name not in left_out and (name not in defaults or value != defaults[name])
+    }
 
 
 def digest(tree: Any) -> str:

@@ -53,7 +53,7 @@ def arm_config(fields: dict[str, Any]):
 
     config = subjects.quick_config()
     config.model.checkpoint = "start"
-    runtime = types.SimpleNamespace(config=config)
+    runtime = types.SimpleNamespace(config=config, data_digest="")
     subject = subjects.Subject("two_layers", runtime, dict, trained=False, released=True)
     arms = Arms.__new__(Arms)
     arms._subject = subject
@@ -67,7 +67,8 @@ def fake_subject(seed: int) -> Any:
     config = subjects.quick_config(seed)
     return types.SimpleNamespace(
         name="two_layers", seed=seed, identity={"seed": seed},
-        model=types.SimpleNamespace(num_experts=0), runtime=types.SimpleNamespace(config=config),
+        model=types.SimpleNamespace(num_experts=0),
+        runtime=types.SimpleNamespace(config=config, data_digest=""),
     )  # fmt: skip
 
 

@@ -152,7 +152,9 @@ def _subject(**fields) -> subjects.Subject:
     """A subject that nothing is made for."""
     config = saved_config({"eval": {"questions": 8}, "rollout": {"prompts_per_step": 4}}, "a test")
     config.update(fields)
-    runtime = types.SimpleNamespace(config=config, questions={"eval": list(range(8))}, model=DENSE)
+    runtime = types.SimpleNamespace(
+        config=config, questions={"eval": list(range(8))}, model=DENSE, data_digest=""
+    )
     return subjects.Subject("tiny", runtime, lambda: {"w": np.ones(3, np.float32)})
 
 
@@ -213,8 +215,10 @@ def test_keys_of_cells(scores, tmp_path):
     first = _score(tmp_path)
     assert _score(tmp_path) == first
     other = dataclasses.replace(get_recipe("fp8"), first_layers=1)
+    unquantised = dataclasses.replace(get_recipe("fp8"), kv="none")
     for differs, change in (
         ("views", {"views": _PLAIN | {"one": View(other)}}),
+        ("views", {"views": _PLAIN | {"one": View(unquantised)}}),
         ("views", {"views": _PLAIN | {"two": View(get_recipe("bf16"), "experts", "one")}}),
         ("pairs", {"pairs": {"pair": ("two", "one")}}),
         ("rollout", {"rollout": "two"}),
@@ -228,6 +232,9 @@ def test_keys_of_cells(scores, tmp_path):
     other = dataclasses.replace(_subject(eval={"questions": 8}), trained=False)
     with pytest.raises(UserError, match="config differ"):
         _score(tmp_path, other)
+    given.runtime.data_digest = "of other questions"
+    with pytest.raises(UserError, match="data differ"):
+        _score(tmp_path, given)
 
 
 def test_too_few_questions(tmp_path):
@@ -282,7 +289,8 @@ def test_runs_begin_with_the_subject(
     assert (one.sft.steps, one.eval.every, one.precision.self_check) == (0, 7, False)
     assert made == [[1.0, 1.0, 1.0]] * (begins == "start"), "written once"
     fields = [subjects.lasting(config) for config in (one, other)]
-    assert {n for n in fields[0] if fields[0][n] != fields[1][n]} == {"precision.learner"}
+    assert set(fields[1]) - set(fields[0]) == {"precision.learner"}, "fp8 is the default"
+    assert fields[0].items() <= fields[1].items()
     assert subject.runtime.config.sft.steps == 5, "the subject's own stays"
 
 
