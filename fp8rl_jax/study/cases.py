@@ -196,7 +196,10 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
         ZERO.judge(span(fp8), seeds=fp8),
         ZERO_BF16.judge(span(bf16), seeds=bf16),
         ratio(IMITATION, "case1 / rollout", "case2 / rollout", "abs"),
-        mean(ACCEPTED, "case1 / rollout", "mult"),
+        ACCEPTED.judge(
+            pooled(pairs("case1 / rollout")).token_mult_prob_error(),
+            seeds=[p.token_mult_prob_error().value for p in pairs("case1 / rollout")],
+        ),
         CLIPPED.judge(
             pooled(pairs("case1 / rollout")).clip_less(pooled(pairs("case2 / rollout")), 2.0),
             seeds=[one.value - two.value for one, two in clipped],

@@ -110,9 +110,13 @@ def _text(cell: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def rounded(values: np.ndarray, digits: int = 5) -> Any:
-    """Nested lists of an array, to so many significant digits."""
-    return np.vectorize(lambda x: float(f"{x:.{digits}g}"), otypes=[float])(values).tolist()
+def rounded(values: np.ndarray) -> Any:
+    """Nested lists of an array, to five significant digits; whole numbers as they are."""
+
+    def short(x: float) -> float:
+        return int(x) if float(x).is_integer() else float(f"{x:.5g}")
+
+    return np.vectorize(short, otypes=[object])(values).tolist()
 
 
 def described(recipe: Recipe) -> dict[str, str]:

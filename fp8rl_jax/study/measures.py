@@ -23,10 +23,9 @@ from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, clustered_me
 CAPS = (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)  # C of the clip fraction
 PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)  # edges of bins, of the sampler's probability
 POSITIONS = 8  # bins over the slots of a response
-# Sums over tokens: of |D|, e^|D|, k3 = e^D - D - 1, KL, squares of logits' differences, entropy of
-# a, tokens that differ in a bit.
-SUMS = ("abs", "mult", "k3", "kl", "square", "entropy", "unequal")
-_DIGITS = 9  # of the sums: one of e^|D| is near its number of tokens, and what is above counts
+# Sums over tokens: of |D|, e^|D| - 1, k3 = e^D - D - 1, KL, squares of logits' differences, entropy
+# of a, tokens that differ in a bit.
+SUMS = ("abs", "expm1", "k3", "kl", "square", "entropy", "unequal")
 
 
 class Pair:
@@ -59,6 +58,10 @@ class Pair:
         """Mean over tokens of one of SUMS."""
         return clustered_mean(self.sums[name], self.tokens)
 
+    def token_mult_prob_error(self) -> Estimate:
+        """Mean of e^|D|."""
+        return Estimate(*(1 + x for x in self.mean("expm1")))
+
     def clip_fraction(self, cap: float) -> Estimate:
         """Share of tokens beyond one of CAPS."""
         return clustered_mean(self.tail[:, CAPS.index(cap)], self.tokens)
@@ -85,7 +88,7 @@ class Pair:
             "tokens": int(self.tokens.sum()),
             "mean_abs": self.mean("abs"),
             "max_abs": self.most,
-            "token_mult_prob_error": self.mean("mult"),
+            "token_mult_prob_error": self.token_mult_prob_error(),
             "k3": self.mean("k3"),
             "kl": self.mean("kl"),
             "rms_logits": self.rms_logits(),
@@ -160,7 +163,7 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
     d, rows, slots = found.difference, *mask.shape
     size = np.abs(d)
     values = {
-        "abs": size, "mult": np.exp(size), "k3": np.expm1(d) - d, "kl": found.divergence,
+        "abs": size, "expm1": np.expm1(size), "k3": np.expm1(d) - d, "kl": found.divergence,
         "square": found.square, "entropy": part.entropy[a], "unequal": d != 0,
     }  # fmt: skip
     sums = {name: np.where(mask, x, 0.0).sum(axis=1) for name, x in values.items()}
@@ -208,7 +211,7 @@ def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
     def join(arrays: list[np.ndarray]) -> Any:
         whole = np.concatenate(arrays)
         clusters = whole.reshape(len(whole) // group, group, *whole.shape[1:]).sum(axis=1)
-        return rounded(clusters, _DIGITS)
+        return rounded(clusters)
 
     arrays = {name: join([part[name] for part in parts]) for name in Pair._ARRAYS}
     nested = {
