@@ -24,6 +24,7 @@ from fp8rl_jax.models import (
     token_logprobs,
 )
 from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.study.passages import TEXT
 
 _FP8 = get_recipe("fp8")
 RECIPES = {
@@ -32,32 +33,7 @@ RECIPES = {
     "fp8, KV in bf16": dataclasses.replace(_FP8, kv="none"),
     "fp8, KV in FP8": _FP8,
 }
-TEXT = """\
-The river rises in the hills north of the town and runs for about sixty miles before it reaches
-the sea. For most of the year it is slow and brown, and children fish from the old stone bridge on
-warm evenings. In spring, when the snow melts, the water comes over the meadows and the road to
-the mill is closed for a week or two. Nobody minds very much, because the soil that the flood
-leaves behind is the reason why the gardens of the valley grow so well.
-
-A clock measures time by counting something that repeats. A pendulum swings, a crystal vibrates,
-an atom changes its state, and a device counts how often this has happened. The smaller the
-difference between one repetition and the next, the better the clock. The first accurate clocks at
-sea allowed sailors to find out how far east or west they were, since the sun stands highest at a
-different moment in every place. A ship that knew the time at home and could see the sun at noon
-knew where it was.
-
-To bake a simple loaf of bread, mix five hundred grams of flour with ten grams of salt, a little
-yeast and about three hundred and fifty grams of warm water. Knead the dough until it is smooth,
-cover it with a cloth, and let it rest in a warm place until it has doubled in size. Shape it into
-a ball, let it rise again for half an hour, and bake it in a hot oven for about forty minutes. The
-bread is done when it sounds hollow if you knock on the bottom.
-
-When two people disagree about a fact, they can look it up. When they disagree about what is fair,
-there is nothing to look up, and yet they usually go on talking as if there were. One of them says
-that everyone should get the same, the other that those who work more should get more, and both
-believe that the matter is obvious. It often helps to ask what each of them would say if they did
-not know which of the people concerned they were going to be.
-"""
+_PARAGRAPHS = TEXT.split("\n\n")[:4]
 
 
 def main() -> None:
@@ -65,7 +41,7 @@ def main() -> None:
     directory = sys.argv[1]
     config, params = hf.load(directory)
     tokenizer = PretrainedTokenizer(directory)
-    rows = [tokenizer.encode(" ".join(part.split())) for part in TEXT.split("\n\n")]
+    rows = [tokenizer.encode(" ".join(part.split())) for part in _PARAGRAPHS]
     slots = max(map(len, rows))
     tokens = np.zeros((len(rows), slots), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
