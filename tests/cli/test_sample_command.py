@@ -150,7 +150,8 @@ def test_eval_of_a_model(model, capsys):
 @pytest.mark.slow
 def test_eval_of_a_run_is_its_own_evaluation(run_dir, capsys):
     """The same questions and random bits as at the newest checkpoint: the same accuracies."""
-    output, _ = _run(capsys, "eval", "--checkpoint", run_dir)
+    allowed = "--allow-import=dense_reward"  # the run's own reward
+    output, _ = _run(capsys, "eval", "--checkpoint", run_dir, allowed)
     record, last = json.loads(output), read_jsonl(run_dir / "eval.jsonl")[-1]
     for name in ("phase", "step", "accuracy_greedy", "accuracy_sampled", "response_len_mean"):
         assert record[name] == last[name], name
