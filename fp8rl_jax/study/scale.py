@@ -281,7 +281,7 @@ def _outlier_means(outliers: list[dict]) -> dict[str, Any]:
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: the ladder, and the outliers."""
     rows = [("rung", "layers, experts", "loss of the warm-up", "entropy", "mean abs D",
-             "RMS of logits", "with experts replayed", "flips", "|D| at p 0.5 to 0.9")]  # fmt: skip
+             "RMS of logits", "with experts replayed", "flips", "abs D, p 0.5 to 0.9")]  # fmt: skip
     for rung, views in result["pooled"].items():
         about, plain = result["rungs"][rung], views[_PLAIN]
         replayed = views.get(_EXPERTS)
