@@ -9,6 +9,7 @@ scores one set of samples under all of them; then each trains from one start.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells, Progress
 from fp8rl_jax.study.hypotheses import ANY, Hypothesis
-from fp8rl_jax.study.measures import CAPS, Pair, pooled
+from fp8rl_jax.study.measures import CAPS, Pair, judge_pairs, pooled, read_pairs
 from fp8rl_jax.study.runs import Arms, series
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.statistics import Estimate, ratio_of_means, seed_mean, span
@@ -147,6 +148,7 @@ def study(
             fields = {"precision.rollout": "fp8", "precision.learner": CASES[case]}
             runs[case].append(arms.run("cases", case, fields))
             progress.add(f"RL of {subject.name}, {case}")
+    scores = read_pairs([fp8 for fp8, _ in found], pairs)
     every = [cell for both in found for cell in both] + [c for rows in runs.values() for c in rows]
     return {
         "study": "cases",
@@ -155,14 +157,8 @@ def study(
         "questions": questions,
         "group": GROUP,
         "steps": steps,
-        "pairs": {
-            name: [Pair(fp8["numbers"]["pairs"][name]).summary() for fp8, _ in found]
-            for name in pairs
-        },
-        "pooled": {
-            name: pooled([Pair(fp8["numbers"]["pairs"][name]) for fp8, _ in found]).summary()
-            for name in pairs
-        },
+        "pairs": {name: [pair.summary() for pair in each] for name, each in scores.items()},
+        "pooled": {name: pooled(each).summary() for name, each in scores.items()},
         "runs": {case: [cell["numbers"] for cell in rows] for case, rows in runs.items() if rows},
         "hypotheses": _judge(found, runs),
         "origins": writing.origins(every),
@@ -172,23 +168,17 @@ def study(
 def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
     """The verdicts of cells (step 0 of an FP8 and of a bf16 rollout) and of RL runs by case."""
 
-    def pairs(name: str) -> list[Pair]:
-        return [Pair(fp8["numbers"]["pairs"][name]) for fp8, _ in found]
+    pairs = read_pairs([fp8 for fp8, _ in found], found[0][0]["numbers"]["pairs"])
 
     def mean(hypothesis: Hypothesis, name: str, value: str) -> dict[str, Any]:
-        each = [pair.mean(value).value for pair in pairs(name)]
-        return hypothesis.judge(pooled(pairs(name)).mean(value), seeds=each)
+        return judge_pairs(hypothesis, lambda pair: pair.mean(value), pairs[name])
 
     def ratio(hypothesis: Hypothesis, one: str, other: str, value: str) -> dict[str, Any]:
-        a, b = pairs(one), pairs(other)
-        each = [_ratio(x, y, value).value for x, y in zip(a, b, strict=True)]
-        return hypothesis.judge(_ratio(pooled(a), pooled(b), value), seeds=each)
+        figure = functools.partial(_ratio, value=value)
+        return judge_pairs(hypothesis, figure, pairs[one], pairs[other])
 
     fp8, bf16 = ([cells[i]["numbers"]["decode"]["unequal"] for cells in found] for i in (0, 1))
-    clipped = [
-        (one.clip_fraction(2.0), two.clip_fraction(2.0))
-        for one, two in zip(pairs("case1 / rollout"), pairs("case2 / rollout"), strict=True)
-    ]
+    case1, case2 = pairs["case1 / rollout"], pairs["case2 / rollout"]
     verdicts = [
         mean(REFERENCE, "case1 / reference", "kl"),
         mean(SAME_FORWARD, "case3 / case2", "unequal"),
@@ -196,14 +186,8 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
         ZERO.judge(span(fp8), seeds=fp8),
         ZERO_BF16.judge(span(bf16), seeds=bf16),
         ratio(IMITATION, "case1 / rollout", "case2 / rollout", "abs"),
-        ACCEPTED.judge(
-            pooled(pairs("case1 / rollout")).token_mult_prob_error(),
-            seeds=[p.token_mult_prob_error().value for p in pairs("case1 / rollout")],
-        ),
-        CLIPPED.judge(
-            pooled(pairs("case1 / rollout")).clip_less(pooled(pairs("case2 / rollout")), 2.0),
-            seeds=[one.value - two.value for one, two in clipped],
-        ),
+        judge_pairs(ACCEPTED, Pair.token_mult_prob_error, case1),
+        judge_pairs(CLIPPED, lambda one, two: one.clip_less(two, 2.0), case1, case2),
     ]
     if not runs["case1"]:
         return verdicts

@@ -19,7 +19,7 @@ from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.hypotheses import Hypothesis
-from fp8rl_jax.study.measures import POSITIONS, Pair, pooled
+from fp8rl_jax.study.measures import POSITIONS, Pair, judge_pairs, pooled, read_pairs, rms_ratio
 from fp8rl_jax.study.runs import Arms, series
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, seed_mean
@@ -118,7 +118,7 @@ def study(
             arms = Arms(subject, {"run.steps": steps}, out, cells, note)
             timed.append(arms.run("kv", "calibrated", {"precision.kv_cache": "fp8_calibrated"}))
         note(f"seed {subject.seed} is there; {len(subjects) - index} of {len(subjects)} left")
-    each = {name: [Pair(c["numbers"]["pairs"][name]) for c in found] for name in pairs}
+    each = read_pairs(found, pairs)
     return {
         "study": "kv",
         "name": subjects[0].name,
@@ -135,9 +135,7 @@ def study(
 
 def _judge(each: dict[str, list[Pair]], timed: list[dict]) -> list[dict[str, Any]]:
     def ratio(hypothesis: Hypothesis, one: str, *others: str) -> dict[str, Any]:
-        seeds = zip(each[one], *(each[name] for name in others), strict=True)
-        whole = (pooled(each[name]) for name in (one, *others))
-        return hypothesis.judge(_rms_ratio(*whole), seeds=[_rms_ratio(*s).value for s in seeds])
+        return judge_pairs(hypothesis, rms_ratio, *(each[name] for name in (one, *others)))
 
     verdicts = [
         ratio(BOTH_LINEARS, "both", "linears"),
@@ -145,23 +143,13 @@ def _judge(each: dict[str, list[Pair]], timed: list[dict]) -> list[dict[str, Any
         ratio(ORDER, "kv", "linears"),
         ratio(INDEPENDENT, "both", "linears", "kv"),
         ratio(CALIBRATED, "kv calibrated", "kv"),
-        POSITION.judge(_halves(pooled(each["kv"])), seeds=[_halves(p).value for p in each["kv"]]),
-        GROWTH.judge(growth(pooled(each["both"])), seeds=[growth(p).value for p in each["both"]]),
+        judge_pairs(POSITION, _halves, each["kv"]),
+        judge_pairs(GROWTH, growth, each["both"]),
     ]
     if timed:
         shares = series(timed, "calibrate_frac")[:, _FIRST:]
         verdicts.append(SHARE.judge(seed_mean(shares.ravel())))
     return verdicts
-
-
-def _rms_ratio(one: Pair, *others: Pair) -> Estimate:
-    """RMS of the logits' difference over the root of the sum of the others' mean squares."""
-    squares = [pair.sums["square"] for pair in (one, *others)]
-
-    def statistic(means: np.ndarray) -> np.ndarray:
-        return np.sqrt(means[:, 0] / means[:, 1:].sum(axis=1))
-
-    return cluster_bootstrap(np.stack(squares, axis=1), statistic)
 
 
 def _halves(pair: Pair) -> Estimate:

@@ -11,12 +11,13 @@ logits' difference, and by |D| among tokens of similar probability.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fp8rl_jax.study.cells import rounded
+from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.scoring import Scores
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, clustered_mean
 
@@ -117,6 +118,32 @@ def pooled(pairs: Sequence[Pair]) -> Pair:
             for name in getattr(pairs[0], kind)
         }
     return Pair({**numbers, "most": max(pair.most for pair in pairs)})
+
+
+def read_pairs(cells: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Pair]]:
+    """{name: a pair for each of some cells of `score_cell`}, in the order of the names."""
+    return {name: [Pair(cell["numbers"]["pairs"][name]) for cell in cells] for name in names}
+
+
+def rms_ratio(one: Pair, *others: Pair) -> Estimate:
+    """RMS of the logits' difference over the root of the sum of the others' mean squares; of
+    models on the same questions, which are drawn together."""
+    sums = [np.stack([x.sums["square"], x.tokens], axis=1) for x in (one, *others)]
+
+    def statistic(means: np.ndarray) -> np.ndarray:
+        squares = means[:, :, 0] / means[:, :, 1]
+        return np.sqrt(squares[:, 0] / squares[:, 1:].sum(axis=1))
+
+    return cluster_bootstrap(np.stack(sums, axis=1), statistic)
+
+
+def judge_pairs(
+    hypothesis: Hypothesis, figure: Callable[..., Estimate], *sides: Sequence[Pair]
+) -> dict[str, Any]:
+    """The verdict of a figure of one or several pairs, a pair for each seed on each side: of all
+    seeds' clusters together, and of each seed."""
+    seeds = [figure(*pairs).value for pairs in zip(*sides, strict=True)]
+    return hypothesis.judge(figure(*map(pooled, sides)), seeds=seeds)
 
 
 def _bin_means(binned: np.ndarray) -> list[float | None]:

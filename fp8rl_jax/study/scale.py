@@ -19,10 +19,10 @@ from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells, Progress, rounded
 from fp8rl_jax.study.hypotheses import Hypothesis
-from fp8rl_jax.study.measures import Pair, pooled
+from fp8rl_jax.study.measures import Pair, judge_pairs, pooled, read_pairs, rms_ratio
 from fp8rl_jax.study.outliers import POWERS, RECIPES, measure_outliers
 from fp8rl_jax.study.scoring import View, sample
-from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, span
+from fp8rl_jax.study.statistics import Estimate, ratio_of_means, span
 from fp8rl_jax.study.step0 import score_cell
 from fp8rl_jax.study.subjects import Note, Subject
 
@@ -119,13 +119,7 @@ def study(
             if rung == _outlier_rung(dense):
                 outliers.append(_outlier_cell(subject, cells, questions))
                 progress.add(f"outliers on {rung}, seed {subject.seed}")
-    each = {
-        rung: {
-            name: [Pair(cell["numbers"]["pairs"][name]) for cell in rows]
-            for name in rows[0]["numbers"]["pairs"]
-        }
-        for rung, rows in found.items()
-    }
+    each = {rung: read_pairs(rows, rows[0]["numbers"]["pairs"]) for rung, rows in found.items()}
     models = {rung: subjects[0].model for rung, subjects in ladder.items()}
     return {
         "study": "scale",
@@ -200,23 +194,22 @@ def _judge(
         if one[0] not in each or other[0] not in each:
             return
         a, b = (each[rung][view] for rung, view in (one, other))
-        seeds = [ratio(x, y).value for x, y in zip(a, b, strict=True)]
         named = hypothesis.filled(*dict.fromkeys((one[0], other[0])))
-        verdicts.append(named.judge(ratio(pooled(a), pooled(b)), seeds=seeds))
+        verdicts.append(judge_pairs(named, ratio, a, b))
 
     mixtures = [rung for rung, views in each.items() if _EXPERTS in views]
     dense = [rung for rung in each if rung not in mixtures]
     base = _outlier_rung(dense)
     for rung in mixtures:
-        compare(MIXTURE, (rung, _PLAIN), (base, _PLAIN), _rms_ratio)
+        compare(MIXTURE, (rung, _PLAIN), (base, _PLAIN), rms_ratio)
     if len(mixtures) > 1:
-        compare(EXPERTS, ("m32", _PLAIN), ("m8", _PLAIN), _rms_ratio)
+        compare(EXPERTS, ("m32", _PLAIN), ("m8", _PLAIN), rms_ratio)
         compare(FLIPS, ("m32", _PLAIN), ("m8", _PLAIN), _flip_ratio)
-    compare(DEPTH, ("d16", _PLAIN), ("d8", _PLAIN), _rms_ratio)
-    compare(DEPTH, ("m32x16", _PLAIN), ("m32", _PLAIN), _rms_ratio)
+    compare(DEPTH, ("d16", _PLAIN), ("d8", _PLAIN), rms_ratio)
+    compare(DEPTH, ("m32x16", _PLAIN), ("m32", _PLAIN), rms_ratio)
     for rung in mixtures:
-        compare(CAUSE, (rung, _EXPERTS), (rung, _PLAIN), _rms_ratio)
-        compare(REPLAY, (rung, _EXPERTS), (base, _PLAIN), _rms_ratio)
+        compare(CAUSE, (rung, _EXPERTS), (rung, _PLAIN), rms_ratio)
+        compare(REPLAY, (rung, _EXPERTS), (base, _PLAIN), rms_ratio)
     if outliers:
         verdicts += _judge_outliers([cell["numbers"] for cell in outliers])
     return verdicts
@@ -244,14 +237,6 @@ def _kl_ratio(outliers: list[dict], one: tuple[int, str], other: tuple[int, str]
         return [np.concatenate([row[name] for row in rows]) for name in ("kl", "tokens")]
 
     return ratio_of_means(*sums(one), *sums(other))
-
-
-def _rms_ratio(one: Pair, other: Pair) -> Estimate:
-    """Of two models on the same questions, which are drawn together."""
-    clusters = np.stack(
-        [one.sums["square"], one.tokens, other.sums["square"], other.tokens], axis=1
-    )
-    return cluster_bootstrap(clusters, lambda m: np.sqrt(m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3])))
 
 
 def _flip_ratio(one: Pair, other: Pair) -> Estimate:

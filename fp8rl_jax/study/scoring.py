@@ -155,9 +155,11 @@ class Scorer:
         """A view that replays must come after the one whose routing it takes."""
         self._runtime, self._views = runtime, views
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
-        self._score = {
-            recipe: _make_score(runtime, recipe, taps)
-            for recipe in {view.recipe for view in views.values()}
+        recipes = {view.recipe for view in views.values()}
+        self._score = {recipe: _make_score(runtime, recipe, taps) for recipe in recipes}
+        self._quantize = {
+            recipe: exact_jit(functools.partial(quantize_params, recipe=recipe))
+            for recipe in recipes
         }
 
     def score(self, params: Any, samples: Batch) -> Iterator[Scores]:
@@ -174,12 +176,10 @@ class Scorer:
         with jax.set_mesh(runtime.mesh):
             weights = {
                 recipe: (
-                    exact_jit(functools.partial(quantize_params, recipe=recipe))(
-                        params, scaling=init_scaling(params, recipe)
-                    ),
+                    quantize(params, scaling=init_scaling(params, recipe)),
                     kv_scales(runtime, params, recipe, samples.tokens, samples.lengths),
                 )
-                for recipe in self._score
+                for recipe, quantize in self._quantize.items()
             }
             for first in range(0, total, size):
                 rows = slice(first, first + size)
