@@ -138,6 +138,19 @@ def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
     return read
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """A type of an argument: a whole number, at least `least`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"it is {text!r}; write a whole number of at least {least}"
+            )
+        return int(text)
+
+    return read
+
+
 def directory(text: str) -> str:
     """A type of an argument: the name of a directory to write to."""
     if not text:

@@ -8,7 +8,7 @@ import pathlib
 import sys
 import textwrap
 
-from fp8rl_jax.cli.arguments import Command, argument, words, writable
+from fp8rl_jax.cli.arguments import Command, argument, whole, words, writable
 from fp8rl_jax.errors import UserError
 
 _MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
@@ -116,12 +116,6 @@ def _cut(value: object) -> str:
     return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}... ({more:,} characters more)"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text!r}; write a whole number of at least 1")
-    return int(text)
-
-
 COMMANDS = (
     Command(
         "data",
@@ -153,7 +147,7 @@ COMMANDS = (
         _show,
         (
             argument("task", nargs="?", metavar="TASK", help="as env.task is written"),
-            argument("--rows", type=_count, default=3, metavar="N", help="of each split"),
+            argument("--rows", type=whole(1), default=3, metavar="N", help="of each split"),
         ),
         config=True,
     ),

@@ -6,7 +6,7 @@ import argparse
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
@@ -17,6 +17,7 @@ from fp8rl_jax.cli.arguments import (
     keep_programs,
     note,
     read_config,
+    whole,
     words,
     writable,
     writing,
@@ -36,6 +37,11 @@ def _study(values: argparse.Namespace) -> int:
 
 def _check(command: str, values: argparse.Namespace) -> None:
     """Raises UserError unless the options name one model, or none with --quick."""
+    if command == "study scale" and values.checkpoint is not None:
+        raise UserError(
+            f"fp8rl {command}: a ladder is several models, and --checkpoint names one: name their "
+            "file, such as --config configs/study_scale.py"
+        )
     named = [bool(values.config), values.checkpoint is not None]
     if all(named) or (not any(named) and not values.quick):
         raise UserError(
@@ -102,28 +108,27 @@ def _subjects(
 
 def _run(
     name: str,
-    questions: bool,
-    work: Callable[[argparse.Namespace, list[Subject], pathlib.Path, Cells], list[str]],
+    study: Callable[[argparse.Namespace, pathlib.Path, Cells], tuple[Any, dict]],
     values: argparse.Namespace,
 ) -> int:
-    """A study by its name: `work` makes its files, of which it returns the paths, and prints its
-    sentences."""
+    """A study by its name: `study` measures, and returns its module and the result; prints the
+    sentences and writes the files."""
     command = f"study {name}"
     _check(command, values)
     out = writable(command, values.out or f"runs/study_{name}")
+    from fp8rl_jax.study import writing as files
     from fp8rl_jax.study.cells import Cells
 
     cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
     with writing(command, out):
-        subjects = _subjects(command, values, out, questions)
-        paths = work(values, subjects, out, cells)
+        module, result = study(values, out, cells)
+        for verdict in result["hypotheses"]:
+            print(verdict["sentence"])
+        if name == "accuracy":
+            print(module.format_power(result))
+        paths = files.write(out, result, module.draw(result), module.format_table(result))
     print(*paths, sep="\n")
     return 0
-
-
-def _print_verdicts(result: dict) -> None:
-    for verdict in result["hypotheses"]:
-        print(verdict["sentence"])
 
 
 def _steps(study, values: argparse.Namespace) -> int:
@@ -133,86 +138,73 @@ def _steps(study, values: argparse.Namespace) -> int:
     return study.QUICK_STEPS if values.quick else study.STEPS
 
 
-def _layers(values, subjects, out, cells) -> list[str]:
+def _questions(study, values: argparse.Namespace) -> int:
+    """Questions of a study's module."""
+    return study.QUICK_QUESTIONS if values.quick else study.QUESTIONS
+
+
+def _layers(values, out, cells):
     from fp8rl_jax.study import layers
 
+    (subject,) = _subjects("study layers", values, out, False)
     sequences = layers.QUICK_SEQUENCES if values.quick else layers.SEQUENCES
-    result = layers.study(subjects[0], sequences, cells, note)
-    _print_verdicts(result)
-    return layers.write(result, out)
+    return layers, layers.study(subject, sequences, cells, note)
 
 
-def _cases(values, subjects, out, cells) -> list[str]:
+def _cases(values, out, cells):
     from fp8rl_jax.study import cases
 
-    questions = cases.QUICK_QUESTIONS if values.quick else cases.QUESTIONS
-    result = cases.study(subjects, out, cells, note, questions, _steps(cases, values))
-    _print_verdicts(result)
-    return cases.write(result, out)
+    return cases, _of_questions("study cases", cases, values, out, cells)
 
 
-def _kv(values, subjects, out, cells) -> list[str]:
+def _kv(values, out, cells):
     from fp8rl_jax.study import kv
 
-    questions = kv.QUICK_QUESTIONS if values.quick else kv.QUESTIONS
-    result = kv.study(subjects, out, cells, note, questions, _steps(kv, values))
-    _print_verdicts(result)
-    return kv.write(result, out)
+    return kv, _of_questions("study kv", kv, values, out, cells)
 
 
-def _scale(values: argparse.Namespace) -> int:
-    command = "study scale"
-    if values.checkpoint is not None:
-        raise UserError(
-            f"fp8rl {command}: a ladder is several models, and --checkpoint names one: name their "
-            "file, such as --config configs/study_scale.py"
-        )
-    _check(command, values)
-    out = writable(command, values.out or "runs/study_scale")
-    from fp8rl_jax.study import scale, subjects
-    from fp8rl_jax.study.cells import Cells
-
-    cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
-    with writing(command, out):
-        ladder: dict[str, list[Subject]] = {}
-        if not values.config:
-            keep_programs()
-            ladder = subjects.quick_ladder(values.seeds, out, note)
-        for rung in values.rungs.split(",") if values.config else ():
-            named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
-            ladder[rung] = _subjects(command, named, out, True)
-        questions = scale.QUICK_QUESTIONS if values.quick else scale.QUESTIONS
-        result = scale.study(ladder, cells, note, questions)
-        _print_verdicts(result)
-        paths = scale.write(result, out)
-    print(*paths, sep="\n")
-    return 0
-
-
-def _training(values, subjects, out, cells) -> list[str]:
+def _training(values, out, cells):
     from fp8rl_jax.study import training
 
-    questions = training.QUICK_QUESTIONS if values.quick else training.QUESTIONS
-    result = training.study(subjects, out, cells, note, questions, _steps(training, values))
-    _print_verdicts(result)
-    return training.write(result, out)
+    return training, _of_questions("study training", training, values, out, cells)
 
 
-def _accuracy(values, subjects, out, cells) -> list[str]:
+def _of_questions(command: str, study, values, out, cells) -> dict:
+    """The result of a study that scores questions and trains runs."""
+    subjects = _subjects(command, values, out, True)
+    return study.study(subjects, out, cells, note, _questions(study, values), _steps(study, values))
+
+
+def _accuracy(values, out, cells):
     from fp8rl_jax.study import accuracy
 
-    result = accuracy.study(subjects, out, cells, note, _steps(accuracy, values))
-    _print_verdicts(result)
-    print(accuracy.format_power(result))
-    return accuracy.write(result, out)
+    subjects = _subjects("study accuracy", values, out, True)
+    return accuracy, accuracy.study(subjects, out, cells, note, _steps(accuracy, values))
 
 
-_OF_A_MODEL = {
-    "layers": functools.partial(_run, "layers", False, _layers),
-    "cases": functools.partial(_run, "cases", True, _cases),
-    "kv": functools.partial(_run, "kv", True, _kv),
-    "training": functools.partial(_run, "training", True, _training),
-    "accuracy": functools.partial(_run, "accuracy", True, _accuracy),
+def _scale(values, out, cells):
+    from fp8rl_jax.study import scale, subjects
+
+    ladder: dict[str, list[Subject]] = {}
+    if not values.config:
+        keep_programs()
+        ladder = subjects.quick_ladder(values.seeds, out, note)
+    for rung in values.rungs.split(",") if values.config else ():
+        named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
+        ladder[rung] = _subjects("study scale", named, out, True)
+    return scale, scale.study(ladder, cells, note, _questions(scale, values))
+
+
+_RUNS = {
+    name: functools.partial(_run, name, study)
+    for name, study in (
+        ("layers", _layers),
+        ("cases", _cases),
+        ("kv", _kv),
+        ("training", _training),
+        ("accuracy", _accuracy),
+        ("scale", _scale),
+    )
 }
 
 
@@ -229,11 +221,10 @@ def _all(values: argparse.Namespace) -> int:
     from fp8rl_jax.study.cells import Cells
 
     cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
-    studies = dict(_OF_A_MODEL)
+    studies = dict(_RUNS)
     if values.config or values.checkpoint is not None:
         note("study scale has models of its own: run it with --config configs/study_scale.py")
-    else:
-        studies["scale"] = _scale
+        del studies["scale"]
     shared = {"cells": str(cells.directory), "resume": True, "steps": None}
     for name, run in studies.items():
         note(f"study {name}")
@@ -261,22 +252,9 @@ def _options(quick: str) -> tuple:
     )  # fmt: skip
 
 
-def _from(least: int) -> Callable[[str], int]:
-    """A type of an argument: a whole number, at least `least`."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"it is {text!r}; write a whole number of at least {least}"
-            )
-        return int(text)
-
-    return read
-
-
-_STEPS = argument("--steps", type=_from(0), metavar="N",
+_STEPS = argument("--steps", type=whole(0), metavar="N",
                   help="RL steps of each run; 0 leaves them out")  # fmt: skip
-_RL_STEPS = argument("--steps", type=_from(1), metavar="N",
+_RL_STEPS = argument("--steps", type=whole(1), metavar="N",
                      help="RL steps of each run (default: 160)")  # fmt: skip
 _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
@@ -291,14 +269,14 @@ COMMANDS = (
     Command(
         "study layers",
         "error of every GEMM of a forward and backward pass: FP8, fake FP8 and bf16",
-        _OF_A_MODEL["layers"],
+        _RUNS["layers"],
         _options("three sequences; without a model, two layers of random weights"),
         config=True,
     ),
     Command(
         "study cases",
         "an FP8 rollout with learners in bf16, imitated FP8 and FP8: mismatch, KL, RL curves",
-        _OF_A_MODEL["cases"],
+        _RUNS["cases"],
         (*_options("few questions and steps; without a model, two layers trained for a minute"),
          _STEPS),
         config=True,
@@ -306,14 +284,14 @@ COMMANDS = (
     Command(
         "study kv",
         "an FP8 KV cache, FP8 linear layers and both against a bf16 learner; calibrated scales",
-        _OF_A_MODEL["kv"],
+        _RUNS["kv"],
         (*_options("few questions; without a model, two layers trained for a minute"), _STEPS),
         config=True,
     ),
     Command(
         "study scale",
         "mismatch by experts, depth and router; routing replay; planted outliers",
-        _scale,
+        _RUNS["scale"],
         (
             *_options("few questions; without --config, a dense model and one with experts"),
             argument("--rungs", default="d4,d8,d16,m8,m16,m32,s16", metavar="NAME,...",
@@ -325,14 +303,14 @@ COMMANDS = (
     Command(
         "study training",
         "mismatch of an FP8 rollout and a bf16 learner over RL, with TIS and without",
-        _OF_A_MODEL["training"],
+        _RUNS["training"],
         (*_options(_FEW_STEPS), _RL_STEPS),
         config=True,
     ),
     Command(
         "study accuracy",
         "accuracy after RL in bf16, with an FP8 rollout, with TIS, in FP8; and under stress",
-        _OF_A_MODEL["accuracy"],
+        _RUNS["accuracy"],
         (*_options(_FEW_STEPS), _RL_STEPS),
         config=True,
     ),

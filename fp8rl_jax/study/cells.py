@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import pathlib
 import platform
 import subprocess
@@ -23,6 +22,7 @@ import fp8rl_jax
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
 from fp8rl_jax.quant import Recipe
+from fp8rl_jax.study.writing import write_whole
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"key", "numbers", "commit", "cpu", "versions"}
@@ -67,9 +67,7 @@ class Cells:
             return _read(path, key)
         cell = {"key": key, "numbers": measure(), **origin()}
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(_text(cell))
-        os.replace(temporary, path)
+        write_whole(path, _text(cell).encode())
         return _read(path, key)
 
 

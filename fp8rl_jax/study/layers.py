@@ -8,7 +8,6 @@ real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a ce
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -226,8 +225,3 @@ def draw(result: dict[str, Any]) -> Figure:
     panels[0].set_ylabel("relative RMS error, percent")
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
-
-
-def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
-    """Writes study.json, study.md and study.png; returns their paths."""
-    return writing.write(out, result, draw(result), format_table(result))

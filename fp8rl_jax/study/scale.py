@@ -9,7 +9,6 @@ replay (arXiv:2510.11370) takes the routers' part away: what is left is that of 
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -329,8 +328,3 @@ def draw(result: dict[str, Any]) -> Figure:
         outliers.set_yscale("log")
         outliers.legend(frameon=False, fontsize=8)
     return figure
-
-
-def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
-    """Writes study.json, study.md and study.png; returns their paths."""
-    return writing.write(out, result, draw(result), format_table(result))

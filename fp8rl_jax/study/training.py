@@ -290,8 +290,3 @@ def draw(result: dict[str, Any]) -> Figure:
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
-
-
-def write(result: dict[str, Any], out: pathlib.Path) -> list[str]:
-    """Writes study.json, study.md and study.png; returns their paths."""
-    return writing.write(out, result, draw(result), format_table(result))

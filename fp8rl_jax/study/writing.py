@@ -69,13 +69,14 @@ def write(out: pathlib.Path, study: dict[str, Any], figure: Figure, table: str) 
     study.md has a sentence for each of ``study["hypotheses"]``, then the table.
     """
     sentences = "".join(f"* {found['sentence']}\n" for found in study["hypotheses"])
-    _replace(out / "study.json", (json.dumps(study, indent=1, sort_keys=True) + "\n").encode())
-    _replace(out / "study.md", f"{sentences}\n{table}".encode())
+    write_whole(out / "study.json", (json.dumps(study, indent=1, sort_keys=True) + "\n").encode())
+    write_whole(out / "study.md", f"{sentences}\n{table}".encode())
     figure.savefig(out / "study.png")
     return [str(out / name) for name in ("study.json", "study.md", "study.png")]
 
 
-def _replace(path: pathlib.Path, content: bytes) -> None:
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)

@@ -34,7 +34,7 @@ from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
 
-_OTHER_WRITES = 1.0  # seconds until writes in flight have ended, after one has failed
+_OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
 
 
 class _OtherState(ValueError):

@@ -9,7 +9,7 @@ from study_cells import FakeArms, arm_config, fake_subject, run_cell
 
 from fp8rl_jax import cli
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.study import accuracy
+from fp8rl_jax.study import accuracy, writing
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.statistics import seeds_needed
 
@@ -89,7 +89,7 @@ def test_the_number_of_seeds(tmp_path, monkeypatch):
     assert f"FP8 end to end: {differences['sd']:.3g}, {differences['seeds_needed']} seeds" in (
         sentence
     )
-    accuracy.write(result, tmp_path)
+    writing.write(tmp_path, result, accuracy.draw(result), accuracy.format_table(result))
     table = (tmp_path / "study.md").read_text()
     assert sentence in table
     assert table.count("\n| stress: ") == 4
@@ -113,7 +113,7 @@ def test_one_seed_resolves_nothing(tmp_path, monkeypatch):
         assert "nan" not in verdict["sentence"]
     assert "two one-sided t-tests: needs two seeds" in result["hypotheses"][0]["sentence"]
     assert "name two or more by --seeds" in accuracy.format_power(result)
-    accuracy.write(result, tmp_path)
+    writing.write(tmp_path, result, accuracy.draw(result), accuracy.format_table(result))
     assert "NaN" not in (tmp_path / "study.json").read_text()
 
 

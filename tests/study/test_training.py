@@ -10,7 +10,7 @@ from study_cells import FakeArms, arm_config, fake_subject, pair_numbers, run_ce
 from fp8rl_jax import cli
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl import prepare
-from fp8rl_jax.study import training
+from fp8rl_jax.study import training, writing
 from fp8rl_jax.study.cells import Cells
 
 _STEPS = 64
@@ -116,7 +116,7 @@ def test_files(tmp_path, monkeypatch):
     result, _, notes = _study(tmp_path, monkeypatch, _cell(1.0, -0.5))
     assert notes[0] == "scores of two_layers, seed 0, before RL is there; 1 of 9 cells, 8 left"
     assert notes[-1].endswith("tis is there; 9 of 9 cells, 0 left")
-    training.write(result, tmp_path)
+    writing.write(tmp_path, result, training.draw(result), training.format_table(result))
     assert json.loads((tmp_path / "study.json").read_text())["block"] == _STEPS // 16
     table = (tmp_path / "study.md").read_text()
     assert "| uncorrected | mismatch KL per nat of entropy |" in table
