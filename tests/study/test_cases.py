@@ -359,7 +359,9 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
     def study(name: str):
         return lambda values: asked.__setitem__(name, values.seeds)
 
-    monkeypatch.setattr(commands, "_RUNS", {name: study(name) for name in ("layers", "kv", "scale")})
+    monkeypatch.setattr(
+        commands, "_RUNS", {name: study(name) for name in ("layers", "kv", "scale")}
+    )
     assert cli.run(["study", "all", "--quick", "--seeds=3,4"]) == 0
     assert asked == {"layers": [3], "kv": [3, 4], "scale": [3, 4]}
 
