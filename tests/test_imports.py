@@ -15,6 +15,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {
     "by_name", "errors", "exact_jit", "json_file", "processes", "user_code", "version",
+    "whole_file",
 }  # fmt: skip
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
 _PROGRAM = _LIBRARY | {"config", "report", "training", "user_cache", "compilation_cache", _PACKAGE}
@@ -27,6 +28,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "user_code": set(),
     "version": set(),
+    "whole_file": set(),
     "kernels": set(),
     "quant": {"kernels"},
     "sharding": set(),

@@ -18,6 +18,7 @@ from fp8rl_jax.cli.arguments import (
     writing,
 )
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.whole_file import write_whole
 
 _MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch of 128k tokens
 _MOST_SLOTS = 1 << 15  # sequences, and tokens of one, that `fp8rl bench rollout` takes
@@ -44,7 +45,7 @@ def _slots(name: str, default: str, help: str):
 def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
     """Writes a result and prints where."""
     with writing(command, path.parent):
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(path, json.dumps(result, indent=1) + "\n")
     print(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -13,15 +12,14 @@ from rich.table import Table
 
 from fp8rl_jax.report import write_drift_page, write_report
 from fp8rl_jax.report.drift import NAME, exact, headline
+from fp8rl_jax.whole_file import write_whole
 
 _SHOWN = 8
 
 
 def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
     """Writes directory/drift.json, whole or not at all, and returns its path."""
-    temporary = directory / f".drift.json.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, directory / NAME)
+    write_whole(directory / NAME, json.dumps(result, indent=1) + "\n")
     return directory / NAME
 
 

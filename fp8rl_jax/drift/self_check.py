@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 
 import jax
@@ -29,6 +28,7 @@ from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
+from fp8rl_jax.whole_file import write_whole
 
 _NEW_TOKENS = 16
 
@@ -92,11 +92,9 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
     if checked.holds and processes.first():
         fields = dataclasses.asdict(checked)
         del fields["kept"]
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # then the next run checks again
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(fields))
-            temporary.replace(path)
+            write_whole(path, json.dumps(fields))
     return checked
 
 

@@ -6,7 +6,6 @@ import base64
 import html
 import io
 import json
-import os
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fp8rl_jax.errors import visible
 from fp8rl_jax.report.summary import MISSING
+from fp8rl_jax.whole_file import write_whole
 
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
@@ -52,9 +52,7 @@ def write_page(path: pathlib.Path, title: str, body: str) -> pathlib.Path:
     title = text_html(title)
     page = f"{_HEAD}<title>{title}</title><style>{_CSS}</style></head>"
     page += f"<body><h1>{title}</h1>{body}</body></html>"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    write_whole(path, page)
     return path
 
 

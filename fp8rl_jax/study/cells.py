@@ -22,7 +22,7 @@ import fp8rl_jax
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.study.writing import write_whole
+from fp8rl_jax.whole_file import write_whole
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"key", "numbers", "commit", "cpu", "versions"}
@@ -67,7 +67,7 @@ class Cells:
             return _read(path, key)
         cell = {"key": key, "numbers": measure(), **origin()}
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text(cell).encode())
+        write_whole(path, _text(cell))
         return _read(path, key)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from fp8rl_jax.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,14 +70,7 @@ def write(out: pathlib.Path, study: dict[str, Any], figure: Figure, table: str) 
     study.md has a sentence for each of ``study["hypotheses"]``, then the table.
     """
     sentences = "".join(f"* {found['sentence']}\n" for found in study["hypotheses"])
-    write_whole(out / "study.json", (json.dumps(study, indent=1, sort_keys=True) + "\n").encode())
-    write_whole(out / "study.md", f"{sentences}\n{table}".encode())
+    write_whole(out / "study.json", json.dumps(study, indent=1, sort_keys=True) + "\n")
+    write_whole(out / "study.md", f"{sentences}\n{table}")
     figure.savefig(out / "study.png")
     return [str(out / name) for name in ("study.json", "study.md", "study.png")]
-
-
-def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

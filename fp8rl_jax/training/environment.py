@@ -25,6 +25,7 @@ from fp8rl_jax.data import tokenizer_files
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
 from fp8rl_jax.user_cache import files_of_functions, library_digest, machine
+from fp8rl_jax.whole_file import write_whole
 
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)
@@ -142,9 +143,7 @@ def keep_environment(directory: pathlib.Path, now: dict[str, Any]) -> None:
     """Adds an entry for this start, with its `environment`."""
     started = {"started": _STARTED.isoformat(" "), "process": os.getpid()}
     starts = [*_read(directory), started | now]
-    temporary = directory / f"{_NAME}.tmp"
-    temporary.write_text(json.dumps(starts, indent=2) + "\n")
-    os.replace(temporary, directory / _NAME)
+    write_whole(directory / _NAME, json.dumps(starts, indent=2) + "\n")
 
 
 def _read(directory: pathlib.Path) -> list[dict[str, Any]]:

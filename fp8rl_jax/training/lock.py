@@ -23,6 +23,7 @@ from typing import Any
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
+from fp8rl_jax.whole_file import write_whole
 
 _NAME = "lock"
 _HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
@@ -69,7 +70,7 @@ class RunLock:
         owner = _read(self._path)
         if owner and not _is_own(owner) and not self._is_left_behind(owner):
             raise self._held()
-        self._write()
+        write_whole(self._path, _owner())
         time.sleep(0.5)  # of two processes that find a lock left behind, the later one has it
         self.check()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -80,11 +81,6 @@ class RunLock:
         with tempfile.TemporaryFile(dir=self._path.parent) as now:
             age = os.fstat(now.fileno()).st_mtime - self._path.stat().st_mtime
         return age > _DEAD_AFTER
-
-    def _write(self) -> None:
-        temporary = self._path.with_name(f"{_NAME}.{socket.gethostname()}.{os.getpid()}.tmp")
-        temporary.write_bytes(_owner())
-        os.replace(temporary, self._path)
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT):

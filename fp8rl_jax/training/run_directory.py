@@ -30,6 +30,7 @@ from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.whole_file import write_whole
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
@@ -94,17 +95,12 @@ def open_run(resolved: Resolved) -> pathlib.Path:
     """
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
-    saved = directory / "config.json"
-    ours = as_saved(config)
-    temporary = directory / "config.json.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if config.model.checkpoint:
-            (directory / "model.json").write_text(
-                json.dumps(dataclasses.asdict(resolved.model), indent=2) + "\n"
-            )
-        temporary.write_text(json.dumps(ours, indent=2) + "\n")
-        os.replace(temporary, saved)
+            shapes = dataclasses.asdict(resolved.model)
+            write_whole(directory / "model.json", json.dumps(shapes, indent=2) + "\n")
+        write_whole(directory / "config.json", json.dumps(as_saved(config), indent=2) + "\n")
     except OSError as error:
         raise no_room(directory, error) from None
     return directory
@@ -129,7 +125,7 @@ def keep_digest(directory: pathlib.Path, digest: str) -> None:
     if not digest:
         return
     try:
-        (directory / _DIGEST).write_text(digest + "\n")
+        write_whole(directory / _DIGEST, digest + "\n")
     except OSError as error:
         raise no_room(directory, error) from None
 

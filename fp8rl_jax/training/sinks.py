@@ -14,6 +14,7 @@ import time
 from typing import ClassVar, Protocol
 
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.whole_file import write_whole
 
 
 class Sink(Protocol):
@@ -94,7 +95,7 @@ class MLflow:
         known = file.read_text().strip() if file.exists() else None
         run = mlflow.start_run(run_id=known, run_name=None if known else directory.name)
         if not known:
-            file.write_text(run.info.run_id + "\n")
+            write_whole(file, run.info.run_id + "\n")
             flat = {
                 f"{s}.{k}": v for s, fields in config.to_dict().items() for k, v in fields.items()
             }
@@ -115,7 +116,7 @@ def _identity(directory: pathlib.Path) -> str:
 
     file = directory / "wandb_run"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12] + "\n")
+        write_whole(file, uuid.uuid4().hex[:12] + "\n")
     return file.read_text().strip()
 
 

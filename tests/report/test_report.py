@@ -326,6 +326,7 @@ def test_imports_are_light(module):
     ours = {name for name in names if name.startswith("fp8rl_jax")}
     assert {".".join(name.split(".")[:2]) for name in ours} <= {
         "fp8rl_jax.errors", "fp8rl_jax.json_file", "fp8rl_jax.summary", "fp8rl_jax.report",
+        "fp8rl_jax.whole_file",
     }  # fmt: skip
     assert "matplotlib.pyplot" not in names
 
