@@ -111,6 +111,17 @@ def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | Non
     logits = lax.stop_gradient(logits)
     if config.scoring_func == "softmax":  # has the order of the logits
         return lax.top_k(logits, config.num_experts_per_tok)[1]
+    return lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok)[1]
+
+
+def selection_scores(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """(..., E) float32, of which the largest are chosen: -inf outside of the best groups.
+
+    Args:
+      config: of the model.
+      logits: (..., E) float32.
+      bias: the correction, of a shape that broadcasts with `logits`; None with a softmax.
+    """
     score = _probabilities(config, logits)
     if bias is not None:
         score = score + lax.stop_gradient(bias)
@@ -120,7 +131,7 @@ def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | Non
         kept = lax.top_k(best[..., 0] + best[..., -1], config.topk_group)[1]
         inside = (kept[..., None] == jnp.arange(config.n_group)).any(-2)
         score = jnp.where(inside[..., None], groups, -jnp.inf).reshape(score.shape)
-    return lax.top_k(score, config.num_experts_per_tok)[1]
+    return score
 
 
 def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:

@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from flax import traverse_util
 
 from fp8rl_jax import processes
 from fp8rl_jax.envs import Question
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import Batch, response_logprobs
-from fp8rl_jax.models import init_scaling, quantize_params
+from fp8rl_jax.models import ModelConfig, init_scaling, quantize_params
 from fp8rl_jax.models.logprobs import inverse_temperature
+from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING
 from fp8rl_jax.quant import KVScales, Recipe
 from fp8rl_jax.rollout import make_calibrate, make_refit
@@ -76,8 +78,8 @@ class Scores(NamedTuple):
       rows: which of the samples.
       logprobs: {view: (B, R) float32}.
       entropy: {view: (B, R) float32}, in nats.
-      margins: {view: (S, B, T) float32}: how far the k-th largest probability of a router is above
-        the next one; {} for a dense model.
+      margins: {view: (S, B, T) float32}: how far the score of the last expert that a router chose
+        (`selection_scores`) is above that of the next; {} where no expert is left out.
       compare: ``compare(a, b) -> Comparison`` of two views.
     """
 
@@ -184,9 +186,11 @@ class Scorer:
             for first in range(0, total, size):
                 rows = slice(first, first + size)
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], samples)
-                yield self._batch(weights, batch, rows)
+                yield self._batch(weights, _correction(params), batch, rows)
 
-    def _batch(self, weights: dict, batch: Batch, rows: slice) -> Scores:
+    def _batch(
+        self, weights: dict, correction: jax.Array | None, batch: Batch, rows: slice
+    ) -> Scores:
         found: dict[str, tuple] = {}
         for name, view in self._views.items():
             routing = {}
@@ -214,11 +218,10 @@ class Scorer:
                 np.where(mask, square, 0.0), flips,
             )  # fmt: skip
 
-        experts, sigmoid = model.num_experts_per_tok, model.scoring_func == "sigmoid"
         margins = {
-            name: np.asarray(_margin(taps[_ROUTER_LOGITS][dense:], experts, sigmoid))
+            name: np.asarray(_margin(model, taps[_ROUTER_LOGITS][dense:], correction))
             for name, (_, _, taps) in found.items()
-            if _ROUTER_LOGITS in taps
+            if model.num_experts // model.n_group * model.topk_group > model.num_experts_per_tok
         }
         logprobs = {n: np.where(mask, x[0], 0.0).astype(np.float32) for n, x in found.items()}
         entropy = {n: np.where(mask, x[1], 0.0) for n, x in found.items()}
@@ -260,9 +263,16 @@ def _flips(one: jax.Array, other: jax.Array) -> jax.Array:
     return (jnp.sort(one, axis=-1) != jnp.sort(other, axis=-1)).any(-1)
 
 
-@functools.partial(exact_jit, static_argnums=(1, 2))
-def _margin(logits: jax.Array, chosen: int, sigmoid: bool) -> jax.Array:
-    """p_k - p_{k+1} of router logits (L, B, T, E), (L, B, T) float32."""
-    p = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
-    best = jax.lax.top_k(p, chosen + 1)[0]
+def _correction(params: Any) -> jax.Array | None:
+    """The corrections of all routers, (L, E) float32; None if they have none."""
+    leaves = traverse_util.flatten_dict(params)
+    found = [x for path, x in leaves.items() if path[-1] == "e_score_correction_bias"]
+    return found[0] if found else None
+
+
+@functools.partial(exact_jit, static_argnums=0)
+def _margin(config: ModelConfig, logits: jax.Array, correction: jax.Array | None) -> jax.Array:
+    """The k-th largest score less the next, (L, B, T), of logits (L, B, T, E) and (L, E)."""
+    bias = None if correction is None else correction[:, None, None]
+    best = jax.lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok + 1)[0]
     return best[..., -2] - best[..., -1]

@@ -1,10 +1,12 @@
 """Sums of two scores against loops over tokens in Python's floats."""
 
 import bisect
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from random_model import DENSE, LATENT, initial_params
 
 from fp8rl_jax.study import scoring
 from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair, measure, pooled
@@ -240,12 +242,31 @@ def test_flips_are_of_sets():
     assert not found[0, 0, 0] and found.any() and not found.all()
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
-def test_margin(sigmoid):
-    logits = np.random.default_rng(4).normal(0, 2, (2, 3, 4, 6)).astype(np.float32)
-    found = np.asarray(scoring._margin(logits, 2, sigmoid))
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_margin(groups):
+    """Of a softmax (0), and of sigmoids with a correction: one group, or the best 2 of 3."""
+    draw = np.random.default_rng(4).normal
+    logits = draw(0, 2, (2, 3, 4, 6)).astype(np.float32)
+    correction = draw(0, 0.3, (2, 6)).astype(np.float32) if groups else None
+    router = {"scoring_func": "sigmoid", "n_group": groups, "topk_group": min(groups, 2)}
+    config = dataclasses.replace(
+        DENSE, num_experts=6, num_experts_per_tok=2, **(router if groups else {})
+    )
+    found = np.asarray(scoring._margin(config, logits, correction))
     for place in np.ndindex(2, 3, 4):
         raised = [math.exp(x) for x in logits[place].astype(float)]
-        p = [x / (1 + x) for x in raised] if sigmoid else [x / sum(raised) for x in raised]
+        p = [x / sum(raised) for x in raised]
+        if groups:
+            p = [x / (1 + x) + float(b) for x, b in zip(raised, correction[place[0]], strict=True)]
+        if groups == 3:
+            pairs = sorted((p[0:2], p[2:4], p[4:6]), key=sum)
+            p = pairs[1] + pairs[2]
         best = sorted(p, reverse=True)
         assert found[place] == pytest.approx(best[1] - best[2], abs=1e-6)
+
+
+def test_corrections_of_routers():
+    params = initial_params(LATENT)
+    params["layers"]["router"]["e_score_correction_bias"] = np.arange(8.0)[None]
+    np.testing.assert_array_equal(scoring._correction(params), np.arange(8.0)[None])
+    assert scoring._correction(initial_params(DENSE)) is None
