@@ -133,6 +133,7 @@ def study(
         note(f"sequence {index + 1} of {sequences} is there, {sequences - index - 1} left")
     errors = {k: np.array([cell["numbers"][k] for cell in found]) for k in ("equal", "flow")}
     return {
+        "study": "layers",
         "config": config,
         "name": subject.name,
         "sequences": sequences,

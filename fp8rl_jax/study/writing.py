@@ -67,10 +67,18 @@ def markdown_table(*rows: Sequence[str]) -> str:
 def write(out: pathlib.Path, study: dict[str, Any], figure: Figure, table: str) -> list[str]:
     """Writes study.json, study.png and study.md into `out`; returns their paths.
 
-    study.md has a sentence for each of ``study["hypotheses"]``, then the table.
+    study.md has a sentence for each of ``study["hypotheses"]``, the table, and a line for each of
+    ``study["origins"]``.
     """
     sentences = "".join(f"* {found['sentence']}\n" for found in study["hypotheses"])
+    measured = "".join(
+        f"* commit {found['commit']}, {found['cpu']}, jax {found['versions']['jax']}\n"
+        for found in study["origins"]
+    )
     write_whole(out / "study.json", json.dumps(study, indent=1, sort_keys=True) + "\n")
-    write_whole(out / "study.md", f"{sentences}\n{table}")
+    write_whole(
+        out / "study.md",
+        f"# fp8rl study {study['study']}\n\n{sentences}\n{table}\nMeasured at:\n\n{measured}",
+    )
     figure.savefig(out / "study.png")
     return [str(out / name) for name in ("study.json", "study.md", "study.png")]
