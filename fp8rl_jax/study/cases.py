@@ -252,7 +252,7 @@ def draw(result: dict[str, Any]) -> Figure:
         shares = result["pooled"][f"{case} / rollout"]["clip_fraction"]
         values = [shares[str(cap)][0] for cap in CAPS]
         style = {"color": writing.COLOURS[index], "label": f"{case} ({CASES[case]})"}
-        tail.plot(CAPS, [v or np.nan for v in values], "o-", ms=4, **style)
+        tail.plot([value or np.nan for value in values], "o-", ms=4, **style)
         runs = result["runs"].get(case, ())
         writing.curves(mismatch, runs, "train_rollout_logprob_abs_diff", **style)
         writing.curves(divergence, runs, "kl_ref", **style)
@@ -262,7 +262,7 @@ def draw(result: dict[str, Any]) -> Figure:
         (divergence, "RL step", "KL to the bf16 reference (k3)"),
     ):
         writing.plain(axes, x, y)
-    tail.set_xscale("log")
+    tail.set_xticks(range(len(CAPS)), [f"{cap:g}" for cap in CAPS])
     if tail.lines and np.isfinite(np.concatenate([x.get_ydata() for x in tail.lines])).any():
         tail.set_yscale("log")
     tail.legend(frameon=False, fontsize=8)
