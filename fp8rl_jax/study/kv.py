@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 QUESTIONS, GROUP, STEPS = 64, 8, 12
 QUICK_QUESTIONS, QUICK_STEPS = 32, 6
 _FIRST = 2  # steps of a run that compile: calibration's share is taken after them
+LONG = 16  # slots of an answer: with fewer nothing is said of what happens along it
 _SHORTEST = 2  # prefixes of 4 tokens on count for the growth of a sequence's D
 
 BOTH_LINEARS = Hypothesis(
@@ -119,21 +120,24 @@ def study(
             timed.append(arms.run("kv", "calibrated", {"precision.kv_cache": "fp8_calibrated"}))
         note(f"seed {subject.seed} is there; {len(subjects) - index} of {len(subjects)} left")
     each = read_pairs(found, pairs)
+    slots = subjects[0].runtime.config.rollout.max_new_tokens
     return {
         "study": "kv",
         "name": subjects[0].name,
         "subjects": [subject.identity for subject in subjects],
         "questions": questions,
         "group": GROUP,
-        "slots": subjects[0].runtime.config.rollout.max_new_tokens,
+        "slots": slots,
         "pairs": {name: [pair.summary() for pair in found] for name, found in each.items()},
         "pooled": {name: pooled(found).summary() for name, found in each.items()},
-        "hypotheses": _judge(each, timed),
+        "hypotheses": _judge(each, timed, slots),
         "origins": writing.origins([*found, *timed]),
     }
 
 
-def _judge(each: dict[str, list[Pair]], timed: list[dict]) -> list[dict[str, Any]]:
+def _judge(each: dict[str, list[Pair]], timed: list[dict], slots: int) -> list[dict[str, Any]]:
+    """The verdicts; those about what happens along an answer only where answers may be long."""
+
     def ratio(hypothesis: Hypothesis, one: str, *others: str) -> dict[str, Any]:
         return judge_pairs(hypothesis, rms_ratio, *(each[name] for name in (one, *others)))
 
@@ -143,9 +147,10 @@ def _judge(each: dict[str, list[Pair]], timed: list[dict]) -> list[dict[str, Any
         ratio(ORDER, "kv", "linears"),
         ratio(INDEPENDENT, "both", "linears", "kv"),
         ratio(CALIBRATED, "kv calibrated", "kv"),
-        judge_pairs(POSITION, _halves, each["kv"]),
-        judge_pairs(GROWTH, growth, each["both"]),
     ]
+    if slots >= LONG:
+        verdicts.append(judge_pairs(POSITION, _halves, each["kv"]))
+        verdicts.append(judge_pairs(GROWTH, growth, each["both"]))
     if timed:
         shares = series(timed, "calibrate_frac")[:, _FIRST:]
         verdicts.append(SHARE.judge(seed_mean(shares.ravel())))
@@ -191,10 +196,15 @@ def format_table(result: dict[str, Any]) -> str:
                 writing.figure(found["rms_logits"]), f"{found['sequence_rms']:.3g}",
             )
         )  # fmt: skip
+    short = "" if result["slots"] >= LONG else (
+        f"\nAnswers of fewer than {LONG} tokens are too short for the hypotheses about what "
+        "happens along an answer; they are left out.\n"
+    )  # fmt: skip
     return (
         f"{result['name']}: {result['questions']} questions of {result['group']} samples of up to "
         f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under fp8; "
         f"the mean and its 95% interval against a bf16 learner.\n\n{writing.markdown_table(*rows)}"
+        f"{short}"
     )
 
 

@@ -104,11 +104,12 @@ def test_growth_along_an_answer(exponent, verdict):
 def test_errors_that_add_up():
     """Independent errors add their squares; a cache that removes the layers' error does not."""
     parts = {"linears": [_pair(9)], "kv": [_pair(16, seed=1)], "kv calibrated": [_pair(20)]}
-    found = _verdicts(kv._judge({"both": [_pair(25, seed=2)], **parts}, []))
+    found = _verdicts(kv._judge({"both": [_pair(25, seed=2)], **parts}, [], 64))
     assert found.pop("position") == "supported"
     assert found == dict.fromkeys(found, "supported")
-    found = _verdicts(kv._judge({"both": [_pair(4, seed=2)], **parts}, []))
+    found = _verdicts(kv._judge({"both": [_pair(4, seed=2)], **parts}, [], kv.LONG - 1))
     assert {found[name] for name in ("both_linears", "both_kv", "independent")} == {"not supported"}
+    assert not {"position", "growth"} & set(found), "answers are short"
 
 
 def test_planted_outliers_keep_the_function():
