@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CASES = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
 QUESTIONS, GROUP, STEPS = 128, 8, 40
 QUICK_QUESTIONS, QUICK_STEPS = 32, 4
+_CAP = 2.0  # of TIS
 _KL = 1e-3  # of the KL term, so that the divergence from the reference is measured
 
 REFERENCE = Hypothesis(
@@ -68,6 +69,10 @@ ACCEPTED = Hypothesis(
 CLIPPED = Hypothesis(
     "clipped", "More tokens have a ratio above 2 or below 1/2 in case 1 than in case 2",
     "share of such tokens in case 1 less that in case 2", ANY,
+)  # fmt: skip
+CURVE_CLIPPED = Hypothesis(
+    "curve_clipped", "Over RL TIS clips more tokens in case 1 than in any other case",
+    "tis_clipfrac of case 1, mean over steps, less the largest of the other cases", ANY,
 )  # fmt: skip
 CURVE_ZERO = Hypothesis(
     "curve_zero", "Case 4 has no mismatch at any step of RL",
@@ -187,8 +192,11 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
         ZERO_BF16.judge(span(bf16), seeds=bf16),
         ratio(IMITATION, "case1 / rollout", "case2 / rollout", "abs"),
         judge_pairs(ACCEPTED, Pair.token_mult_prob_error, case1),
-        judge_pairs(CLIPPED, lambda one, two: one.clip_less(two, 2.0), case1, case2),
-    ]
+        judge_pairs(
+            CLIPPED, lambda one, two: one.clip_less(two, _CAP), case1, case2,
+            unresolved="" if _is_clipped(case1 + case2) else "no token has such a ratio",
+        ),
+    ]  # fmt: skip
     if not runs["case1"]:
         return verdicts
     size = {case: series(cells, "train_rollout_logprob_abs_diff") for case, cells in runs.items()}
@@ -196,7 +204,16 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
     verdicts.append(CURVE_ZERO.judge(span(whole), seeds=whole))
     each = size["case1"].mean(axis=1) / size["case3"].mean(axis=1)
     verdicts.append(CURVE_ORDER.judge(seed_mean(each), seeds=each.tolist()))
+    clipped = {c: series(cells, "tis_clipfrac").mean(axis=1) for c, cells in runs.items()}
+    less = clipped["case1"] - np.max([clipped[c] for c in CASES if c != "case1"], axis=0)
+    nothing = "" if any(x.any() for x in clipped.values()) else "no token was clipped"
+    verdicts.append(CURVE_CLIPPED.judge(seed_mean(less), None, less.tolist(), nothing))
     return verdicts
+
+
+def _is_clipped(pairs: list[Pair]) -> bool:
+    """Whether there are tokens beyond the cap."""
+    return any(pair.tail[:, CAPS.index(_CAP)].any() for pair in pairs)
 
 
 def _ratio(one: Pair, other: Pair, value: str) -> Estimate:

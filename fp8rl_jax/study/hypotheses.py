@@ -4,7 +4,9 @@ A hypothesis names a figure and the zone in which it must lie. It is *supported*
 interval lies there and, where it has a test of its own, p is below 0.05; *not supported* if the
 whole interval lies outside; *not resolved* otherwise. Of several seeds the interval is that of all
 their sequences together, or of a figure of RL runs Student's over seeds; and each seed's own figure
-must agree where they are given: one on the other side leaves the hypothesis not resolved.
+must agree where they are given: one on the other side leaves the hypothesis not resolved. So does
+a reason that the study gives, such as models that were trained once: their samples say nothing
+about another training.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Hypothesis:
       figure: what is estimated, with its unit.
       low, high: the zone; infinite where it has no such end.
       test: the name of the test whose p-value must be below 0.05 too; empty for none.
+      least_seeds: with fewer seeds it is not resolved.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Hypothesis:
     low: float = -math.inf
     high: float = math.inf
     test: str = ""
+    least_seeds: int = 1
 
     def filled(self, *names: str) -> Hypothesis:
         """With names in the place of the braces in `figure`; they are added to its own name."""
@@ -47,7 +51,11 @@ class Hypothesis:
         )
 
     def judge(
-        self, found: Estimate, p: float | None = None, seeds: Sequence[float] = ()
+        self,
+        found: Estimate,
+        p: float | None = None,
+        seeds: Sequence[float] = (),
+        unresolved: str = "",
     ) -> dict[str, Any]:
         """What study.json says of it, the verdict's sentence included.
 
@@ -55,11 +63,16 @@ class Hypothesis:
           found: the figure.
           p: of the test, for a hypothesis that has one; NaN where it needs more seeds.
           seeds: the figure of each seed, where there are several.
+          unresolved: why the figure cannot decide, whatever it is.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
         inside = [self.low <= seed <= self.high for seed in seeds]
-        if self.low <= found.low and found.high <= self.high and significant and all(inside):
+        if len(seeds) < self.least_seeds > 1:
+            unresolved = f"it needs {self.least_seeds} seeds, and there are {len(seeds)}"
+        if unresolved:
+            verdict = NOT_RESOLVED
+        elif self.low <= found.low and found.high <= self.high and significant and all(inside):
             verdict = SUPPORTED
         elif (found.high < self.low or self.high < found.low) and not any(inside):
             verdict = NOT_SUPPORTED
@@ -73,7 +86,7 @@ class Hypothesis:
             "estimate": {name: _finite(x) for name, x in found._asdict().items()},
             "seeds": [_finite(x) for x in seeds],
             "p": None if p is None else _finite(p),
-            "sentence": self._sentence(verdict, found, p, seeds),
+            "sentence": self._sentence(verdict, found, p, seeds, unresolved),
         }
 
     def _zone(self) -> str:
@@ -85,7 +98,9 @@ class Hypothesis:
             return "below 0" if self.high == -ANY else f"at most {self.high:.3g}"
         return f"{self.low:.3g} to {self.high:.3g}"
 
-    def _sentence(self, verdict: str, found: Estimate, p: float | None, seeds) -> str:
+    def _sentence(
+        self, verdict: str, found: Estimate, p: float | None, seeds, unresolved: str
+    ) -> str:
         test = ""
         if p is not None:
             test = f"; {self.test}: {f'p = {p:.2g}' if math.isfinite(p) else 'needs two seeds'}"
@@ -94,8 +109,10 @@ class Hypothesis:
         if math.isfinite(found.low):
             kind = "range" if isinstance(found, Range) else "95% interval"
             interval = f"{kind} {found.low:.3g} to {found.high:.3g}"
+        reason = f" ({unresolved})" if unresolved else ""
+        figure = self.figure[0].upper() + self.figure[1:]
         return (
-            f"{self.text}: **{verdict}**. {self.figure[0].upper()}{self.figure[1:]}: "
+            f"{self.text}: **{verdict}**{reason}. {figure}: "
             f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."
         )
 

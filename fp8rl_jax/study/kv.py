@@ -1,6 +1,6 @@
 """`fp8rl study kv`: what an FP8 KV cache adds to the mismatch, beside FP8 linear layers.
 
-"FP8-RL" (the vLLM and verl study) and NVIDIA's report on FP8 for RL set a bf16 learner against
+"FP8-RL", as its digest tells it, and NVIDIA's report on FP8 for RL set a bf16 learner against
 rollouts with FP8 linear layers, an FP8 KV cache, and both; the former finds the cache's mismatch
 slightly above that of the linear layers on Qwen3-8B, and calibration of static scales at 2 to 3% of
 a step. Here all of them score one set of samples.
@@ -50,8 +50,12 @@ ORDER = Hypothesis(
     "RMS of the logits' difference, KV cache over linear layers", 1.0,
 )  # fmt: skip
 INDEPENDENT = Hypothesis(
-    "independent", "The two errors add up as independent ones do",
+    "independent", "The two errors add up as independent ones do, within a fifth",
     "RMS of the logits' difference, both over the root of the sum of squares", 0.8, 1.25,
+)  # fmt: skip
+QUERIES = Hypothesis(
+    "queries", "FP8 queries add to the mismatch of both",
+    "RMS of the logits' difference, both and FP8 queries over both", 1.0,
 )  # fmt: skip
 CALIBRATED = Hypothesis(
     "calibrated", "A calibrated scale for each layer mismatches at least as much as a scale for "
@@ -68,7 +72,7 @@ GROWTH = Hypothesis(
 )  # fmt: skip
 SHARE = Hypothesis(
     "share", "Calibration takes 2 to 3% of a step",
-    "share of a step's time, mean over steps", 0.02, 0.03,
+    "share of a step's time, mean over a run's steps", 0.02, 0.03,
 )  # fmt: skip
 
 
@@ -146,14 +150,15 @@ def _judge(each: dict[str, list[Pair]], timed: list[dict], slots: int) -> list[d
         ratio(BOTH_KV, "both", "kv"),
         ratio(ORDER, "kv", "linears"),
         ratio(INDEPENDENT, "both", "linears", "kv"),
+        ratio(QUERIES, "both and q", "both"),
         ratio(CALIBRATED, "kv calibrated", "kv"),
     ]
     if slots >= LONG:
         verdicts.append(judge_pairs(POSITION, _halves, each["kv"]))
         verdicts.append(judge_pairs(GROWTH, growth, each["both"]))
     if timed:
-        shares = series(timed, "calibrate_frac")[:, _FIRST:]
-        verdicts.append(SHARE.judge(seed_mean(shares.ravel())))
+        shares = series(timed, "calibrate_frac")[:, _FIRST:].mean(axis=1)
+        verdicts.append(SHARE.judge(seed_mean(shares), seeds=shares.tolist()))
     return verdicts
 
 

@@ -6,7 +6,9 @@ from the sums, and intervals from drawing clusters.
 
 Entropy is a confounder: a policy that is sure of its tokens has small differences of their
 log-probability, whatever its arithmetic is. Models are therefore compared by the mean square of the
-logits' difference, and by |D| among tokens of similar probability.
+logits' difference, and by |D| among tokens of similar probability. Training that sharpens a policy
+may make its logits larger, and their errors with them; so policies before and after RL are compared
+by that mean square over the mean square of the logits.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, clustered_me
 CAPS = (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)  # C of the clip fraction
 PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)  # edges of bins, of the sampler's probability
 POSITIONS = 8  # bins over the slots of a response
-# Sums over tokens: of |D|, e^|D| - 1, k3 = e^D - D - 1, KL, squares of logits' differences, entropy
-# of a, tokens that differ in a bit.
-SUMS = ("abs", "expm1", "k3", "kl", "square", "entropy", "unequal")
+# Sums over tokens: of |D|, e^|D| - 1, k3 = e^D - D - 1, KL, squares of logits' differences, squares
+# of a's logits, entropy of a, tokens that differ in a bit.
+SUMS = ("abs", "expm1", "k3", "kl", "square", "size", "entropy", "unequal")
 
 
 class Pair:
@@ -34,7 +36,7 @@ class Pair:
 
     Attributes:
       tokens: (Q,) number of tokens of each cluster.
-      sums: {name of SUMS: (Q,)}.
+      sums: {name of SUMS: (Q,)}; NaN where an older cell has none.
       most: the largest |D|.
       tail: (Q, C) tokens whose e^D is above C or below 1 / C, for each of CAPS.
       binned: {'position' | 'probability': (Q, 2, bins)}, tokens and their sum of |D|.
@@ -48,7 +50,8 @@ class Pair:
 
     def __init__(self, numbers: dict[str, Any]):
         """Reads `numbers`, as `measure` gives them."""
-        self.sums = {name: np.array(numbers["sums"][name]) for name in SUMS}
+        missing = [float("nan")] * len(numbers["tokens"])
+        self.sums = {name: np.array(numbers["sums"].get(name, missing)) for name in SUMS}
         self.binned = {name: np.array(x) for name, x in numbers["binned"].items()}
         self.most = numbers["most"]
         self.tokens, self.tail, self.sequence, self.prefix, self.flips, self.inputs = (
@@ -77,6 +80,10 @@ class Pair:
         """Root of the mean square of the logits' difference."""
         clusters = np.stack([self.sums["square"], self.tokens], axis=1)
         return cluster_bootstrap(clusters, lambda m: np.sqrt(m[:, 0] / m[:, 1]))
+
+    def relative_rms(self) -> float:
+        """RMS of the logits' difference over that of a's logits."""
+        return float(np.sqrt(self.sums["square"].sum() / self.sums["size"].sum()))
 
     def flip_share(self) -> Estimate:
         """Mean over layers of the share of tokens whose experts differ."""
@@ -138,12 +145,15 @@ def rms_ratio(one: Pair, *others: Pair) -> Estimate:
 
 
 def judge_pairs(
-    hypothesis: Hypothesis, figure: Callable[..., Estimate], *sides: Sequence[Pair]
+    hypothesis: Hypothesis,
+    figure: Callable[..., Estimate],
+    *sides: Sequence[Pair],
+    unresolved: str = "",
 ) -> dict[str, Any]:
     """The verdict of a figure of one or several pairs, a pair for each seed on each side: of all
-    seeds' clusters together, and of each seed."""
+    seeds' clusters together, and of each seed; `unresolved` as in `Hypothesis.judge`."""
     seeds = [figure(*pairs).value for pairs in zip(*sides, strict=True)]
-    return hypothesis.judge(figure(*map(pooled, sides)), seeds=seeds)
+    return hypothesis.judge(figure(*map(pooled, sides)), None, seeds, unresolved)
 
 
 def _bin_means(binned: np.ndarray) -> list[float | None]:
@@ -191,7 +201,8 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
     size = np.abs(d)
     values = {
         "abs": size, "expm1": np.expm1(size), "k3": np.expm1(d) - d, "kl": found.divergence,
-        "square": found.square, "entropy": part.entropy[a], "unequal": d != 0,
+        "square": found.square, "size": found.size, "entropy": part.entropy[a],
+        "unequal": d != 0,
     }  # fmt: skip
     sums = {name: np.where(mask, x, 0.0).sum(axis=1) for name, x in values.items()}
     caps = np.log(CAPS)

@@ -60,6 +60,7 @@ class Comparison(NamedTuple):
       divergence: KL(a || b) over the whole vocabulary, in nats.
       square: the mean square over the vocabulary of the logits' difference, less its mean, which
         changes no probability.
+      size: the same of a's logits.
       flips: (S, B, T) bool, whether the sets of experts differ in the S layers that have any, at
         every token of the sequence: those that the routers chose, also where others were replayed.
         None for a dense model.
@@ -68,6 +69,7 @@ class Comparison(NamedTuple):
     difference: np.ndarray
     divergence: np.ndarray
     square: np.ndarray
+    size: np.ndarray
     flips: np.ndarray | None
 
 
@@ -205,7 +207,7 @@ class Scorer:
 
         def compare(a: str, b: str) -> Comparison:
             one, other = found[a], found[b]
-            divergence, square = processes.fetch(
+            of_logits = processes.fetch(
                 _compare(one[2][LOGITS], other[2][LOGITS], batch.temperature)
             )
             flips = None
@@ -214,9 +216,8 @@ class Scorer:
                 flips = processes.fetch(_flips(*chosen))
             d = np.asarray(other[0], np.float64) - np.asarray(one[0], np.float64)
             return Comparison(
-                np.where(mask, d, 0.0), np.where(mask, divergence, 0.0),
-                np.where(mask, square, 0.0), flips,
-            )  # fmt: skip
+                np.where(mask, d, 0.0), *(np.where(mask, x, 0.0) for x in of_logits), flips
+            )
 
         margins = {
             name: np.asarray(_margin(model, taps[_ROUTER_LOGITS][dense:], correction))
@@ -243,7 +244,8 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
 
 @exact_jit
 def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
-    """(KL, mean square of the logits' difference) of logits (B, R, V), each (B, R) float32.
+    """(KL, mean square of the logits' difference, of `one`) of logits (B, R, V), each (B, R)
+    float32.
 
     ``KL = sum_v p_v (e^d - 1 - d)`` with d the difference of the log-probabilities: the sum of
     p e^d is 1, so this is the sum of -p d, in terms that are never negative.
@@ -252,9 +254,7 @@ def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
     a, b = (jax.nn.log_softmax(x * scale, axis=-1) for x in (one, other))
     d = b - a
     divergence = (jnp.exp(a) * (jnp.expm1(d) - d)).sum(-1)
-    shift = other - one
-    shift = shift - shift.mean(-1, keepdims=True)
-    return divergence, (shift * shift).mean(-1)
+    return divergence, jnp.var(other - one, axis=-1), jnp.var(one, axis=-1)
 
 
 @exact_jit

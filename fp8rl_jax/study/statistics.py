@@ -189,14 +189,13 @@ def mann_kendall(series: np.ndarray, block: int, draws: int = DRAWS) -> Trend:
     return Trend(tau, (extreme + 1) / (draws + 1))
 
 
-def equivalence(sample: np.ndarray, target: float, margin: float, least: float = 0.0) -> float:
-    """p-value of TOST: two one-sided t-tests that a mean lies within `margin` of `target`.
+def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:
+    """p-value of TOST: two one-sided t-tests that a mean lies within `margin` of 0.
 
-    (Schuirmann, 1987.) The larger of the two p-values: below 0.05 the mean is equivalent.
+    (Schuirmann, 1987.) The larger of the two p-values: below 0.05 the mean is equivalent to 0.
 
     Args:
-      sample: (S,) one value for each sequence.
-      target: the mean in question.
+      sample: (S,) one value for each seed.
       margin: above 0, set before the data are seen.
       least: as in `seed_mean`.
 
@@ -206,7 +205,7 @@ def equivalence(sample: np.ndarray, target: float, margin: float, least: float =
     sample = np.asarray(sample, np.float64)
     if len(sample) < 2 or not margin > 0:
         raise ValueError("an equivalence test needs two values and a margin above 0")
-    distance = float(sample.mean()) - target
+    distance = float(sample.mean())
     error = _deviation(sample, least) / math.sqrt(len(sample))
     if error == 0:
         return 0.0 if abs(distance) < margin else 1.0

@@ -13,15 +13,16 @@ from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS
 from fp8rl_jax.study.runs import Arms
 
 
-def pair_numbers(error: float) -> dict[str, Any]:
-    """The numbers of `measures.Pair`: two questions, their logits off by `error`."""
+def pair_numbers(error: float, size: float = 1.0) -> dict[str, Any]:
+    """The numbers of `measures.Pair`: two questions, their logits of `size` and off by `error`."""
     tokens = np.array([40, 60])
     sums = {name: (0.01 * tokens).tolist() for name in SUMS}
     bins = {"position": POSITIONS, "probability": len(PROBABILITIES) - 1}
     binned = {name: np.ones((2, 2, count)) for name, count in bins.items()}
     binned["probability"][:, 0, 0] = 0  # an empty bin
     return {
-        "sums": sums | {"square": (error**2 * tokens).tolist()},
+        "sums": sums
+        | {"square": (error**2 * tokens).tolist(), "size": (size**2 * tokens).tolist()},
         "binned": {name: values.tolist() for name, values in binned.items()},
         "most": 0.1, "tokens": tokens.tolist(), "tail": np.ones((2, len(CAPS))).tolist(),
         "sequence": np.ones((2, 3)).tolist(), "prefix": np.ones((2, 2, 3)).tolist(),
@@ -29,8 +30,11 @@ def pair_numbers(error: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_cell(steps: int = 4, *, bf16: float = 0.5, own: float = 0.5, **series) -> dict[str, Any]:
-    """A cell of `Arms.run`: curves by name, or a constant; and two sampled accuracies."""
+def run_cell(
+    steps: int = 4, *, bf16: float = 0.5, own: float = 0.5, error: float = 0.004, **series
+) -> dict[str, Any]:
+    """A cell of `Arms.run`: curves by name, or a constant; and two sampled accuracies with a
+    standard error."""
     curves = {"reward_mean": 0.5, "train_rollout_logprob_abs_diff": 0.01, **series}
     return {
         "numbers": {
@@ -38,8 +42,8 @@ def run_cell(steps: int = 4, *, bf16: float = 0.5, own: float = 0.5, **series) -
                 name: np.broadcast_to(np.asarray(curve, float), steps).tolist()
                 for name, curve in curves.items()
             },
-            "bf16": {"accuracy_sampled": bf16},
-            "own": {"accuracy_sampled": own},
+            "bf16": {"accuracy_sampled": bf16, "accuracy_sampled_se": error},
+            "own": {"accuracy_sampled": own, "accuracy_sampled_se": error},
         },
         "commit": "c", "cpu": "c", "versions": {"jax": "0"},
     }  # fmt: skip

@@ -31,7 +31,7 @@ _SIZES = {"case1": (0.3, 0.0), "case2": (0.03, 0.004), "case3": (0.03, 0.004), "
 def _pair(d: np.ndarray, kl: float) -> dict:
     """Numbers of a pair whose tokens have these D and the same KL."""
     ones = np.ones((_ROWS, _SLOTS))
-    found = Comparison(d, kl * ones, ones, None)
+    found = Comparison(d, kl * ones, ones, ones, None)
     scores = Scores(
         slice(0, _ROWS), {"a": -ones.astype(np.float32)}, {"a": ones}, {}, lambda a, b: found
     )
@@ -59,6 +59,7 @@ def _runs(seeds: int = 3, last: float = 0.0) -> dict[str, list[dict]]:
     def run(mismatch: float) -> dict:
         series = {name: [0.5] * 4 for name in SERIES if name != "calibrate_frac"}
         series["train_rollout_logprob_abs_diff"] = (mismatch * rng.uniform(0.9, 1.1, 4)).tolist()
+        series["tis_clipfrac"] = [mismatch] * 4
         accuracy = {"accuracy_greedy": 0.5, "accuracy_sampled": 0.25}
         return {"numbers": {"series": series, "own": accuracy, "bf16": accuracy}}
 
@@ -77,7 +78,7 @@ def test_verdicts_of_what_is_expected():
     assert set(found.values()) == {"supported"}, found
     assert set(found) == {
         "reference", "same_forward", "kl_equal", "zero", "zero_bf16", "imitation", "clipped",
-        "curve_zero", "curve_order",
+        "curve_zero", "curve_order", "curve_clipped",
     }  # fmt: skip
     small = dict(_SIZES, case1=(0.02, 0.0))
     assert _verdicts([_cell(0, small)])["accepted"] == "supported"
@@ -95,7 +96,23 @@ def test_verdicts_of_the_contrary():
     assert _verdicts([_cell(0, doubled)])["kl_equal"] == "not supported"
     order = _runs()
     order["case1"], order["case3"] = order["case3"], order["case1"]
-    assert _verdicts([_cell()], order)["curve_order"] == "not supported"
+    found = _verdicts([_cell()], order)
+    assert found["curve_order"] == found["curve_clipped"] == "not supported"
+
+
+def test_nothing_clipped_shows_nothing():
+    """Cases without a clipped token do not refute that one clips more than the other."""
+    small = dict(_SIZES, case1=(0.03, 0.0))
+    runs = _runs()
+    for made in runs.values():
+        for cell in made:
+            cell["numbers"]["series"]["tis_clipfrac"] = [0.0] * 4
+    found = {v["name"]: v for v in cases._judge([_cell(0, small), _cell(1, small)], runs)}
+    for name, reason in (
+        ("clipped", "(no token has such a ratio)"),
+        ("curve_clipped", "(no token was clipped)"),
+    ):
+        assert found[name]["verdict"] == "not resolved" and reason in found[name]["sentence"]
 
 
 def test_seeds_must_agree():
@@ -175,7 +192,7 @@ def scores(monkeypatch):
 
         def score(self, params, batch):
             for rows in (slice(0, 4), slice(4, 8)):
-                found = Comparison(*(np.zeros((4, 3)) for _ in range(3)), None)
+                found = Comparison(*(np.zeros((4, 3)) for _ in range(4)), None)
                 values = {"one": off[rows], "two": logp[rows] - 1}
                 yield Scores(
                     rows, values, values, {"one": margins[:, rows], "two": 0 * margins[:, rows]},

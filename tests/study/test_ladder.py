@@ -42,8 +42,9 @@ def _verdicts(found: list[dict]) -> dict[str, str]:
     return {verdict["name"]: verdict["verdict"] for verdict in found}
 
 
-def _ladder(**rungs: dict) -> dict:
-    return {rung: {view: [pair] for view, pair in views.items()} for rung, views in rungs.items()}
+def _ladder(seeds: int = 3, **rungs: dict) -> dict:
+    """A ladder whose seeds have the same figures."""
+    return {r: {view: [pair] * seeds for view, pair in views.items()} for r, views in rungs.items()}
 
 
 def test_rungs_are_compared():
@@ -57,6 +58,10 @@ def test_rungs_are_compared():
     assert found == dict.fromkeys(found, "supported")
     assert {"zero", "mixture_m8_d8", "mixture_m32_d8", "experts_m32_m8", "flips_m32_m8",
             "depth_d16_d8", "cause_m8", "replay_m8_d8"} <= set(found)  # fmt: skip
+
+    once = _verdicts(scale._judge(_ladder(1, d8={plain: _pair(1, seed=2)}, **mixed), cells, []))
+    within = {"zero", "cause_m8", "cause_m32"}
+    assert {name for name, verdict in once.items() if verdict == "supported"} == within
 
     cells["any"][0]["numbers"]["decode"]["unequal"] = 0.25
     mixed["m32"], mixed["m8"] = mixed["m8"], mixed["m32"]
@@ -82,12 +87,14 @@ def _outliers(broken: dict[tuple[int, str], float], changed: int = 0) -> dict:
 
 
 def test_outliers_are_judged():
-    good = {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 40.0, (18, "fp8"): 10.0}
+    coarse = {(k, "fp8_tensorwise"): 4.0 for k in POWERS}  # without an outlier too
+    good = coarse | {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 100.0, (18, "fp8"): 10.0}
     found = _verdicts(scale._judge_outliers([_outliers(good)["numbers"]]))
     assert found == dict.fromkeys(
         ("exact", "harmless", "breaks", "granularity", "finest"), "supported"
     )
-    bad = {(12, "fp8"): 3.0, (18, "fp8"): 5.0, (18, "mxfp8"): 9.0}
+    bad = coarse | {(12, "fp8"): 3.0, (18, "fp8"): 5.0, (18, "mxfp8"): 9.0}
+    bad[18, "fp8_tensorwise"] = 10.0
     found = _verdicts(scale._judge_outliers([_outliers(bad, changed=2)["numbers"]]))
     assert found["exact"] == "not resolved", "zero for some, not for all"
     assert {found[n] for n in ("harmless", "breaks", "granularity", "finest")} == {"not supported"}
@@ -104,6 +111,7 @@ def test_growth_along_an_answer(exponent, verdict):
 def test_errors_that_add_up():
     """Independent errors add their squares; a cache that removes the layers' error does not."""
     parts = {"linears": [_pair(9)], "kv": [_pair(16, seed=1)], "kv calibrated": [_pair(20)]}
+    parts["both and q"] = [_pair(36, seed=3)]
     found = _verdicts(kv._judge({"both": [_pair(25, seed=2)], **parts}, [], 64))
     assert found.pop("position") == "supported"
     assert found == dict.fromkeys(found, "supported")

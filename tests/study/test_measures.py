@@ -34,6 +34,7 @@ def _samples(seed: int = 0) -> dict:
         "d": masked(rng.normal(0, 0.8, shape) * (rng.random(shape) < 0.8)),
         "kl": masked(rng.random(shape)),
         "square": masked(rng.random(shape)),
+        "size": masked(1 + rng.random(shape)),
         "entropy": masked(rng.random(shape)),
         "logp": masked(np.log(rng.choice([0.03, 0.3, 0.7, 0.95, 0.999], shape))),
         "flips": rng.random((_LAYERS, _ROWS, _TOKENS)) < [[[0.2]], [[0.6]]],
@@ -49,7 +50,7 @@ def _scores(x: dict, size: int, dense: bool = False):
         def compare(a: str, b: str, rows=rows) -> Comparison:
             assert (a, b) == ("a", "b")
             flips = None if dense else x["flips"][:, rows]
-            return Comparison(x["d"][rows], x["kl"][rows], x["square"][rows], flips)
+            return Comparison(*(x[n][rows] for n in ("d", "kl", "square", "size")), flips)
 
         logprobs = {"a": x["logp"][rows].astype(np.float32), "b": -wrong}
         yield Scores(rows, logprobs, {"a": x["entropy"][rows], "b": wrong}, {}, compare)
@@ -83,6 +84,7 @@ def test_sums_are_those_of_a_loop():
             "k3": sum(math.exp(d) - 1 - d for _, _, d in tokens),
             "kl": sum(x["kl"][r, s] for r, s, _ in tokens),
             "square": sum(x["square"][r, s] for r, s, _ in tokens),
+            "size": sum(x["size"][r, s] for r, s, _ in tokens),
             "entropy": sum(x["entropy"][r, s] for r, s, _ in tokens),
             "unequal": sum(d != 0 for _, _, d in tokens),
         }
@@ -212,7 +214,7 @@ def test_divergence_of_whole_distributions():
     one = rng.normal(0, 3, (3, 4, 17)).astype(np.float32)
     other = one + rng.normal(0, 0.1, one.shape).astype(np.float32) + np.float32(0.7)
     temperature = np.array([1.0, 0.5, 0.0], np.float32)  # 0 stands for 1
-    divergence, square = (np.asarray(x) for x in scoring._compare(one, other, temperature))
+    divergence, square, size = (np.asarray(x) for x in scoring._compare(one, other, temperature))
     for b, r in np.ndindex(3, 4):
         scale = temperature[b] or 1.0
         logp, logq = (_log_softmax(x[b, r].astype(np.float64) / scale) for x in (one, other))
@@ -220,6 +222,7 @@ def test_divergence_of_whole_distributions():
         assert divergence[b, r] == pytest.approx(theirs, rel=1e-3)
         shift = other[b, r].astype(np.float64) - one[b, r]
         assert square[b, r] == pytest.approx(shift.var(), rel=1e-4)
+        assert size[b, r] == pytest.approx(one[b, r].astype(np.float64).var(), rel=1e-4)
     same = scoring._compare(one, one, temperature)
     assert not np.any(same[0]) and not np.any(same[1])
 

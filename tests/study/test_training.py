@@ -34,9 +34,13 @@ def _verdicts(result) -> dict[str, str]:
     return {verdict["name"]: verdict["verdict"] for verdict in result["hypotheses"]}
 
 
-def _cell(slope: float, entropy_slope: float, tis: float = 1.0, noise: float = 0.1, grows=0.0):
+def _cell(
+    slope: float, entropy_slope: float, tis: float = 1.0, noise: float = 0.1, grows=0.0,
+    sharper=1.0, gain=0.1,
+):  # fmt: skip
     """Mismatch and entropy that change by these shares over the run, what TIS makes of the
-    mismatch, and the share by which the logits' error grows."""
+    mismatch, the share by which the logits' error grows, by how much all logits grow, and what
+    the reward gains."""
 
     def cell(seed: int, arm: str):
         rng = np.random.default_rng(seed)
@@ -45,10 +49,10 @@ def _cell(slope: float, entropy_slope: float, tis: float = 1.0, noise: float = 0
         entropy = (1 + entropy_slope * _TIME) * (1 + 0.1 * (rough[2] - 1))
         made = run_cell(
             _STEPS, mismatch_kl=size, train_rollout_logprob_abs_diff=size * rough[1],
-            entropy=entropy,
+            entropy=entropy, reward_mean=0.3 + gain * _TIME + 0.01 * (rough[1] - 1),
         )  # fmt: skip
-        error = 0.1 * (1 + grows) + 0.005 * rng.normal()
-        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(error)}}
+        error = sharper * (0.1 * (1 + grows) + 0.005 * rng.normal())
+        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(error, sharper)}}
         return made
 
     return cell
@@ -80,12 +84,23 @@ def test_tis(tis, verdict, tmp_path, monkeypatch):
     assert _verdicts(result)["tis_not_above"] == verdict
 
 
+@pytest.mark.parametrize(("gain", "verdict"), [(0.1, "supported"), (-0.1, "not supported")])
+def test_stable(gain, verdict, tmp_path, monkeypatch):
+    result, *_ = _study(tmp_path, monkeypatch, _cell(0.5, -0.2, gain=gain))
+    assert _verdicts(result)["tis_stable"] == verdict
+
+
 @pytest.mark.parametrize(
-    ("grows", "verdict"), [(0.5, "supported"), (-0.5, "not supported"), (0.0, "not resolved")]
-)
-def test_the_logits_error(grows, verdict, tmp_path, monkeypatch):
-    """Whatever mismatch and entropy do."""
-    result, *_ = _study(tmp_path, monkeypatch, _cell(-0.3, -0.8, grows=grows), seeds=4)
+    ("grows", "sharper", "verdict"),
+    [
+        (0.5, 1.0, "supported"), (-0.5, 1.0, "not supported"), (0.0, 1.0, "not resolved"),
+        (-0.5, 4.0, "not supported"),
+    ],
+)  # fmt: skip
+def test_the_logits_error(grows, sharper, verdict, tmp_path, monkeypatch):
+    """Whatever mismatch and entropy do, and how large the logits become."""
+    cell = _cell(-0.3, -0.8, grows=grows, sharper=sharper)
+    result, *_ = _study(tmp_path, monkeypatch, cell, seeds=4)
     assert _verdicts(result)["error_grows"] == verdict
 
 
@@ -120,7 +135,7 @@ def test_files(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "study.json").read_text())["block"] == _STEPS // 16
     table = (tmp_path / "study.md").read_text()
     assert "| uncorrected | mismatch KL per nat of entropy |" in table
-    assert "\n| before RL | 0.1, 0.1, 0.1 | 0.01, 0.01, 0.01 |" in table
+    assert "\n| before RL | 0.1, 0.1, 0.1 | 0.1, 0.1, 0.1 | 0.01, 0.01, 0.01 |" in table
     assert (tmp_path / "study.png").read_bytes()[:4] == b"\x89PNG"
 
 
