@@ -3,7 +3,7 @@
 Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/deepseek_v3_671b.py --config.model.checkpoint=DIR
            with the files of deepseek-ai/DeepSeek-V3 in DIR
-Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (46 GiB for each
+Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (54 GiB for each
            GPU). Compiled without them, a train step needs 90.4 GiB of each (fp8rl plan --compile),
            and the sampler's weights, before it, 56.0 GiB. Expert exchange goes over two hosts,
            so a step is bound by the network between them (fp8rl plan)

@@ -4,7 +4,7 @@ Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE 
 Command:   fp8rl train --config configs/kimi_k2_1t.py --config.model.checkpoint=DIR
            with the files of moonshotai/Kimi-K2-Instruct in DIR, and a tokenizer.json made of its
            tiktoken.model
-Mesh:      256 GPUs of 141 GB: data 2, fsdp 8, expert 16, moments in the host's memory (65 GiB for
+Mesh:      256 GPUs of 141 GB: data 2, fsdp 8, expert 16, moments in the host's memory (70 GiB for
            each GPU). Compiled without them, a train step needs 101.1 GiB of each (fp8rl plan
            --compile), and the sampler's weights, before it, 72.7 GiB. Expert exchange goes over
            two hosts, so a step is bound by the network between them (fp8rl plan)

@@ -69,7 +69,8 @@ def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
         shape = dict(zip(MESH_AXES, sizes, strict=True))
         raise UserError(
             f"mesh {shape} has {math.prod(sizes)} places for {devices} devices; "
-            "set mesh.data, mesh.fsdp and mesh.tensor so that they multiply to that number"
+            "set mesh.data, mesh.fsdp, mesh.tensor and mesh.expert so that they multiply to that "
+            "number"
         )
     return tuple(sizes)
 
@@ -118,6 +119,15 @@ def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
 def named(mesh: Mesh, specs):
     """NamedSharding of every PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def laid_out(shapes, shardings):
+    """ShapeDtypeStructs with shardings: one for all arrays, or a tree of them."""
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
 
 
 def stored_over(logical: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:

@@ -221,11 +221,13 @@ class _Run:
             f"learner {rt.learner_recipe.name}; "
             f"{layout()}; seed {rt.config.run.seed}"
         )
-        if sharding.between_hosts(rt.mesh, "tensor", processes.hosts()):
-            self.display.note(
-                f"mesh.tensor={rt.mesh.shape['tensor']} goes over several hosts: in every layer "
-                "activations travel between them; a number that divides a host's devices is faster"
-            )
+        for axis in ("tensor", "expert"):
+            if sharding.between_hosts(rt.mesh, axis, processes.hosts()):
+                self.display.note(
+                    f"mesh.{axis}={rt.mesh.shape[axis]} goes over several hosts: in every layer "
+                    "activations travel between them; a number that divides a host's devices is "
+                    "faster"
+                )
         if rt.config.model.checkpoint:
             self.display.note(f"initial parameters: {rt.config.model.checkpoint}")
 
@@ -272,7 +274,7 @@ class _Run:
         meta = self.checkpoints.read_meta(number)
         self.phase, self.drifted = meta["phase"], meta.get("drifted", False)
         self.evaluation_failed = meta.get("evaluation_failed", False)
-        like = rt.new_state(rt.init_params(), optimizer_of_phase(self.config, self.phase)[0])
+        like = rt.state_shapes(optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
         self.logs = RunLogs(self.directory, meta["offsets"], self.config)
         self.display.note(f"resuming after {self.phase} step {meta['step']}")

@@ -238,6 +238,23 @@ def test_stored_experts_equal_one_device(config, recipe):
         assert result["gradient_error"] < {"f32": 1e-5, "fp8": 0.08}.get(recipe, 0.3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_replay_balance_and_shared_experts(recipe):
+    """As GPU kernels need it: the routing of another mesh's rollout is replayed, the balancing loss
+    is that of all tokens, and shared experts stay whole over tensor."""
+    fields = {"rollout.max_new_tokens": 4, "learner.remat": "full", "model.n_shared_experts": 1,
+              "algo.routing_replay": "weights", "algo.router_aux_loss_coef": 0.5}  # fmt: skip
+    fields |= dict(field.split("=") for field in _EXPERTS)
+    meshes = [[1, 1, 1], [1, 2, 1, 4], [1, 2, 2, 2]]
+    case = {"recipe": recipe, "config": fields, "meshes": meshes, "by_hand": True}
+    for result in run_script(8, "tensor_steps.py", json.dumps(case))[1:]:
+        differing = {name: count for name, count in result.items() if name.endswith("_differing")}
+        assert len(differing) == 5 and not any(differing.values()), differing
+        assert result["drift"] == 0
+        assert result["gradient_error"] < {"f32": 1e-5}.get(recipe, 0.08)
+
+
 _MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]
 
 

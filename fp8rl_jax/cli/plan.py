@@ -41,13 +41,14 @@ def _check(values: argparse.Namespace) -> None:
 
 
 def _hosts(values: argparse.Namespace, planned: Planned) -> int:
-    """Hosts of the devices, by default of eight devices each.
+    """Hosts of the devices, in equal numbers; by default of eight devices each, or of fewer.
 
     Raises:
-      UserError: they do not hold equal numbers of devices.
+      UserError: `--hosts` does not divide the devices.
     """
     count = planned.mesh.size
-    hosts = values.hosts or math.ceil(count / HOST_DEVICES)
+    least = math.ceil(count / HOST_DEVICES)
+    hosts = values.hosts or next(n for n in range(least, count + 1) if count % n == 0)
     if count % hosts:
         raise UserError(
             f"fp8rl plan: --hosts is {hosts}, which does not divide the {count} devices of the "

@@ -23,6 +23,7 @@ from fp8rl_jax.training.described import on_gpu
 from fp8rl_jax.training.learner_plan import LearnerPlan, Workload, plan_learner
 from fp8rl_jax.training.step_cost import (
     EFFICIENCY,
+    HOST_LINK,
     NETWORK,
     NVLINK,
     Gpu,
@@ -101,9 +102,9 @@ def plan_learner_config(planned: Planned, memory: int, gpu: Gpu, hosts: int) -> 
       gpu: its speed; hosts: that the devices are on, in equal numbers.
     """
     model, recipe = _learner(planned)
-    work = workload(planned)
-    cost = step_cost(model, recipe, planned.mesh, work, gpu, hosts)
-    return LearnerConfigPlan(planned, work, _memory(planned), cost, gpu, hosts, memory)
+    work, plan = workload(planned), _memory(planned)
+    cost = step_cost(model, recipe, planned.mesh, work, gpu, hosts, plan.host_moments)
+    return LearnerConfigPlan(planned, work, plan, cost, gpu, hosts, memory)
 
 
 def format_learner(found: LearnerConfigPlan) -> str:
@@ -159,10 +160,11 @@ def _format_cost(found: LearnerConfigPlan) -> Iterator[str]:
         f"and {cost.most_seconds:.3g} s if nothing does; at best {rate:,.0f} tokens/s."
     )
     efficiency = ", ".join(f"{name} {value:.0%}" for name, value in EFFICIENCY.items())
+    host = f", {HOST_LINK / 1e9:.0f} GB/s from its host" * (found.plan.host_moments > 0)
     yield (
         f"Constants ({gpu.name}'s data sheet): {gpu.speed}; a GPU receives "
-        f"{NVLINK / 1e9:.0f} GB/s by NVLink, {NETWORK / 1e9:.0f} GB/s from other hosts; assumed "
-        f"to be reached: {efficiency}. Nothing here was measured on a GPU."
+        f"{NVLINK / 1e9:.0f} GB/s by NVLink, {NETWORK / 1e9:.0f} GB/s from other hosts{host}; "
+        f"assumed to be reached: {efficiency}. Nothing here was measured on a GPU."
     )
 
 
@@ -183,14 +185,16 @@ def check_fits(found: LearnerConfigPlan) -> str:
 def find_fixes(found: LearnerConfigPlan) -> list[tuple[str, int]]:
     """(fields to write, bytes that the plan then has) of changes that fit, by price.
 
-    More micro-batches gather weights more often, and one alone needs more activations and a
-    gradient less; rematerialisation computes each layer once more;
-    offloaded moments go to the host and back in every update; a larger `fsdp` or `expert` takes
-    devices from `data`, or more of them. The smallest change of
-    each kind that fits is named, after a trial of the whole plan. If none does alone, the mesh is
-    made larger after the cheaper three.
+    A single micro-batch needs more activations but one gradient less; more of them gather weights
+    more often. Rematerialisation computes each layer once more; offloaded moments go to the host
+    and back in every update. A smaller `fsdp` helps where it is too large for the experts to be
+    stored over it. A larger `fsdp` or `expert` takes devices from `data`, or more of them. The
+    smallest change of each kind that fits is named, after a trial of the whole plan. If none does
+    alone, the mesh is changed after the cheaper three.
     """
-    kinds = (_micro_batches, _remat, _offload, _larger("fsdp"), _larger("expert"))
+    kinds = (
+        _micro_batches, _remat, _offload, _smaller_fsdp, _larger("fsdp"), _larger("expert"),
+    )  # fmt: skip
     fixes = [fix for kind in kinds for fix in _first_that_fits(found, kind(_written(found)))]
     if fixes:
         return fixes
@@ -247,6 +251,14 @@ def _remat(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigD
 def _offload(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
     if config.learner.offload == "none":
         yield _changed(config, {"learner.offload": "moments"})
+
+
+def _smaller_fsdp(config: ml_collections.ConfigDict) -> Iterator[ml_collections.ConfigDict]:
+    """Devices that go from `fsdp` to `data`."""
+    for factor in _FACTORS:
+        if config.mesh.fsdp % factor == 0:
+            sizes = config.mesh.data * factor, config.mesh.fsdp // factor
+            yield _changed(config, dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True)))
 
 
 def _larger(axis: str) -> Callable[..., Iterator[ml_collections.ConfigDict]]:

@@ -84,15 +84,15 @@ def _check_experts(config, experts: int) -> None:
             f"algo.router_aux_loss_coef is {config.algo.router_aux_loss_coef}, and a dense model "
             "has no routers: write 0"
         )
-    if replay != "none" and config.mesh.tensor > 1:
-        raise UserError(
-            f"algo.routing_replay is {replay!r}, which is recorded on whole layers, and "
-            f"mesh.tensor is {config.mesh.tensor}: write 1, or set algo.routing_replay='none'"
-        )
     if devices == 1:
         return
     if not experts:
         raise UserError(f"mesh.expert is {devices}, and a dense model has no experts: write 1")
+    if devices == -1:
+        raise UserError(
+            "mesh.expert is -1, which only the other axes may be: write the number of devices "
+            "that share the experts"
+        )
     if devices < 1 or experts % devices:
         raise UserError(
             f"mesh.expert is {devices}, which does not divide model.num_experts = {experts}: write "

@@ -8,8 +8,9 @@ rows of the batch::
     3  results go back to the rows' owners, one (token, slot) each, as they are
     4  the owner adds its k results in the order of slots        models/moe.py
 
-Only movement crosses devices, and rows of a product do not see each other, so the result has the
-bits of one device on any mesh, wherever the tokens go. (Common combines add on the way, in an order
+Only movement crosses devices, and rows of a product do not see each other, so under recipes that
+scale a row by itself or beforehand the result has the bits of one device on any mesh, wherever the
+tokens go. (Common combines add on the way, in an order
 that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
 
 Nothing is dropped: buffers hold the worst case, all tokens at the experts of one device, n k rows

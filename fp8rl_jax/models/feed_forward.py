@@ -17,10 +17,10 @@ from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.router import (
     Router,
     expert_tokens,
-    mean_probability,
     router_logits,
     routing_weights,
     select_experts,
+    sum_probability,
 )
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value
@@ -60,18 +60,20 @@ def gated_mlp(
 
 
 class SharedExperts(nn.Module):
-    """Experts that every token uses, as one gated MLP (DeepSeekMoE, arXiv:2401.06066)."""
+    """Experts that every token uses, as one gated MLP (DeepSeekMoE, arXiv:2401.06066).
+
+    Whole on every device of the axis `tensor`.
+    """
 
     config: ModelConfig
     recipe: Recipe
     init_scale: float
-    tensor: int
 
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
         """(B, T, D) -> (B, T, D), in the compute dtype."""
         width = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return gated_mlp(self, self.recipe, x, width, self.init_scale, self.tensor)
+        return gated_mlp(self, self.recipe, x, width, self.init_scale, tensor=1)
 
 
 def sparse_mlp(
@@ -94,7 +96,7 @@ def sparse_mlp(
 
     Returns:
       (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
-      if collected 'expert_probability': (E,) float32, `mean_probability`}.
+      if collected 'expert_probability': (E,) float32, `sum_probability`}.
     """
     router = Router(config, name="router")()
     experts = Experts(config, init_scale, name="experts")()
@@ -111,10 +113,10 @@ def sparse_mlp(
     y = own_rows(run, x.value, weights, chosen, shared=(experts,), spec=spec)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
-        shared_experts = SharedExperts(config, recipe, init_scale, tensor, name="shared_experts")
+        shared_experts = SharedExperts(config, recipe, init_scale, name="shared_experts")
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
     if "expert_probability" in collect:
-        aux["expert_probability"] = mean_probability(config, logits, valid)
+        aux["expert_probability"] = sum_probability(config, logits, valid)
     return y, aux

@@ -155,8 +155,8 @@ def expert_tokens(config: ModelConfig, experts: jax.Array, valid: jax.Array) -> 
     return jnp.zeros(config.num_experts, jnp.int32).at[experts].add(counted)
 
 
-def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -> jax.Array:
-    """Mean over the tokens of (B, T) `valid` of each expert's share of probability, (E,) float32.
+def sum_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -> jax.Array:
+    """Sum over the tokens of (B, T) `valid` of each expert's share of probability, (E,) float32.
 
     Of sigmoids, the share is ``p_i / sum_j p_j`` (arXiv:2412.19437, equation 18).
     """
@@ -164,7 +164,7 @@ def mean_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -
     if config.scoring_func == "sigmoid":
         shares = shares / (shares.sum(-1, keepdims=True) + _TINY)
     counted = valid.reshape(-1, 1).astype(jnp.float32)
-    return (shares * counted).sum(0) / jnp.maximum(counted.sum(), 1.0)
+    return (shares * counted).sum(0)
 
 
 def load_balance_loss(
@@ -172,15 +172,18 @@ def load_balance_loss(
 ) -> jax.Array:
     """``mean over layers of (E / k) sum_i f_i P_i``: 1 when balanced, up to E / k.
 
-    f_i is the number of an expert's tokens over that of all tokens, P_i its `mean_probability`
-    (Switch Transformer, arXiv:2101.03961, equation 4; per k as in DeepSeek-V3, equation 17). The
-    gradient flows through P alone.
+    f_i is the number of an expert's tokens over that of all tokens, P_i the mean of its share of
+    probability over the tokens (Switch Transformer, arXiv:2101.03961, equation 4; per k as in
+    DeepSeek-V3, equation 17). The gradient flows through P alone.
 
     Args:
-      expert_tokens: (S, E) int32; probability: (S, E) float32, of the S layers with experts.
+      expert_tokens: (S, E) int32, of the S layers with experts.
+      probability: (S, E) float32, of `sum_probability` over the same tokens.
 
     Returns:
       () float32.
     """
-    share = expert_tokens / jnp.maximum(expert_tokens.sum(-1, keepdims=True), 1)  # f_i / k
-    return config.num_experts * (lax.stop_gradient(share) * probability).sum(-1).mean()
+    slots = jnp.maximum(expert_tokens.sum(-1, keepdims=True), 1)  # k for each token
+    share = lax.stop_gradient(expert_tokens / slots)  # f_i / k
+    mean = probability / jnp.maximum(slots // config.num_experts_per_tok, 1)
+    return config.num_experts * (share * mean).sum(-1).mean()

@@ -271,17 +271,19 @@ def split_columns(apply: Callable, config: ModelConfig, recipe: Recipe, parts: i
     Its arguments and results are those of the whole arrays; see `models.transformer`.
     """
 
-    def split(params, tokens, cache, kv_scales, *others):
+    def split(params, swaps, tokens, cache, kv_scales, *others):
         axes, mesh = _rows(tokens.shape[0]), jax.sharding.get_abstract_mesh()
         weights = weight_specs(params, config, recipe, mesh, stored=axes is not None)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
+        by_layer = PartitionSpec(None, axes)  # (L, B, ...)
         # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
-        stored = PartitionSpec(None, axes, None, heads) if heads else PartitionSpec(None, axes)
+        stored = PartitionSpec(None, axes, None, heads) if heads else by_layer
+        swapped = jax.tree.map(lambda x: by_layer if x.ndim > 1 else _WHOLE, swaps)
         return jax.shard_map(
             apply,
-            in_specs=(weights, rows, stored, _WHOLE, rows, rows, rows, rows),
-            out_specs=(rows, stored, _WHOLE),
-        )(params, tokens, cache, kv_scales, *others)
+            in_specs=(weights, swapped, rows, stored, _WHOLE, rows, rows, rows, rows),
+            out_specs=(rows, stored, _WHOLE, by_layer),
+        )(params, swaps, tokens, cache, kv_scales, *others)
 
     return split
 
@@ -377,7 +379,8 @@ def is_sharded(tree) -> bool:
 def combine(aux: dict) -> dict:
     """A layer's observations of all rows and heads from those of each device, on every device.
 
-    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32.
+    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32, sums over
+    tokens (E,).
     """
 
     def every(finite: jax.Array) -> jax.Array:
@@ -400,6 +403,7 @@ def combine(aux: dict) -> dict:
 
     ways: dict[str, Callable] = {
         "finite": every, "kv_health": add, "kv_amax": amaxes, "expert_tokens": add,
+        "expert_probability": add,
     }  # fmt: skip
     return {name: ways[name](x) for name, x in aux.items()}
 

@@ -32,7 +32,7 @@ from fp8rl_jax.models.stacks import (
     path_of,
     role_of,
 )
-from fp8rl_jax.models.taps import SWAPS, TAPS, Swap, by_module, by_name, tap
+from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
@@ -66,7 +66,7 @@ class ForwardOutput:
         `lengths` that each expert got; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
         outside the layers}; what `collect` names: 'kv_health': {count name: (L,) float32}, what
         the quantisation of K and V (and of q under FP8 attention) lost; 'kv_amax': {'q' | 'k' |
-        'v': (L, B) float32}; 'expert_probability': (S, E) float32, `router.mean_probability` of
+        'v': (L, B) float32}; 'expert_probability': (S, E) float32, `router.sum_probability` of
         the tokens within `lengths`}.
     """
 
@@ -261,27 +261,29 @@ def forward(
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
     parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
-    if by_shard_map and (taps or swaps):
+    if by_shard_map and not {*taps, *(swaps or ())} <= set(ROUTING):
         raise ValueError(
-            "intermediate values are sharded where mesh.tensor is above 1, and where GPU kernels "
-            "run on several devices: set mesh.tensor to 1, or use one device"
+            "intermediate values but the routers' are sharded where mesh.tensor is above 1, and "
+            "where GPU kernels run on several devices: set mesh.tensor to 1, or use one device"
         )
     module = Transformer(config, recipe, remat, tuple(collect), parts)
     runs = layer_groups(layer_stacks(config), recipe)
-    swapped = {SWAPS: by_module(swaps, runs)} if swaps else {}
 
-    def apply(params, *arguments) -> tuple:
-        variables = {"params": params} | swapped
+    def apply(params, swaps, *arguments) -> tuple:
+        variables = {"params": params} | ({SWAPS: by_module(swaps, runs)} if swaps else {})
         if not taps:
-            return module.apply(variables, *arguments)
+            return *module.apply(variables, *arguments), {}
         (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
         values = by_name(collected[TAPS], runs)
-        found = {name: values[name] for name in taps if name in values}
-        return hidden, cache, aux | {"taps": found}
+        return hidden, cache, aux, {name: values[name] for name in taps if name in values}
 
     if by_shard_map:
         apply = tensor_parallel.split_columns(apply, config, recipe, parts)
-    hidden, cache, aux = apply(params, tokens, cache, scales, positions, cos, sin, valid)
+    hidden, cache, aux, tapped = apply(
+        params, swaps or {}, tokens, cache, scales, positions, cos, sin, valid
+    )
+    if taps:
+        aux = aux | {"taps": tapped}
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)

@@ -157,8 +157,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     """
     found = open_trained(runtime, directory)
     saved = found.runtime
-    like = saved.new_state(saved.init_params(), found.optimizer)
-    state = found.checkpoints.restore(found.number, like)
+    state = found.checkpoints.restore(found.number, saved.state_shapes(found.optimizer))
     found.checkpoints.close()
     note(f"weights of {directory} after {found.phase} step {found.step}")
     same = runtime.learner_recipe == saved.learner_recipe

@@ -17,7 +17,7 @@ from fp8rl_jax import learner, sharding
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
-from fp8rl_jax.quant import Recipe, missing_scales
+from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
@@ -48,19 +48,10 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
     return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
 
 
-def _laid_out(shapes: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs with shardings: one for all arrays, or a tree of them."""
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
 def _rope(runtime: Runtime, positions: int) -> Any:
     """Shapes of the tables of rotary frequencies."""
     tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
-    return _laid_out(tables, sharding.replicated(runtime.mesh))
+    return sharding.laid_out(tables, sharding.replicated(runtime.mesh))
 
 
 def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
@@ -79,17 +70,9 @@ def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
         for f in dataclasses.fields(learner.Batch)
         if f.name != "routing"
     }
-    batch = _laid_out(learner.Batch(**arrays), sharding.batch_sharding(mesh))
+    batch = sharding.laid_out(learner.Batch(**arrays), sharding.batch_sharding(mesh))
     optimizer, _ = optimizer_of_phase(config, "rl")
-    rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    recipe, layers = runtime.learner_recipe, runtime.model.num_hidden_layers
-
-    def new_state(params, rng) -> learner.TrainState:
-        scales = missing_scales(layers) if runtime.calibrated else None
-        return learner.new_state(params, optimizer, rng, recipe, kv_scales=scales)
-
-    state = jax.eval_shape(new_state, runtime.param_shapes, rng)
-    state = _laid_out(state, sharding.param_shardings(mesh, state))
+    state = runtime.state_shapes(optimizer)
     step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
     with jax.set_mesh(mesh):
         return step.lower(state, batch, _rope(runtime, tokens))
@@ -120,12 +103,12 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
         fits = leaf.shape[:1] == (rows,)
         return NamedSharding(mesh, by_row if fits else PartitionSpec())
 
-    state = _laid_out(state, jax.tree_util.tree_map_with_path(place, state))
-    wanted = _laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
+    state = sharding.laid_out(state, jax.tree_util.tree_map_with_path(place, state))
+    wanted = sharding.laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
 
     def step(weights, wanted, state):
         return loop.decode_step(loop.prepare(weights), wanted, state)
 
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=2)
-        return lowered.lower(_laid_out(weights, runtime.weight_shardings), wanted, state)
+        return lowered.lower(sharding.laid_out(weights, runtime.weight_shardings), wanted, state)

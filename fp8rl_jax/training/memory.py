@@ -30,9 +30,20 @@ def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
     )  # fmt: skip
     _check(
         state, "the train state (parameters and optimiser moments in float32)",
-        "take a smaller model, or raise mesh.fsdp",
+        _advise(resolved, mesh),
     )  # fmt: skip
     check_eval_memory(resolved, mesh, state)
+
+
+def _advise(resolved: Resolved, mesh: Mesh) -> str:
+    """What makes the train state smaller on each device."""
+    experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
+    larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
+    if experts and experts % parts:
+        larger = f"let mesh.fsdp x mesh.expert divide model.num_experts = {experts}"
+    stored = resolved.config.learner.offload == "none"
+    away = ", or set learner.offload='moments'" if stored else ""
+    return f"take a smaller model, or {larger}{away}"
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:

@@ -41,17 +41,18 @@ def with_host_moments(state, shardings):
     return dataclasses.replace(shardings, opt_state=moved)
 
 
-def init_on_host(shapes, shardings):
-    """Zeros of shapes, each shard made where it is stored: the optimiser's state at the start."""
+def init_on_host(shapes):
+    """Zeros of ShapeDtypeStructs, each shard made where it is stored: the optimiser's state at the
+    start."""
 
-    def zeros(x, sharding):
+    def zeros(x):
         def shard(index):
             spans = (s.indices(n) for s, n in zip(index, x.shape, strict=True))
             return np.zeros([stop - start for start, stop, _ in spans], x.dtype)
 
-        return jax.make_array_from_callback(x.shape, sharding, shard)
+        return jax.make_array_from_callback(x.shape, x.sharding, shard)
 
-    return jax.tree.map(zeros, shapes, shardings)
+    return jax.tree.map(zeros, shapes)
 
 
 def is_on_host(x) -> bool:

@@ -323,13 +323,18 @@ class Runtime(Resolved):
             "micro_batches": micro_batches, "remat": learn.remat,
             "health": self.config.precision.health, "taps": taps,
         }  # fmt: skip
-        if learn.offload == "moments":
+        if self._offloads:
             gradients = learner.make_gradients(self.model, recipe, loss, **settings)
             return OffloadedStep(gradients, optimizer, *shardings, donate)
         return learner.make_train_step(
             self.model, recipe, optimizer, loss, donate=donate,
             shardings={"out_shardings": shardings}, **settings,
         )  # fmt: skip
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether the optimiser's moments are in host memory."""
+        return self.config.learner.offload == "moments"
 
     def _missing_kv_scales(self) -> KVScales | None:
         """KV scales before the first calibration, if a recipe needs any."""
@@ -344,23 +349,25 @@ class Runtime(Resolved):
         )
 
     def state_shapes(self, optimizer) -> learner.TrainState:
-        """ShapeDtypeStructs of a phase's state."""
+        """ShapeDtypeStructs of a phase's state, laid out as by `new_state`."""
         make_state = functools.partial(self._state, optimizer, None, self._rng())
-        return jax.eval_shape(make_state, self.param_shapes)
+        shapes = jax.eval_shape(make_state, self.param_shapes)
+        shardings = sharding.param_shardings(self.mesh, shapes)
+        if self._offloads:
+            shardings = with_host_moments(shapes, shardings)
+        return sharding.laid_out(shapes, shardings)
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> learner.TrainState:
         """The state at the start of a phase, laid out over the mesh: optimiser moments as their
         parameters, or in host memory (`learner.offload`)."""
-        away = self.config.learner.offload == "moments"
+        away = self._offloads
         state = self._state(
             optax.identity() if away else optimizer, scaling_state, self._rng(), params
         )
         state = processes.place(state, sharding.param_shardings(self.mesh, state))
         if not away:
             return state
-        shapes = self.state_shapes(optimizer)
-        shardings = with_host_moments(shapes, sharding.param_shardings(self.mesh, shapes))
-        opt_state = init_on_host(shapes.opt_state, shardings.opt_state)
+        opt_state = init_on_host(self.state_shapes(optimizer).opt_state)
         return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state, step: int, position: int) -> learner.TrainState:

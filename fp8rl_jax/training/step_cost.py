@@ -55,6 +55,7 @@ class Gpu:
 
 GPUS = {"h100": Gpu("H100", 80.0, hbm=3.35e12), "h200": Gpu("H200", 141.0)}
 NVLINK = 450e9  # bytes/s a GPU receives within a host (NVLink 4: 900 GB/s, both directions)
+HOST_LINK = 64e9  # bytes/s between a GPU and its host's memory, each way (PCIe 5.0 x16)
 NETWORK = 50e9  # bytes/s a GPU receives from other hosts (one 400 Gb/s adapter for each, as a DGX)
 HOST_DEVICES = 8  # GPUs of a host
 EFFICIENCY = {"products": 0.4, "attention": 0.4, "memory": 0.8, "links": 0.8}  # assumed
@@ -227,6 +228,7 @@ def step_cost(
     work: Workload,
     gpu: Gpu,
     hosts: int,
+    host_moments: int = 0,
 ) -> StepCost:
     """The cost of a train step on each device.
 
@@ -236,6 +238,8 @@ def step_cost(
       work: of an update.
       gpu: one of GPUS.
       hosts: that the devices are on, in equal numbers.
+      host_moments: bytes of moments of a device in the host's memory; they come and go array by
+        array, so neither way overlaps with the other.
     """
     flops = step_flops(model, work, mesh.shape["tensor"])
     transfers = step_transfers(model, recipe, mesh, work, hosts)
@@ -256,5 +260,8 @@ def step_cost(
         "network between hosts": sum(t.between for t in transfers)
         / (EFFICIENCY["links"] * NETWORK),
     }
+    if host_moments:
+        away = 2 * host_moments / (EFFICIENCY["links"] * HOST_LINK)
+        seconds["moments from the host and back"] = away
     tokens = work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"]
     return StepCost(flops, transfers, seconds, tokens)

@@ -406,6 +406,23 @@ def test_what_does_not_fit_is_fixed_as_the_plan_says(told, fields, memory, fixed
         assert f"needs {size:.2f} GiB a device" in output
 
 
+def test_experts_that_fsdp_does_not_store(told):
+    """32 x 8 devices do not divide 128 experts: every one of 32 stores them. Half as many do."""
+    moe = str(_ROOT / "configs" / "qwen3_235b_a22b.py")
+    fields = ["model.name=qwen3_235b_a22b", "mesh.fsdp=32", "rollout.prompts_per_step=256"]
+    status, _, error = told(*_learner(moe, *fields), "--devices=256")
+    assert status == 2
+    assert ["mesh.data=2", "mesh.fsdp=16"] in [words for words, _ in _fixes(error)]
+
+
+def test_hosts_that_are_not_full(told):
+    """Twenty devices are on four hosts of five, not on three."""
+    fields = ["mesh.fsdp=20", "rollout.prompts_per_step=20", "eval.batch_size=20",
+              "model.name=qwen3_8b"]  # fmt: skip
+    _, output, _ = told(*_learner(_QWEN, *fields), "--devices=20")
+    assert "on 4 hosts" in output
+
+
 def test_nothing_makes_it_fit(told):
     status, _, error = told(*_learner(_QWEN, "model.name=qwen3_8b"), "--memory-gb=2")
     assert status == 2
@@ -432,6 +449,8 @@ def test_both_halves(told):
         (["--learner", "--config", _TINY, "--devices=4", "--hosts=3"], ["--hosts is 3", "the 4"]),
         (["--learner", "--config", _TINY, "--gpu=b200"], ["--gpu", "h100"]),
         (["--learner", "--config", _TINY, "--config.mesh.expert=2"], ["mesh.expert is 2"]),
+        (_learner(_TINY, "mesh.expert=-1", "model.num_experts=8"),
+         ["mesh.expert is -1", "write the number"]),
         (["--rollout", "--compile", "--config", _TINY], ["--compile", "--learner"]),
         (["--learner", "--compile", "--gpu=h100", "--config", _TINY], ["--gpu is h100"]),
         (["--rollout"], ["name a config"]),

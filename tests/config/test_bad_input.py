@@ -224,7 +224,7 @@ _FIELDS = {
     "rollout.group_size=100000000": ["rollout.group_size", "200,000,000", "GiB", "lower"],
     "rollout.max_new_tokens=2000000000": ["rollout.max_new_tokens = 2,000,000,000", "GiB"],
     "eval.batch_size=100000000000": ["eval.batch_size", "GiB", "lower"],
-    "model.hidden_size=8388608": ["the train state", "GiB", "smaller model"],
+    "model.hidden_size=8388608": ["the train state", "GiB", "smaller model", "offload"],
     "rollout.top_p=0": ["rollout.top_p", "(0, 1]"],
     "rollout.top_p=1.01": ["rollout.top_p", "(0, 1]"],
     "rollout.top_p=nan": ["rollout.top_p", "(0, 1]"],

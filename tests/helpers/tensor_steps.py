@@ -81,10 +81,12 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
         own, prompts, lengths = rt.generate(
             rt.sampler, weights, questions, rt.keys["rollout"], temperature
         )
+        own = dataclasses.replace(own, taps=jax.device_get(own.taps))  # for another mesh
         batch = rt.rollout_batch(rollout or own, prompts, lengths, advantages)
         scored = rt.score_state(state, batch)
         collectives = _collectives(rt, state, batch) if case.get("collectives") else []
-        step = rt.train_step(optimizer, LossConfig(), case.get("micro_batches", 1))
+        loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
+        step = rt.train_step(optimizer, loss, case.get("micro_batches", 1))
         scales = jax.device_get(state.kv_scales)
         state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))

@@ -110,11 +110,11 @@ def test_gradient_is_that_of_the_weights(config):
 def test_balancing_loss(config):
     """1 for a balanced router, near E / k for one that uses k experts, and its gradient helps."""
     even = np.full((1, 12), 10, np.int32)
-    flat = jnp.full((1, 12), 1 / 12)
+    flat = jnp.full((1, 12), 40 / 12)  # of 40 tokens
     assert router.load_balance_loss(config, even, flat) == pytest.approx(1, abs=1e-6)
     uneven = np.zeros((1, 12), np.int32)
     uneven[0, :3] = 40
-    sure = np.where(uneven > 0, 1 / 3, 0).astype(np.float32)
+    sure = np.where(uneven > 0, 40 / 3, 0).astype(np.float32)
     assert router.load_balance_loss(config, uneven, sure) == pytest.approx(4, abs=1e-6)
 
     logits, valid = _draw()[0][None] + 3 * (np.arange(12) < 3), np.ones((1, 40), bool)
@@ -122,7 +122,7 @@ def test_balancing_loss(config):
     @jax.jit
     def loss(logits):
         return router.load_balance_loss(
-            config, uneven, router.mean_probability(config, logits, valid)[None]
+            config, uneven, router.sum_probability(config, logits, valid)[None]
         )
 
     moved = logits - 10 * np.asarray(jax.grad(loss)(logits))
@@ -131,11 +131,11 @@ def test_balancing_loss(config):
 
 def test_probability_counts_valid_tokens_alone():
     logits, valid = _draw()[0][None], np.arange(40)[None] < 25
-    with_padding = router.mean_probability(_SOFTMAX, logits, valid)
+    with_padding = router.sum_probability(_SOFTMAX, logits, valid)
     np.testing.assert_allclose(
-        with_padding, router.mean_probability(_SOFTMAX, logits[:, :25], valid[:, :25]), rtol=1e-6
+        with_padding, router.sum_probability(_SOFTMAX, logits[:, :25], valid[:, :25]), rtol=1e-6
     )
-    assert float(with_padding.sum()) == pytest.approx(1, abs=1e-6)
+    assert float(with_padding.sum()) == pytest.approx(25, rel=1e-6)
 
 
 def test_load_metrics():

@@ -124,6 +124,9 @@ def test_times():
     assert found.seconds["network between hosts"] == pytest.approx(between / (0.8 * 50e9))
     assert found.least_seconds == max(found.seconds.values()) == found.seconds[found.bound]
     assert found.most_seconds == sum(found.seconds.values())
+    away = cost.step_cost(_DENSE, _FP8, _mesh(fsdp=16), _WORK, gpu, 2, 10**9)
+    extra = {name: s for name, s in away.seconds.items() if name not in found.seconds}
+    assert [*extra.values()] == [pytest.approx(2e9 / (0.8 * 64e9))], "moments come and go"
     bf16 = cost.step_cost(_DENSE, get_recipe("bf16"), _mesh(fsdp=16), _WORK, gpu, 2)
     ratio = bf16.seconds["linear layers"] / found.seconds["linear layers"]
     assert ratio == pytest.approx(1979 / 989)
