@@ -69,7 +69,7 @@ class Hypothesis:
         significant = p is None or p < _SIGNIFICANT
         inside = [self.low <= seed <= self.high for seed in seeds]
         if len(seeds) < self.least_seeds > 1:
-            unresolved = f"it needs {self.least_seeds} seeds, and there are {len(seeds)}"
+            unresolved = f"it needs {self.least_seeds} seeds, not {len(seeds)}"
         if unresolved:
             verdict = NOT_RESOLVED
         elif self.low <= found.low and found.high <= self.high and significant and all(inside):
