@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fp8rl_jax.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -30,14 +32,23 @@ def each(values: Sequence[float]) -> str:
 
 def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, label: str) -> None:
     """A metric over the RL steps: a thin line for each run (`numbers` of a cell of runs.py), and
-    their mean, which has the label. Nothing without runs."""
-    lines = [run["series"][metric] for run in runs]
-    steps = range(1, 1 + max(map(len, lines), default=0))
+    their mean, which has the label; running means of a sixteenth of the steps. Nothing without
+    runs."""
+    if not runs:
+        return
+    lines = np.array([_running_mean(run["series"][metric]) for run in runs])
+    steps = range(1, 1 + lines.shape[1])
     for line in lines if len(lines) > 1 else ():
-        axes.plot(steps, line, lw=0.7, alpha=0.4, color=color)
-    if lines:
-        mean = [sum(values) / len(lines) for values in zip(*lines, strict=True)]
-        axes.plot(steps, mean, lw=1.5, color=color, label=label)
+        axes.plot(steps, line, lw=0.7, alpha=0.3, color=color)
+    axes.plot(steps, lines.mean(axis=0), lw=1.5, color=color, label=label)
+
+
+def _running_mean(values: Sequence[float]) -> np.ndarray:
+    """Of the last sixteenth of all values, at each of them; of fewer at the first ones."""
+    total = np.cumsum(np.append(0.0, values))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - max(len(values) // 16, 1), 0)
+    return (total[ends] - total[starts]) / (ends - starts)
 
 
 def plain(axes: Axes, x: str, y: str) -> None:
