@@ -17,7 +17,7 @@ from fp8rl_jax.cli import study as commands
 from fp8rl_jax.config import default_config, saved_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.study import cases, cells, runs, step0, subjects
+from fp8rl_jax.study import cases, cells, runs, step0, subjects, writing
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.measures import Pair, measure
 from fp8rl_jax.study.runs import SERIES, Arms
@@ -153,6 +153,13 @@ def test_table_and_figure():
     assert "RL, 4 steps" in text and len(cases.draw(result).axes) == 3
     without = dict(result, runs={})
     assert "RL" not in cases.format_table(without) and len(cases.draw(without).axes) == 3
+
+
+def test_running_means():
+    """Of 32 steps two at a time; the first step has itself alone."""
+    steps = np.arange(32.0)
+    assert writing._running_mean(steps).tolist() == [0.0, *(steps[1:] - 0.5)]
+    assert writing._running_mean(steps[:4]).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 # Cells of scores.
