@@ -37,11 +37,6 @@ def _study(values: argparse.Namespace) -> int:
 
 def _check(command: str, values: argparse.Namespace) -> None:
     """Raises UserError unless the options name one model, or none with --quick."""
-    if command == "study scale" and values.checkpoint is not None:
-        raise UserError(
-            f"fp8rl {command}: a ladder is several models, and --checkpoint names one: name their "
-            "file, such as --config configs/study_scale.py"
-        )
     named = [bool(values.config), values.checkpoint is not None]
     if all(named) or (not any(named) and not values.quick):
         raise UserError(
@@ -186,12 +181,16 @@ def _scale(values, out, cells):
     from fp8rl_jax.study import scale, subjects
 
     ladder: dict[str, list[Subject]] = {}
-    if not values.config:
+    if values.config and values.rungs:
+        for rung in values.rungs.split(","):
+            named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
+            ladder[rung] = _subjects("study scale", named, out, True)
+    elif values.config or values.checkpoint is not None:
+        found = _subjects("study scale", values, out, True)
+        ladder = {found[0].name: found}
+    else:
         keep_programs()
         ladder = subjects.quick_ladder(values.seeds, out, note)
-    for rung in values.rungs.split(",") if values.config else ():
-        named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
-        ladder[rung] = _subjects("study scale", named, out, True)
     return scale, scale.study(ladder, cells, note, _questions(scale, values))
 
 
@@ -221,12 +220,8 @@ def _all(values: argparse.Namespace) -> int:
     from fp8rl_jax.study.cells import Cells
 
     cells = Cells(pathlib.Path(values.cells or out / "cells"), values.resume)
-    studies = dict(_RUNS)
-    if values.config or values.checkpoint is not None:
-        note("study scale has models of its own: run it with --config configs/study_scale.py")
-        del studies["scale"]
-    shared = {"cells": str(cells.directory), "resume": True, "steps": None}
-    for name, run in studies.items():
+    shared = {"cells": str(cells.directory), "resume": True, "steps": None, "rungs": ""}
+    for name, run in _RUNS.items():
         note(f"study {name}")
         seeds = values.seeds[:1] if name == "layers" else values.seeds
         own = {**shared, "out": str(out / name), "seeds": seeds}
@@ -296,7 +291,7 @@ COMMANDS = (
             *_options("few questions; without --config, a dense model and one with experts"),
             argument("--rungs", default="d4,d8,d16,m8,m16,m32,s16", metavar="NAME,...",
                      help="arguments of the config file, one for each model (default: "
-                     "%(default)s)"),
+                     "%(default)s); empty: the config is of one model, as --checkpoint's is"),
         ),
         config=True,
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells, Progress, rounded
@@ -104,7 +105,7 @@ def study(
     """
     found: dict[str, list[dict]] = {rung: [] for rung in ladder}
     outliers: list[dict] = []
-    dense = [rung for rung, subjects in ladder.items() if not subjects[0].model.num_experts]
+    dense = [rung for rung, subjects in ladder.items() if _is_plain(subjects[0].model)]
     total = sum(map(len, ladder.values())) + len(ladder[dense[-1]]) * bool(dense)
     progress = Progress(total, note)
     for rung, subjects in ladder.items():
@@ -150,6 +151,11 @@ def study(
         "hypotheses": _judge(each, found, outliers),
         "origins": writing.origins([*(c for rows in found.values() for c in rows), *outliers]),
     }
+
+
+def _is_plain(model: ModelConfig) -> bool:
+    """Whether outliers can be planted in a model: without experts and latents."""
+    return not model.num_experts and not model.latent
 
 
 def _outlier_rung(dense: Sequence[str]) -> str:

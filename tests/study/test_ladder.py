@@ -1,9 +1,14 @@
 """`fp8rl study scale` and `kv`: what is planted, and verdicts of scores with known differences."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from fp8rl_jax import cli
+from fp8rl_jax.cli import study as commands
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig, init_params
 from fp8rl_jax.study import kv, scale
 from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair
@@ -70,6 +75,36 @@ def test_rungs_are_compared():
     found = _verdicts(scale._judge(ladder, cells, []))
     others = {name for name, verdict in found.items() if verdict != "not supported"}
     assert others == {"cause_m8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ladder"),
+    [
+        (["--config=f.py", "--rungs=d8,m8"], {"d8": "f.py:d8", "m8": "f.py:m8"}),
+        (["--config=f.py", "--rungs="], {"f.py": "f.py"}),
+        (["--checkpoint=."], {".": "."}),
+    ],
+)
+def test_models_of_a_ladder(arguments, ladder, tmp_path, monkeypatch, capsys):
+    """Several of a file, or one: then what needs no other model is judged."""
+    found = {}
+
+    def subjects(command, values, out, questions):
+        name = values.config or values.checkpoint
+        return [types.SimpleNamespace(name=name)]
+
+    def study(asked, *_):
+        found.update({rung: models[0].name for rung, models in asked.items()})
+        raise UserError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "_subjects", subjects)
+    monkeypatch.setattr(scale, "study", study)
+    assert cli.run(["study", "scale", *arguments]) == 2
+    assert found == ladder and "enough" in capsys.readouterr().err
+    cells = {"own": [{"numbers": {"decode": {"unequal": 0.0}}}]}
+    one = _verdicts(scale._judge(_ladder(1, own={"bf16": _pair(1)}), cells, []))
+    assert one == {"zero": "supported"}
 
 
 def _outliers(broken: dict[tuple[int, str], float], changed: int = 0) -> dict:
