@@ -75,7 +75,8 @@ def test_recipes_that_differ_fail_the_bound(tmp_path, capsys):
         (["--config.precision.learner=fp9"], "unknown recipe 'fp9'"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, said, tmp_path, capsys):
+def test_bad_input_is_one_sentence(arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a checkout may hold checkpoints
     assert _drift(tmp_path, "--out", tmp_path, *arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
