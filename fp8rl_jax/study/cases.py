@@ -204,10 +204,11 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
     verdicts.append(CURVE_ZERO.judge(span(whole), seeds=whole))
     each = size["case1"].mean(axis=1) / size["case3"].mean(axis=1)
     verdicts.append(CURVE_ORDER.judge(seed_mean(each), seeds=each.tolist()))
-    clipped = {c: series(cells, "tis_clipfrac").mean(axis=1) for c, cells in runs.items()}
-    less = clipped["case1"] - np.max([clipped[c] for c in CASES if c != "case1"], axis=0)
-    nothing = "" if any(x.any() for x in clipped.values()) else "no token was clipped"
-    verdicts.append(CURVE_CLIPPED.judge(seed_mean(less), None, less.tolist(), nothing))
+    clipped = np.array([series(runs[case], "tis_clipfrac").mean(axis=1) for case in CASES])
+    if not np.isnan(clipped).any():  # the configuration names no other correction
+        less = clipped[0] - clipped[1:].max(axis=0)
+        nothing = "" if clipped.any() else "no token was clipped"
+        verdicts.append(CURVE_CLIPPED.judge(seed_mean(less), None, less.tolist(), nothing))
     return verdicts
 
 
