@@ -42,15 +42,6 @@ def _shapes(function, *arguments):
     return jax.eval_shape(function, *arguments)
 
 
-def _laid_out(shapes, shardings):
-    """ShapeDtypeStructs with shardings, one for all or a tree."""
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
 class Programs:
     """Lowered programs of a model on a mesh of H200s."""
 
@@ -63,7 +54,7 @@ class Programs:
         self.params = _shapes(lambda: init_params(self.model, jax.random.key(0)))
         self.whole = sharding.replicated(mesh)
         self.rows = sharding.batch_sharding(mesh)
-        self.rope = _laid_out(
+        self.rope = sharding.laid_out(
             _shapes(lambda: tuple(map(jnp.asarray, rope_tables(self.model, SLOTS)))), self.whole
         )
 
@@ -72,7 +63,7 @@ class Programs:
         weights = _shapes(lambda p: quantize_params(p, self.recipe), self.params)
         specs = weight_specs(weights, self.model, self.recipe, self.mesh)
         named = sharding.named(self.mesh, specs)
-        return _laid_out(weights, kernel_formats(weights, named))
+        return sharding.laid_out(weights, kernel_formats(weights, named))
 
     def _requests(self, prompts: int, samples: int) -> Requests:
         def requests(rope):
@@ -98,8 +89,8 @@ class Programs:
             fits = leaf.shape[:1] == (batch,)
             return NamedSharding(self.mesh, rows if fits else PartitionSpec())
 
-        state = _laid_out(state, jax.tree_util.tree_map_with_path(place, state))
-        wanted = _laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
+        state = sharding.laid_out(state, jax.tree_util.tree_map_with_path(place, state))
+        wanted = sharding.laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
 
         def step(weights, wanted, state):
             return loop.decode_step(loop.prepare(weights), wanted, state)
@@ -120,7 +111,7 @@ class Programs:
             sampler._begin, jax.ShapeDtypeStruct((prompts, PROMPT), jnp.int32), requests
         )
         turns = jax.ShapeDtypeStruct((), jnp.int32)
-        requests, turns, state = _laid_out((requests, turns, state), self.whole)
+        requests, turns, state = sharding.laid_out((requests, turns, state), self.whole)
         with jax.set_mesh(self.mesh):
             return sampler._advance.lower(self._weights(), requests, turns, state)
 
@@ -130,7 +121,7 @@ class Programs:
         optimizer, _ = make_optimizer(1e-6, 10, 0.9, 0.95, 0.0, 1.0)
         rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
         state = _shapes(lambda p, r: new_state(p, optimizer, r, self.recipe), self.params, rng)
-        state = _laid_out(state, sharding.param_shardings(self.mesh, state))
+        state = sharding.laid_out(state, sharding.param_shardings(self.mesh, state))
         slots = SLOTS - PROMPT
         field = {
             "tokens": ((batch, SLOTS), jnp.int32), "targets": ((batch, slots), jnp.int32),
@@ -141,7 +132,7 @@ class Programs:
             for f in dataclasses.fields(Batch)
             if f.name != "routing" and f.default is dataclasses.MISSING
         }
-        arrays = _laid_out(Batch(**arrays), self.rows)
+        arrays = sharding.laid_out(Batch(**arrays), self.rows)
         step = make_train_step(
             self.model, self.recipe, optimizer, LossConfig(), micro_batches=micro_batches,
             remat="full",
