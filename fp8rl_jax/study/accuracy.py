@@ -33,11 +33,12 @@ import numpy as np
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, Progress
+from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.hypotheses import ANY, SUPPORTED, Hypothesis
+from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.runs import TIS, UNCORRECTED, Arms, Fields, part, series
 from fp8rl_jax.study.statistics import equivalence, seed_mean, seeds_needed
-from fp8rl_jax.study.subjects import Note, Subject
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,7 +118,7 @@ def study(
     subjects: Sequence[Subject],
     out: pathlib.Path,
     cells: Cells,
-    note: Note = lambda text: None,
+    note: Note = silent,
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Trains what is missing of the cells, and judges the hypotheses.

@@ -18,14 +18,15 @@ import numpy as np
 
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, Progress
+from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.hypotheses import ANY, Hypothesis
 from fp8rl_jax.study.measures import CAPS, Pair, judge_pairs, pooled, read_pairs
+from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.runs import Arms, series
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.statistics import Estimate, ratio_of_means, seed_mean, span
 from fp8rl_jax.study.step0 import score_cell
-from fp8rl_jax.study.subjects import Note, Subject
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +108,7 @@ def study(
     subjects: Sequence[Subject],
     out: pathlib.Path,
     cells: Cells,
-    note: Note = lambda text: None,
+    note: Note = silent,
     questions: int = QUESTIONS,
     steps: int = STEPS,
 ) -> dict[str, Any]:
@@ -135,12 +136,13 @@ def study(
     progress = Progress(len(subjects) * (2 + len(CASES) * bool(steps)), note)
     for subject in subjects:
         fp8 = score_cell(
-            "cases", subject, cells, views, pairs, rollout="case4", questions=questions, group=GROUP
-        )
+            "cases", subject, cells, views, pairs, rollout="case4", questions=questions,
+            group=GROUP, note=note,
+        )  # fmt: skip
         progress.add(f"step 0 of {subject.name}, FP8 rollout")
         plain = score_cell(
             "cases-bf16", subject, cells, {"bf16": View(get_recipe("bf16"))}, {},
-            rollout="bf16", questions=questions, group=GROUP,
+            rollout="bf16", questions=questions, group=GROUP, note=note,
         )  # fmt: skip
         progress.add(f"step 0 of {subject.name}, bf16 rollout")
         found.append((fp8, plain))

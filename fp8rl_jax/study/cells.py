@@ -71,19 +71,6 @@ class Cells:
         return _read(path, key)
 
 
-class Progress:
-    """Says after each cell of a study how many there are and how many are left."""
-
-    def __init__(self, total: int, note: Callable[[str], None]):
-        self._total, self._note, self._done = total, note, 0
-
-    def add(self, text: str) -> None:
-        """One more is there; `text` names it."""
-        self._done += 1
-        left = self._total - self._done
-        self._note(f"{text} is there; {self._done} of {self._total} cells, {left} left")
-
-
 def _read(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any]:
     try:
         cell = read_json(path)

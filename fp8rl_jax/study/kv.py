@@ -20,11 +20,12 @@ from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.measures import POSITIONS, Pair, judge_pairs, pooled, read_pairs, rms_ratio
+from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.runs import Arms, series
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, seed_mean
 from fp8rl_jax.study.step0 import score_cell
-from fp8rl_jax.study.subjects import Note, Subject
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +95,7 @@ def study(
     subjects: Sequence[Subject],
     out: pathlib.Path,
     cells: Cells,
-    note: Note = lambda text: None,
+    note: Note = silent,
     questions: int = QUESTIONS,
     steps: int = STEPS,
 ) -> dict[str, Any]:
@@ -114,15 +115,18 @@ def study(
     views = {name: View(recipe) for name, recipe in recipes().items()}
     pairs = {name: (name, "bf16") for name in views if name != "bf16"}
     found, timed = [], []
-    for index, subject in enumerate(subjects, 1):
+    progress = Progress(len(subjects) * (1 + bool(steps)), note)
+    for subject in subjects:
         cell = score_cell(
-            "kv", subject, cells, views, pairs, rollout="both", questions=questions, group=GROUP
-        )
+            "kv", subject, cells, views, pairs, rollout="both", questions=questions, group=GROUP,
+            note=note,
+        )  # fmt: skip
         found.append(cell)
+        progress.add(f"scores of {subject.name}, seed {subject.seed}")
         if steps:
             arms = Arms(subject, {"run.steps": steps}, out, cells, note)
             timed.append(arms.run("kv", "calibrated", {"precision.kv_cache": "fp8_calibrated"}))
-        note(f"seed {subject.seed} is there; {len(subjects) - index} of {len(subjects)} left")
+            progress.add(f"calibrated RL of {subject.name}, seed {subject.seed}")
     each = read_pairs(found, pairs)
     slots = subjects[0].runtime.config.rollout.max_new_tokens
     return {

@@ -9,7 +9,6 @@ real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a ce
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from fp8rl_jax.study.cells import Cells, described, rounded
 from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, PAIRS, RECIPES, GemmFlow, execution_order
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.passages import TEXT
+from fp8rl_jax.study.progress import Note, silent
 from fp8rl_jax.study.statistics import (
     cluster_bootstrap,
     clustered_mean,
@@ -87,7 +87,7 @@ def study(
     subject: Subject,
     sequences: int,
     cells: Cells,
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = silent,
     compared: dict[str, Recipe] | None = None,
 ) -> dict[str, Any]:
     """Measures what is missing of the cells, and judges the hypotheses.

@@ -19,6 +19,7 @@ import numpy as np
 from fp8rl_jax.learner import Batch
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study.measures import measure
+from fp8rl_jax.study.progress import Note, Part, silent
 from fp8rl_jax.study.scoring import Scorer, View
 from fp8rl_jax.study.subjects import Subject
 
@@ -50,13 +51,16 @@ def plant(params: Any, power: int) -> Any:
     return params | {"layers": layers}
 
 
-def measure_outliers(subject: Subject, samples: Batch, group: int) -> dict[str, Any]:
+def measure_outliers(
+    subject: Subject, samples: Batch, group: int, note: Note = silent
+) -> dict[str, Any]:
     """Every recipe against bf16, at every power.
 
     Args:
       subject: a dense model with ordinary attention.
       samples: on the host; scored, whoever sampled them.
       group: samples of a question.
+      note: told how far it is.
 
     Returns:
       {power: {recipe: {'kl': (Q,) sums, 'tokens': (Q,)}}, and {canary: tokens whose
@@ -66,7 +70,8 @@ def measure_outliers(subject: Subject, samples: Batch, group: int) -> dict[str, 
     scorer, mask = Scorer(subject.runtime, views), np.asarray(samples.mask) > 0
     found: dict[str, Any] = {}
     plain: dict[str, np.ndarray] = {}
-    for power in POWERS:
+    progress = Part("powers of two scored", len(POWERS), note)
+    for count, power in enumerate(POWERS, 1):
         own: dict[str, list[np.ndarray]] = {name: [] for name in _CANARIES}
         params = plant(subject.params, power)
 
@@ -84,4 +89,5 @@ def measure_outliers(subject: Subject, samples: Batch, group: int) -> dict[str, 
             name: {"kl": numbers[name]["sums"]["kl"], "tokens": numbers[name]["tokens"]}
             for name in RECIPES
         } | {name: int((whole[name] != plain[name]).sum()) for name in _CANARIES}
+        progress.reach(count)
     return found

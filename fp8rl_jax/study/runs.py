@@ -19,7 +19,8 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.models import hf
 from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.subjects import Note, Subject, is_begun
+from fp8rl_jax.study.progress import Note
+from fp8rl_jax.study.subjects import Subject, is_begun
 from fp8rl_jax.train import train
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import read_jsonl

@@ -17,14 +17,15 @@ import numpy as np
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, Progress, rounded
+from fp8rl_jax.study.cells import Cells, rounded
 from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.measures import Pair, judge_pairs, pooled, read_pairs, rms_ratio
 from fp8rl_jax.study.outliers import POWERS, RECIPES, measure_outliers
+from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.scoring import View, sample
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, span
 from fp8rl_jax.study.step0 import score_cell
-from fp8rl_jax.study.subjects import Note, Subject
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +90,7 @@ FINEST = Hypothesis(
 def study(
     ladder: dict[str, Sequence[Subject]],
     cells: Cells,
-    note: Note = lambda text: None,
+    note: Note = silent,
     questions: int = QUESTIONS,
 ) -> dict[str, Any]:
     """Measures what is missing of the cells, and judges the hypotheses.
@@ -115,12 +116,12 @@ def study(
             found[rung].append(
                 score_cell(
                     "scale", subject, cells, views, pairs, rollout="rollout", questions=questions,
-                    group=GROUP,
+                    group=GROUP, note=note,
                 )
             )  # fmt: skip
             progress.add(f"{rung}, seed {subject.seed}")
             if rung == _outlier_rung(dense):
-                outliers.append(_outlier_cell(subject, cells, questions))
+                outliers.append(_outlier_cell(subject, cells, questions, note))
                 progress.add(f"outliers on {rung}, seed {subject.seed}")
     each = {rung: read_pairs(rows, rows[0]["numbers"]["pairs"]) for rung, rows in found.items()}
     models = {rung: subjects[0].model for rung, subjects in ladder.items()}
@@ -172,7 +173,7 @@ def _views(experts: bool) -> dict[str, View]:
     return views
 
 
-def _outlier_cell(subject: Subject, cells: Cells, questions: int) -> dict[str, Any]:
+def _outlier_cell(subject: Subject, cells: Cells, questions: int, note: Note) -> dict[str, Any]:
     key = {
         "study": "scale-outliers", **subject.identity, **subject.settings, "powers": list(POWERS),
         "recipes": list(RECIPES), "questions": questions, "group": GROUP,
@@ -180,8 +181,8 @@ def _outlier_cell(subject: Subject, cells: Cells, questions: int) -> dict[str, A
 
     def numbers() -> dict[str, Any]:
         held_out = subject.runtime.questions["eval"][:questions]
-        batch = sample(subject.runtime, subject.params, get_recipe("bf16"), held_out, GROUP)
-        return measure_outliers(subject, batch, GROUP)
+        batch = sample(subject.runtime, subject.params, get_recipe("bf16"), held_out, GROUP, note)
+        return measure_outliers(subject, batch, GROUP, note)
 
     return cells.get(f"scale-outliers-{subject.tag}-seed{subject.seed}", key, numbers)
 

@@ -30,6 +30,7 @@ from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING
 from fp8rl_jax.quant import KVScales, Recipe
 from fp8rl_jax.rollout import make_calibrate, make_refit
+from fp8rl_jax.study.progress import Note, Part, silent
 from fp8rl_jax.training.runtime import Runtime, to_device
 
 _ROUTER_LOGITS = "router_logits"
@@ -93,7 +94,12 @@ class Scores(NamedTuple):
 
 
 def sample(
-    runtime: Runtime, params: Any, recipe: Recipe, questions: Sequence[Question], group: int
+    runtime: Runtime,
+    params: Any,
+    recipe: Recipe,
+    questions: Sequence[Question],
+    group: int,
+    note: Note = silent,
 ) -> Batch:
     """Samples of a policy under a recipe, as a batch on the host.
 
@@ -103,6 +109,7 @@ def sample(
       recipe: of the sampler; its KV scales are calibrated on all prompts where it asks for them.
       questions: P; a multiple of `rollout.prompts_per_step`.
       group: samples of each, G.
+      note: told how far it is.
 
     Returns:
       B = P * G rows, prompt-major; `old_logprobs` are those that the sampler recorded.
@@ -114,7 +121,7 @@ def sample(
     settings = config.rollout
     sampler = runtime.make_sampler(group, settings.top_k, settings.top_p)
     size, key = settings.prompts_per_step, runtime.keys["rollout"]
-    parts = []
+    parts, progress = [], Part("questions answered", len(questions), note)
     with jax.set_mesh(runtime.mesh):
         prompts, lengths = runtime.pad_prompts(list(questions))
         scales = kv_scales(runtime, params, recipe, prompts, lengths)
@@ -126,6 +133,7 @@ def sample(
                 sampler, weights, part, key, temperature, first_id=first * group
             )
             parts.append(runtime.rollout_batch(rollout, prompts, lengths))
+            progress.reach(first + size)
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
@@ -155,9 +163,10 @@ def _part_size(count: int, most: int) -> int:
 class Scorer:
     """The programs that score samples of one model under several views."""
 
-    def __init__(self, runtime: Runtime, views: dict[str, View]):
-        """A view that replays must come after the one whose routing it takes."""
-        self._runtime, self._views = runtime, views
+    def __init__(self, runtime: Runtime, views: dict[str, View], note: Note = silent):
+        """A view that replays must come after the one whose routing it takes; `note` is told how
+        far a score is."""
+        self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
         recipes = {view.recipe for view in views.values()}
         self._score = {recipe: _make_score(runtime, recipe, taps) for recipe in recipes}
@@ -177,6 +186,7 @@ class Scorer:
         total, slots = samples.targets.shape
         most = max(_MOST_LOGITS // (slots * runtime.model.vocab_size), 1)
         size = _part_size(total, min(most, _ROWS))
+        progress = Part("sequences scored", total, self._note)
         with jax.set_mesh(runtime.mesh):
             weights = {
                 recipe: (
@@ -189,6 +199,7 @@ class Scorer:
                 rows = slice(first, first + size)
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], samples)
                 yield self._batch(weights, _correction(params), batch, rows)
+                progress.reach(rows.stop)
 
     def _batch(
         self, weights: dict, correction: jax.Array | None, batch: Batch, rows: slice

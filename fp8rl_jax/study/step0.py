@@ -11,6 +11,7 @@ from fp8rl_jax.envs import Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.study.cells import Cells, described
 from fp8rl_jax.study.measures import measure
+from fp8rl_jax.study.progress import Note, silent
 from fp8rl_jax.study.scoring import Scorer, View, sample
 from fp8rl_jax.study.subjects import Subject
 from fp8rl_jax.training.runtime import Runtime
@@ -26,6 +27,7 @@ def score_cell(
     rollout: str,
     questions: int,
     group: int,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """The cell of a subject: held-out questions, sampled under one view and scored under all.
 
@@ -36,6 +38,7 @@ def score_cell(
       views: ways to score; `pairs` are compared.
       rollout: the view whose recipe samples.
       questions, group: how many, and samples of each.
+      note: told how far it is.
 
     Returns:
       A cell whose numbers are 'pairs': {name: see `measures.Pair`}; 'decode': how the sampler's own
@@ -67,7 +70,7 @@ def score_cell(
     def numbers() -> dict[str, Any]:
         found = scored(
             subject.runtime, subject.params, views, pairs,
-            rollout=rollout, questions=held_out[:questions], group=group,
+            rollout=rollout, questions=held_out[:questions], group=group, note=note,
         )  # fmt: skip
         return {**found, "warmup": subject.warmup()}
 
@@ -83,11 +86,12 @@ def scored(
     rollout: str,
     questions: Sequence[Question],
     group: int,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """The numbers of `score_cell` but 'warmup', of float32 parameters; a multiple of
     `rollout.prompts_per_step` questions."""
-    batch = sample(runtime, params, views[rollout].recipe, questions, group)
-    scorer = Scorer(runtime, views)
+    batch = sample(runtime, params, views[rollout].recipe, questions, group, note)
+    scorer = Scorer(runtime, views, note)
     decode = {"differ": 0, "most": 0.0}
     margins: list[np.ndarray] = []
     mask, lengths = np.asarray(batch.mask) > 0, np.asarray(batch.lengths)

@@ -24,11 +24,11 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.policy.source import is_released
+from fp8rl_jax.study.progress import Note
 from fp8rl_jax.train import train
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-Note = Callable[[str], None]
 # Fields of `run` that say where files are, what is shown, or when it is saved; numbers follow from
 # none of them.
 _ELSEWHERE = ("cache_dir", "checkpoint_every", "compilation_cache", "dir", "keep_checkpoints")

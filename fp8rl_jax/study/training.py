@@ -34,14 +34,15 @@ import numpy as np
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, Progress, described
+from fp8rl_jax.study.cells import Cells, described
 from fp8rl_jax.study.hypotheses import ANY, Hypothesis
 from fp8rl_jax.study.measures import PROBABILITIES, Pair
+from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.runs import TIS, UNCORRECTED, After, Arms, Fields, part, series
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.statistics import kendall_tau, mann_kendall, seed_mean
 from fp8rl_jax.study.step0 import score_cell, scored
-from fp8rl_jax.study.subjects import Note, Subject
+from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,7 +101,7 @@ def study(
     subjects: Sequence[Subject],
     out: pathlib.Path,
     cells: Cells,
-    note: Note = lambda text: None,
+    note: Note = silent,
     questions: int = QUESTIONS,
     steps: int = STEPS,
 ) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def study(
                 rollout=_SIDES[0],
                 questions=questions,
                 group=GROUP,
+                note=note,
             )
         )
         progress.add(f"scores of {subject.name}, seed {subject.seed}, before RL")
@@ -144,7 +146,7 @@ def study(
             "questions": questions, "group": GROUP, "rollout": _SIDES[0],
             "views": {name: described(view.recipe) for name, view in _VIEWS.items()},
         }  # fmt: skip
-        after = After(key, functools.partial(_score, subject, questions))
+        after = After(key, functools.partial(_score, subject, questions, note))
         for arm, fields in ARMS.items():
             runs[arm].append(arms.run("training", arm, fields, after))
             progress.add(f"RL of {subject.name}, seed {subject.seed}, {arm}")
@@ -165,11 +167,12 @@ def study(
     }  # fmt: skip
 
 
-def _score(subject: Subject, questions: int, params: Any) -> dict[str, Any]:
+def _score(subject: Subject, questions: int, note: Note, params: Any) -> dict[str, Any]:
     """The numbers of `score_cell` for other weights of a subject's model."""
     return scored(
         subject.runtime, params, _VIEWS, {_PAIR: _SIDES},
         rollout=_SIDES[0], questions=subject.runtime.questions["eval"][:questions], group=GROUP,
+        note=note,
     )  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def scores(monkeypatch):
     margins = np.arange(8.0)[None, :, None] * np.ones((2, 1, 4))
 
     class FakeScorer:
-        def __init__(self, runtime, views):
+        def __init__(self, runtime, views, note):
             assert list(views) == ["one", "two"]
 
         def score(self, params, batch):
