@@ -48,10 +48,23 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
     return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
 
 
-def _rope(runtime: Runtime, positions: int) -> Any:
-    """Shapes of the tables of rotary frequencies."""
+def _rope(runtime: Runtime) -> Any:
+    """Shapes of the tables of rotary frequencies, of prompts and responses at their longest."""
+    rollout = runtime.config.rollout
+    positions = rollout.max_prompt_tokens + rollout.max_new_tokens
     tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
     return sharding.laid_out(tables, sharding.replicated(runtime.mesh))
+
+
+def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
+    """Shapes of a rollout's requests: so many samples of so many prompts, of any length."""
+
+    def requests(rope):
+        ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
+        lengths = jnp.ones(prompts, jnp.int32)
+        return Requests(lengths, jax.random.key(0), ids, jnp.ones(samples), ones, rope)
+
+    return jax.eval_shape(requests, _rope(runtime))
 
 
 def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
@@ -75,7 +88,7 @@ def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
     state = runtime.state_shapes(optimizer)
     step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
     with jax.set_mesh(mesh):
-        return step.lower(state, batch, _rope(runtime, tokens))
+        return step.lower(state, batch, _rope(runtime))
 
 
 def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
@@ -85,14 +98,7 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
     loop = Loop(runtime.model, runtime.rollout_recipe, settings)
-    rope = _rope(runtime, rollout.max_prompt_tokens + rollout.max_new_tokens)
-
-    def requests(rope):
-        ids, ones = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.int32)
-        return Requests(ones, jax.random.key(0), ids, jnp.ones(rows), ones, rope)
-
-    weights = runtime.weight_shapes
-    wanted = jax.eval_shape(requests, rope)
+    weights, wanted = runtime.weight_shapes, request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
     by_row = PartitionSpec(sharding.BATCH_AXES)
