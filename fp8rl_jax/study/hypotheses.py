@@ -6,7 +6,8 @@ whole interval lies outside; *not resolved* otherwise. Of several seeds the inte
 their sequences together, or of a figure of RL runs Student's over seeds; and each seed's own figure
 must agree where they are given: one on the other side leaves the hypothesis not resolved. So does
 a reason that the study gives, such as models that were trained once: their samples say nothing
-about another training.
+about another training. Where Student's interval is too wide, the sentence says with how many seeds
+the criterion would be told from the figure, if that and the seeds' scatter stayed as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fp8rl_jax.study.statistics import Estimate, Range
+import numpy as np
+
+from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seeds_needed
 
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
 ANY = 1e-9  # the end of a zone that holds every figure above 0; -ANY of those below
@@ -86,7 +89,8 @@ class Hypothesis:
             "estimate": {name: _finite(x) for name, x in found._asdict().items()},
             "seeds": [_finite(x) for x in seeds],
             "p": None if p is None else _finite(p),
-            "sentence": self._sentence(verdict, found, p, seeds, unresolved),
+            "sentence": self._sentence(verdict, found, p, seeds, unresolved)
+            + (self._missing(found, seeds) if verdict == NOT_RESOLVED and not unresolved else ""),
         }
 
     def _zone(self) -> str:
@@ -115,6 +119,17 @@ class Hypothesis:
             f"{self.text}: **{verdict}**{reason}. {figure}: "
             f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."
         )
+
+    def _missing(self, found: Estimate, seeds: Sequence[float]) -> str:
+        """How many seeds would decide; empty if that is not what is missing."""
+        between = [end for end in (self.low, self.high) if found.low < end < found.high]
+        if not isinstance(found, SeedMean) or len(seeds) < 2 or not between:
+            return ""
+        distance = min(abs(found.value - end) for end in between)
+        if distance == 0:
+            return ""
+        needed = max(seeds_needed(np.array(seeds), distance), len(seeds) + 1)
+        return f" About {needed} seeds would tell, if mean and scatter stayed as they are."
 
 
 def _finite(x: float) -> float | None:

@@ -36,6 +36,10 @@ class Range(Estimate):
     """The largest of some values that are known without sampling, with the least and itself."""
 
 
+class SeedMean(Estimate):
+    """A mean over seeds, with Student's interval."""
+
+
 class Trend(NamedTuple):
     """A rank correlation from -1 to 1, and the two-sided p-value that there is none."""
 
@@ -98,7 +102,7 @@ def ratio_of_means(
     return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]), draws)
 
 
-def seed_mean(values: np.ndarray, least: float = 0.0) -> Estimate:
+def seed_mean(values: np.ndarray, least: float = 0.0) -> SeedMean:
     """Mean of one value for each seed (S,), with Student's interval; of one seed without bounds.
 
     Args:
@@ -109,9 +113,9 @@ def seed_mean(values: np.ndarray, least: float = 0.0) -> Estimate:
     values = np.asarray(values, np.float64)
     mean, count = float(values.mean()), len(values)
     if count < 2:
-        return Estimate(mean, -math.inf, math.inf)
+        return SeedMean(mean, -math.inf, math.inf)
     reach = _t_quantile((1 + LEVEL) / 2, count - 1) * _deviation(values, least) / math.sqrt(count)
-    return Estimate(mean, mean - reach, mean + reach)
+    return SeedMean(mean, mean - reach, mean + reach)
 
 
 def _deviation(values: np.ndarray, least: float) -> float:

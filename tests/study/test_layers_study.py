@@ -14,8 +14,6 @@ from fp8rl_jax.quant import Operand
 from fp8rl_jax.study import layers, subjects
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
-from fp8rl_jax.study.hypotheses import Hypothesis
-from fp8rl_jax.study.statistics import Estimate
 
 
 def _subject() -> subjects.Subject:
@@ -120,23 +118,6 @@ def test_execution_order():
     assert order[:2] == [(0, 0, 0), (0, 1, 0)]
     assert order[21:24] == [(2, last, 1), (2, last, 2), (2, last - 1, 1)]
     assert order[-1] == (0, 0, 2)
-
-
-@pytest.mark.parametrize(
-    ("interval", "p", "verdict"),
-    [
-        ((1.1, 1.9), 0.01, "supported"),
-        ((1.1, 1.9), 0.2, "not resolved"),
-        ((0.9, 1.9), 0.01, "not resolved"),
-        ((2.1, 2.9), 0.01, "not supported"),
-    ],
-)
-def test_verdicts(interval, p, verdict):
-    hypothesis = Hypothesis("h", "It is so", "its size", 1.0, 2.0, "a test")
-    found = hypothesis.judge(Estimate(sum(interval) / 2, *interval), p)
-    assert found["verdict"] == verdict
-    assert f"It is so: **{verdict}**. Its size:" in found["sentence"]
-    assert f"95% interval {interval[0]} to {interval[1]}" in found["sentence"]
 
 
 @pytest.mark.parametrize(
