@@ -245,7 +245,7 @@ def format_power(result: dict[str, Any]) -> str:
     parts = [f"{text}: {x['sd']:.3g}, {x['seeds_needed']} seeds" for text, x in found.items()]
     return (
         "Standard deviation of the paired differences to bf16, and the seeds with which "
-        f"{result['margin']:g} is found four times in five, (2.8 sd / {result['margin']:g})^2: "
+        f"{result['margin']:g} is found four times in five: "
         f"{'; '.join(parts)}."
     )
 

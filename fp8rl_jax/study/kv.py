@@ -234,5 +234,6 @@ def draw(result: dict[str, Any]) -> Figure:
     writing.plain(sums, "tokens", "RMS of the sum of D")
     sums.set_xscale("log", base=2)
     sums.set_yscale("log")
-    slots.legend(frameon=False, fontsize=8)
+    slots.set_ylim(bottom=0)
+    sums.legend(frameon=False, fontsize=8)
     return figure

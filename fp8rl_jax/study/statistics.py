@@ -20,6 +20,7 @@ from jax.scipy.special import betainc
 
 DRAWS = 10_000
 LEVEL = 0.95
+_POWER = 0.8416  # quantile of the normal distribution at 80%
 _SEED = 0
 _AT_ONCE = 1 << 24  # numbers that are held at once
 
@@ -221,10 +222,11 @@ def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:
 
 def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> int:
     """Pairs of runs with which a t-test at 5% finds a mean difference of `effect` four times in
-    five: ``(2.8 sd / effect)^2``, with the standard deviation of the `differences` (S,), at least
-    `least`.
+    five: the least n with ``n >= ((t + 0.84) sd / effect)^2``, with the standard deviation of the
+    `differences` (S,), at least `least`.
 
-    2.8 is 1.96 + 0.84, quantiles of the normal distribution at 97.5% and 80%. At least 2.
+    t is the quantile of Student's distribution of n - 1 degrees of freedom at 97.5%, and 0.84 that
+    of the normal distribution at 80%. At least 2.
 
     Raises:
       ValueError: there are fewer than two differences, so no standard deviation.
@@ -232,7 +234,10 @@ def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> 
     if len(differences) < 2:
         raise ValueError("a standard deviation needs two differences")
     deviation = _deviation(np.asarray(differences, np.float64), least)
-    return max(math.ceil((2.8 * deviation / effect) ** 2), 2)
+    count = max(math.ceil((2.8 * deviation / effect) ** 2), 2)  # t is above 1.96
+    while count < ((_t_quantile(0.975, count - 1) + _POWER) * deviation / effect) ** 2:
+        count += 1
+    return count
 
 
 def _t_above(t: float, freedom: int) -> float:

@@ -27,10 +27,9 @@ def test_verdicts(interval, p, verdict):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        # sd 1.1547, 0.5 above the criterion: (2.8 * 1.1547 / 0.5)^2 = 41.8
-        ([0.5, 0.5, 2.5, 2.5], " About 42 seeds would tell, "),
-        # sd 0.2828, 0.8 above it: one seed by that formula, and two have not told
-        ([1.6, 2.0], " About 3 seeds would tell, "),
+        # sd 1.1547, 0.5 above the criterion; Student's quantile is 2.018: (2.859 sd / 0.5)^2 = 43.6
+        ([0.5, 0.5, 2.5, 2.5], " About 44 seeds would tell, "),
+        ([1.6, 2.0], " About 4 seeds would tell, "),
         ([1.0], ""),
         ([0.5, 1.5], ""),
         ([2.0, 2.1, 2.2], ""),

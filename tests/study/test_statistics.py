@@ -14,6 +14,7 @@ from fp8rl_jax.study.statistics import (
     ranks,
     ratio_of_means,
     seed_mean,
+    seeds_needed,
     span,
     spearman,
 )
@@ -128,3 +129,22 @@ def test_known_deviation():
     assert found == pytest.approx((1, 1 - reach, 1 + reach), abs=1e-5)
     assert equivalence(np.zeros(5), 0.1) == 0
     assert equivalence(np.zeros(5), 0.1, least=0.3) > 0.05
+
+
+@pytest.mark.parametrize("effect", [0.2, 0.5, 1.0, 2.0])
+def test_seeds_needed(effect):
+    """Exact power of the t-test, by the noncentral distribution: four fifths, to one seed."""
+
+    def power(count: int) -> float:
+        bound = stats.t.ppf(0.975, count - 1)
+        return stats.nct.sf(bound, count - 1, effect * np.sqrt(count))
+
+    found = seeds_needed(np.array([-1.0, 1.0]) / np.sqrt(2), effect)  # sd 1
+    assert power(found - 1) < 0.8 < power(found + 1)
+
+
+def test_seeds_needed_of_constants():
+    assert seeds_needed(np.zeros(3), 0.03) == 2
+    assert seeds_needed(np.zeros(3), 0.03, least=0.1) == seeds_needed([-0.1, 0.0, 0.1], 0.03)
+    with pytest.raises(ValueError, match="two differences"):
+        seeds_needed(np.zeros(1), 0.03)
