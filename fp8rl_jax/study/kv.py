@@ -196,13 +196,14 @@ def growth(pair: Pair) -> Estimate:
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: every rollout against the bf16 learner."""
     rows = [("rollout", "mean abs D", "max", "token_mult_prob_error", "exact KL", "RMS of logits",
-             "RMS of a sample's D")]  # fmt: skip
+             "mean of a sample's D", "RMS")]  # fmt: skip
     for name, found in result["pooled"].items():
         rows.append(
             (
                 name, writing.figure(found["mean_abs"]), f"{found['max_abs']:.3g}",
                 writing.figure(found["token_mult_prob_error"], 6), writing.figure(found["kl"]),
-                writing.figure(found["rms_logits"]), f"{found['sequence_rms']:.3g}",
+                writing.figure(found["rms_logits"]), f"{found['sequence_mean']:.3g}",
+                f"{found['sequence_rms']:.3g}",
             )
         )  # fmt: skip
     short = "" if result["slots"] >= LONG else (
