@@ -28,6 +28,7 @@ from fp8rl_jax.study.step0 import score_cell
 from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 QUESTIONS, GROUP = 64, 8
@@ -312,36 +313,51 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The ladder with and without replay, flips and margins, and the outliers."""
+    """The ladder with and without replay, flips by layer, and the outliers, as far as there are
+    any."""
     from matplotlib.figure import Figure  # here alone: the other commands start without it
 
-    figure = Figure(figsize=(13, 3.8), layout="constrained", dpi=110)
-    ladder, flips, outliers = figure.subplots(1, 3)
+    pooled = result["pooled"]
+    mixtures = any("flips_by_layer" in views[_PLAIN] for views in pooled.values())
+    panels = [_draw_ladder] * (mixtures or len(pooled) > 1 or not result["outliers"])
+    panels += [_draw_flips] * mixtures + [_draw_outliers] * bool(result["outliers"])
+    figure = Figure(figsize=(1 + 4 * len(panels), 3.8), layout="constrained", dpi=110)
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        panel(axes, result)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_ladder(axes: Axes, result: dict[str, Any]) -> None:
     rungs = list(result["pooled"])
     for index, view in enumerate((_PLAIN, _EXPERTS, _WEIGHTS)):
         at = [i for i, rung in enumerate(rungs) if view in result["pooled"][rung]]
+        if not at:
+            continue
         found = [result["pooled"][rungs[i]][view]["rms_logits"] for i in at]
         values, low, high = (np.array([f[j] for f in found]) for j in range(3))
-        ladder.errorbar(
+        axes.errorbar(
             at, values, [values - low, high - values], fmt="o", ms=4, capsize=2,
             color=writing.COLOURS[index], label=view,
         )  # fmt: skip
-    ladder.set_xticks(range(len(rungs)), rungs)
-    ladder.set_ylim(bottom=0)
-    ladder.legend(frameon=False, fontsize=8)
-    writing.plain(ladder, "rung", "RMS of the logits' difference")
-    for index, rung in enumerate(rungs):
-        shares = result["pooled"][rung][_PLAIN].get("flips_by_layer")
+    axes.set_xticks(range(len(rungs)), rungs)
+    axes.set_ylim(bottom=0)
+    writing.plain(axes, "rung", "RMS of the logits' difference")
+
+
+def _draw_flips(axes: Axes, result: dict[str, Any]) -> None:
+    for index, (rung, views) in enumerate(result["pooled"].items()):
+        shares = views[_PLAIN].get("flips_by_layer")
         if shares:
             style = {"color": writing.COLOURS[index % len(writing.COLOURS)], "label": rung}
-            flips.plot(1 + np.arange(len(shares)), shares, "o-", ms=4, **style)
-    writing.plain(flips, "layer", "share of tokens with another set of experts")
-    if flips.lines:
-        flips.legend(frameon=False, fontsize=8)
+            axes.plot(1 + np.arange(len(shares)), shares, "o-", ms=4, **style)
+    writing.plain(axes, "layer", "share of tokens with another set of experts")
+
+
+def _draw_outliers(axes: Axes, result: dict[str, Any]) -> None:
     for index, (recipe, means) in enumerate(result["outliers"].items()):
-        outliers.plot(POWERS, means, "o-", ms=4, color=writing.COLOURS[index], label=recipe)
-    writing.plain(outliers, "outlier, power of two", "exact KL to bf16")
-    if outliers.lines:
-        outliers.set_yscale("log")
-        outliers.legend(frameon=False, fontsize=8)
-    return figure
+        axes.plot(POWERS, means, "o-", ms=4, color=writing.COLOURS[index], label=recipe)
+    writing.plain(axes, "outlier, power of two", "exact KL to bf16")
+    axes.set_yscale("log")
+    axes.set_xticks(POWERS)

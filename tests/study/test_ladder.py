@@ -121,6 +121,30 @@ def _outliers(broken: dict[tuple[int, str], float], changed: int = 0) -> dict:
     }
 
 
+_DENSE = {"bf16": {"rms_logits": (1.0, 0.9, 1.1)}}
+_MIXTURE = {
+    "bf16": {"rms_logits": (2.0, 1.9, 2.1), "flips_by_layer": [0.1, 0.2]},
+    "bf16, experts replayed": {"rms_logits": (1.0, 0.9, 1.1)},
+}
+_OUTLIERS = {"fp8": [1.0] * len(POWERS)}
+
+
+@pytest.mark.parametrize(
+    ("pooled", "outliers", "panels"),
+    [
+        ({"a": _DENSE, "b": _MIXTURE}, _OUTLIERS, ["rung", "layer", "outlier, power of two"]),
+        ({"a": _DENSE}, _OUTLIERS, ["outlier, power of two"]),
+        ({"b": _MIXTURE}, {}, ["rung", "layer"]),
+        ({"a": _DENSE}, {}, ["rung"]),
+    ],
+    ids=["ladder", "dense", "experts", "latent"],
+)
+def test_no_panel_is_empty(pooled, outliers, panels):
+    figure = scale.draw({"pooled": pooled, "outliers": outliers})
+    assert [axes.get_xlabel() for axes in figure.axes] == panels
+    assert all(axes.has_data() for axes in figure.axes)
+
+
 def test_outliers_are_judged():
     coarse = {(k, "fp8_tensorwise"): 4.0 for k in POWERS}  # without an outlier too
     good = coarse | {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 100.0, (18, "fp8"): 10.0}
