@@ -86,6 +86,10 @@ DEGRADES = Hypothesis(
     "degrades", "Without correction an FP8 rollout with a bf16 learner learns less than bf16",
     "mean of sampled accuracy less that of bf16", high=-ANY,
 )  # fmt: skip
+NARROWS = Hypothesis(
+    "narrows", "With TIS an FP8 rollout with a bf16 learner learns more than without",
+    "mean of sampled accuracy less that without correction", low=ANY,
+)  # fmt: skip
 STRESSED = Hypothesis(
     "stressed", "The stress is one: its mismatch is at least twice that of the FP8 rollout (if "
     "not, the hypotheses under stress say little)",
@@ -108,6 +112,7 @@ HYPOTHESES = (
     (UNIFIED, "unified", BASELINE),
     (TRACKS, "rollout_tis", BASELINE),
     (DEGRADES, "rollout", BASELINE),
+    (NARROWS, "rollout_tis", "rollout"),
     (STRESS_DEGRADES, "stress_rollout", BASELINE),
     (STRESS_TIS, "stress_rollout_tis", "stress_rollout"),
     (STRESS_RECOVERS, "stress_rollout_tis", BASELINE),

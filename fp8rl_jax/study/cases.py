@@ -35,6 +35,7 @@ CASES = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp
 QUESTIONS, GROUP, STEPS = 128, 8, 40
 QUICK_QUESTIONS, QUICK_STEPS = 32, 4
 _CAP = 2.0  # of TIS
+_POW2, _ENDS = "fp8_blockwise_pow2", "fp8, first and last layer bf16"  # names of ablations
 _KL = 1e-3  # of the KL term, so that the divergence from the reference is measured
 
 REFERENCE = Hypothesis(
@@ -71,6 +72,15 @@ CLIPPED = Hypothesis(
     "clipped", "More tokens have a ratio above 2 or below 1/2 in case 1 than in case 2",
     "share of such tokens in case 1 less that in case 2", ANY,
 )  # fmt: skip
+POW2 = Hypothesis(
+    "pow2", "An FP8 rollout with scales that are powers of two, its KV cache's too, mismatches "
+    "more than one with float32 scales",
+    "mean |D| of a bf16 learner, powers of two over float32", 1.0 + ANY,
+)  # fmt: skip
+ENDS = Hypothesis(
+    "ends", "An FP8 rollout with bf16 in its first and last layer mismatches less than one without",
+    "mean |D| of a bf16 learner, bf16 ends over FP8 in all layers", high=1.0 - ANY,
+)  # fmt: skip
 CURVE_CLIPPED = Hypothesis(
     "curve_clipped", "Over RL TIS clips more tokens in case 1 than in any other case",
     "tis_clipfrac of case 1, mean over steps, less the largest of the other cases", ANY,
@@ -94,13 +104,13 @@ def ablations(layers: int) -> dict[str, Recipe]:
     fp8 = get_recipe("fp8")
     found = {
         "fp8, bf16 KV": dataclasses.replace(fp8, kv="none"),
-        "fp8_blockwise_pow2": get_recipe("fp8_blockwise_pow2"),
+        _POW2: get_recipe(_POW2),
         "mxfp8": get_recipe("mxfp8"),
         "fp8_tensorwise": get_recipe("fp8_tensorwise"),
     }
     if layers > 2:
         ends = dataclasses.replace(fp8, first_layers=1, last_layers=1)
-        found["fp8, first and last layer bf16"] = ends
+        found[_ENDS] = ends
     return found
 
 
@@ -199,6 +209,9 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
             unresolved="" if _is_clipped(case1 + case2) else "no token has such a ratio",
         ),
     ]  # fmt: skip
+    for hypothesis, name in ((POW2, f"bf16 / {_POW2}"), (ENDS, f"bf16 / {_ENDS}")):
+        if name in pairs:  # a model of two layers has ends alone
+            verdicts.append(ratio(hypothesis, name, "case1 / rollout", "abs"))
     if not runs["case1"]:
         return verdicts
     size = {case: series(cells, "train_rollout_logprob_abs_diff") for case, cells in runs.items()}

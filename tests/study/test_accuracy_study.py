@@ -40,7 +40,7 @@ def _verdicts(result) -> dict[str, str]:
 
 _AS_PUBLISHED = {"rollout": -0.1, "stress_rollout": -0.2}
 _OTHERWISE = {
-    "unified": -0.1, "rollout_tis": 0.1, "rollout": 0.1, "stress_rollout": 0.1,
+    "unified": -0.1, "rollout_tis": 0.1, "rollout": 0.2, "stress_rollout": 0.1,
     "stress_rollout_tis": -0.1,
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ _OTHERWISE = {
 )
 def test_verdicts(gains, noise, stress, verdict, tmp_path, monkeypatch):
     found = _verdicts(_study(tmp_path, monkeypatch, gains, noise, stress)[0])
-    assert len(found) == 7
+    assert len(found) == 8
     if gains == _OTHERWISE:  # nothing was lost that could be recovered
         assert found.pop("stress_recovers") == "not resolved"
     assert set(found.values()) == {verdict}, found

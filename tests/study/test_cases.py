@@ -24,6 +24,7 @@ from fp8rl_jax.study.runs import SERIES, Arms
 from fp8rl_jax.study.scoring import Comparison, Scores, View
 
 _ROWS, _GROUP, _SLOTS = 24, 2, 5
+_POW2, _ENDS = "bf16 / fp8_blockwise_pow2", "bf16 / fp8, first and last layer bf16"
 # D of a learner's tokens against an FP8 rollout, and KL from the reference.
 _SIZES = {"case1": (0.3, 0.0), "case2": (0.03, 0.004), "case3": (0.03, 0.004), "case4": (0, 0.004)}
 
@@ -47,6 +48,8 @@ def _cell(seed: int = 0, sizes: dict | None = None, unequal: float = 0.0) -> tup
         pairs[f"{case} / rollout"] = _pair(rng.normal(0, size, shape), 0.0)
         pairs[f"{case} / reference"] = _pair(np.zeros(shape), kl)
     pairs["case3 / case2"] = _pair(np.zeros(shape), 0.0)
+    d = rng.normal(0, (sizes or _SIZES)["case1"][0], shape)
+    pairs[_POW2], pairs[_ENDS] = _pair(1.5 * d, 0.0), _pair(0.5 * d, 0.0)
     decode = {"unequal": unequal, "most": 0.0, "tokens": _ROWS * _SLOTS}
     fp8 = {"numbers": {"pairs": pairs, "decode": decode}}
     return fp8, {"numbers": {"pairs": {}, "decode": dict(decode, unequal=0.0)}}
@@ -78,7 +81,7 @@ def test_verdicts_of_what_is_expected():
     assert set(found.values()) == {"supported"}, found
     assert set(found) == {
         "reference", "same_forward", "kl_equal", "zero", "zero_bf16", "imitation", "clipped",
-        "curve_zero", "curve_order", "curve_clipped",
+        "curve_zero", "curve_order", "curve_clipped", "pow2", "ends",
     }  # fmt: skip
     small = dict(_SIZES, case1=(0.02, 0.0))
     assert _verdicts([_cell(0, small)])["accepted"] == "supported"
@@ -98,6 +101,17 @@ def test_verdicts_of_the_contrary():
     order["case1"], order["case3"] = order["case3"], order["case1"]
     found = _verdicts([_cell()], order)
     assert found["curve_order"] == found["curve_clipped"] == "not supported"
+
+
+def test_recipes_of_the_rollout():
+    """Each beside plain FP8; a recipe that a small model does not have is left out."""
+    found = _cell()
+    pairs = found[0]["numbers"]["pairs"]
+    pairs[_POW2], pairs[_ENDS] = pairs[_ENDS], pairs[_POW2]
+    verdicts = _verdicts([found])
+    assert verdicts["pow2"] == verdicts["ends"] == "not supported"
+    del pairs[_ENDS]
+    assert set(_verdicts([found])) == set(verdicts) - {"ends"}
 
 
 def test_nothing_clipped_shows_nothing():
