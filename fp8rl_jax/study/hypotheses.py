@@ -24,6 +24,7 @@ from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seeds_needed
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
 ANY = 1e-9  # the end of a zone that holds every figure above 0; -ANY of those below
 _SIGNIFICANT = 0.05
+_MANY = 200  # seeds; beyond, their number says only that the mean lies on the criterion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Hypothesis:
         if distance == 0:
             return ""
         needed = max(seeds_needed(np.array(seeds), distance), len(seeds) + 1)
-        return f" About {needed} seeds would tell, if mean and scatter stayed as they are."
+        count = f"About {needed}" if needed <= _MANY else f"More than {_MANY}"
+        return f" {count} seeds would tell, if mean and scatter stayed as they are."
 
 
 def _finite(x: float) -> float | None:

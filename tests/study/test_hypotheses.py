@@ -30,11 +30,12 @@ def test_verdicts(interval, p, verdict):
         # sd 1.1547, 0.5 above the criterion; Student's quantile is 2.018: (2.859 sd / 0.5)^2 = 43.6
         ([0.5, 0.5, 2.5, 2.5], " About 44 seeds would tell, "),
         ([1.6, 2.0], " About 4 seeds would tell, "),
+        ([0.5, 1.6], " More than 200 seeds would tell, "),
         ([1.0], ""),
         ([0.5, 1.5], ""),
         ([2.0, 2.1, 2.2], ""),
     ],
-    ids=["wide", "few", "one", "on the criterion", "told"],
+    ids=["wide", "few", "near", "one", "on the criterion", "told"],
 )
 def test_seeds_that_would_tell(values, words):
     found = Hypothesis("h", "It is so", "its size", 1.0).judge(
