@@ -201,7 +201,7 @@ def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
         seeds = each.tolist() if directed else ()
         if hypothesis is STRESS_RECOVERS and found[STRESS_DEGRADES.name] != SUPPORTED:
             unresolved = "without correction nothing was seen to be lost"
-        verdict = hypothesis.judge(seed_mean(each, least), p, seeds, unresolved)
+        verdict = hypothesis.judge(seed_mean(each, least), p, seeds, unresolved, each.tolist())
         found[hypothesis.name] = verdict["verdict"]
         verdicts.append(verdict)
     sizes = (

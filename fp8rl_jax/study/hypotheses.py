@@ -60,6 +60,7 @@ class Hypothesis:
         p: float | None = None,
         seeds: Sequence[float] = (),
         unresolved: str = "",
+        scatter: Sequence[float] = (),
     ) -> dict[str, Any]:
         """What study.json says of it, the verdict's sentence included.
 
@@ -68,6 +69,7 @@ class Hypothesis:
           p: of the test, for a hypothesis that has one; NaN where it needs more seeds.
           seeds: the figure of each seed, where there are several.
           unresolved: why the figure cannot decide, whatever it is.
+          scatter: the figure of each seed, where they need not agree.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
@@ -91,7 +93,11 @@ class Hypothesis:
             "seeds": [_finite(x) for x in seeds],
             "p": None if p is None else _finite(p),
             "sentence": self._sentence(verdict, found, p, seeds, unresolved)
-            + (self._missing(found, seeds) if verdict == NOT_RESOLVED and not unresolved else ""),
+            + (
+                self._missing(found, seeds or scatter)
+                if verdict == NOT_RESOLVED and not unresolved
+                else ""
+            ),
         }
 
     def _zone(self) -> str:

@@ -45,6 +45,17 @@ def test_seeds_that_would_tell(values, words):
     assert ("would tell" in found["sentence"]) == bool(words)
 
 
+def test_seeds_that_need_not_agree():
+    """Their scatter tells how many would do, and one outside of the zone refutes nothing."""
+    values = [1.4, 1.5, 1.6, 0.9]
+    hypothesis = Hypothesis("h", "It is so", "its size", 0.6)
+    found = hypothesis.judge(seed_mean(np.array(values)), scatter=values)
+    assert found["verdict"] == "supported" and not found["seeds"]
+    hypothesis = Hypothesis("h", "It is so", "its size", 1.0)
+    found = hypothesis.judge(seed_mean(np.array(values)), scatter=values)
+    assert found["verdict"] == "not resolved" and " seeds would tell" in found["sentence"]
+
+
 def test_no_number_of_seeds_where_another_thing_is_missing():
     """The interval is of questions, or the study has a reason of its own."""
     hypothesis = Hypothesis("h", "It is so", "its size", 1.0)
