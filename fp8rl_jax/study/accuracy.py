@@ -201,7 +201,7 @@ def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
         seeds = each.tolist() if directed else ()
         if hypothesis is STRESS_RECOVERS and found[STRESS_DEGRADES.name] != SUPPORTED:
             unresolved = "without correction nothing was seen to be lost"
-        verdict = hypothesis.judge(seed_mean(each, least), p, seeds, unresolved, each.tolist())
+        verdict = hypothesis.judge(seed_mean(each, least), p, seeds, unresolved)
         found[hypothesis.name] = verdict["verdict"]
         verdicts.append(verdict)
     sizes = (
@@ -250,8 +250,7 @@ def format_power(result: dict[str, Any]) -> str:
     parts = [f"{text}: {x['sd']:.3g}, {x['seeds_needed']} seeds" for text, x in found.items()]
     return (
         "Standard deviation of the paired differences to bf16, and the seeds with which "
-        f"{result['margin']:g} is found four times in five: "
-        f"{'; '.join(parts)}."
+        f"{result['margin']:g} is found four times in five: {'; '.join(parts)}."
     )
 
 

@@ -210,7 +210,7 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
         ),
     ]  # fmt: skip
     for hypothesis, name in ((POW2, f"bf16 / {_POW2}"), (ENDS, f"bf16 / {_ENDS}")):
-        if name in pairs:  # a model of two layers has ends alone
+        if name in pairs:  # two layers have no middle, so no such recipe
             verdicts.append(ratio(hypothesis, name, "case1 / rollout", "abs"))
     if not runs["case1"]:
         return verdicts

@@ -17,8 +17,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seeds_needed
 
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
@@ -60,7 +58,6 @@ class Hypothesis:
         p: float | None = None,
         seeds: Sequence[float] = (),
         unresolved: str = "",
-        scatter: Sequence[float] = (),
     ) -> dict[str, Any]:
         """What study.json says of it, the verdict's sentence included.
 
@@ -69,7 +66,6 @@ class Hypothesis:
           p: of the test, for a hypothesis that has one; NaN where it needs more seeds.
           seeds: the figure of each seed, where there are several.
           unresolved: why the figure cannot decide, whatever it is.
-          scatter: the figure of each seed, where they need not agree.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
@@ -84,6 +80,7 @@ class Hypothesis:
             verdict = NOT_SUPPORTED
         else:
             verdict = NOT_RESOLVED
+        open_ = verdict == NOT_RESOLVED and not unresolved
         return {
             **dataclasses.asdict(self),
             "low": _finite(self.low),
@@ -93,11 +90,7 @@ class Hypothesis:
             "seeds": [_finite(x) for x in seeds],
             "p": None if p is None else _finite(p),
             "sentence": self._sentence(verdict, found, p, seeds, unresolved)
-            + (
-                self._missing(found, seeds or scatter)
-                if verdict == NOT_RESOLVED and not unresolved
-                else ""
-            ),
+            + (self._missing(found) if open_ else ""),
         }
 
     def _zone(self) -> str:
@@ -127,15 +120,13 @@ class Hypothesis:
             f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."
         )
 
-    def _missing(self, found: Estimate, seeds: Sequence[float]) -> str:
+    def _missing(self, found: Estimate) -> str:
         """How many seeds would decide; empty if that is not what is missing."""
         between = [end for end in (self.low, self.high) if found.low < end < found.high]
-        if not isinstance(found, SeedMean) or len(seeds) < 2 or not between:
+        distance = min((abs(found.value - end) for end in between), default=0.0)
+        if not isinstance(found, SeedMean) or len(found.values) < 2 or distance == 0:
             return ""
-        distance = min(abs(found.value - end) for end in between)
-        if distance == 0:
-            return ""
-        needed = max(seeds_needed(np.array(seeds), distance), len(seeds) + 1)
+        needed = max(seeds_needed(found.values, distance, found.least), len(found.values) + 1)
         count = f"About {needed}" if needed <= _MANY else f"More than {_MANY}"
         return f" {count} seeds would tell, if mean and scatter stayed as they are."
 

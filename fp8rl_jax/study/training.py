@@ -212,11 +212,8 @@ def _judge(before: list[dict], runs: dict[str, list[dict]]) -> list[dict[str, An
 
     def trend(hypothesis: Hypothesis, curves: np.ndarray) -> dict[str, Any]:
         each = kendall_tau(curves)
-        found = seed_mean(each)
-        if len(each) > 1:  # Student's interval knows no bounds
-            found = found._replace(low=max(found.low, -1.0), high=min(found.high, 1.0))
         p = mann_kendall(curves.mean(axis=0), _block(curves.shape[1])).p
-        return hypothesis.judge(found, p, each.tolist())
+        return hypothesis.judge(seed_mean(each, within=(-1.0, 1.0)), p, each.tolist())
 
     growth = np.array(
         [

@@ -49,11 +49,19 @@ def test_seeds_that_need_not_agree():
     """Their scatter tells how many would do, and one outside of the zone refutes nothing."""
     values = [1.4, 1.5, 1.6, 0.9]
     hypothesis = Hypothesis("h", "It is so", "its size", 0.6)
-    found = hypothesis.judge(seed_mean(np.array(values)), scatter=values)
+    found = hypothesis.judge(seed_mean(np.array(values)))
     assert found["verdict"] == "supported" and not found["seeds"]
     hypothesis = Hypothesis("h", "It is so", "its size", 1.0)
-    found = hypothesis.judge(seed_mean(np.array(values)), scatter=values)
+    found = hypothesis.judge(seed_mean(np.array(values)))
     assert found["verdict"] == "not resolved" and " seeds would tell" in found["sentence"]
+
+
+def test_seeds_that_agree_by_chance():
+    """The evaluation's noise, which made the interval wide, is what further seeds must beat."""
+    found = Hypothesis("h", "It is so", "its size", 1.0).judge(
+        seed_mean(np.full(3, 1.1), least=0.3)
+    )
+    assert " About 73 seeds would tell, " in found["sentence"]
 
 
 def test_no_number_of_seeds_where_another_thing_is_missing():

@@ -144,6 +144,7 @@ def test_seeds_needed(effect):
 
 
 def test_seeds_needed_of_constants():
+    assert seeds_needed([-1.0, 1.0], 1e-9) > 1e18, "it ends"
     assert seeds_needed(np.zeros(3), 0.03) == 2
     assert seeds_needed(np.zeros(3), 0.03, least=0.1) == seeds_needed([-0.1, 0.0, 0.1], 0.03)
     with pytest.raises(ValueError, match="two differences"):
