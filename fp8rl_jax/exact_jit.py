@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels.reference.products import compiler_options
+from fp8rl_jax.kernels.reference.probe import compiler_options
 
 _FAST_MATH = re.compile(
     r"--(xla_(?:cpu|gpu)_(?:enable_fast_math|enable_fast_min_max))"

@@ -21,7 +21,7 @@ import jax
 
 import fp8rl_jax
 from fp8rl_jax import kernels
-from fp8rl_jax.kernels.reference.products import cpu_features
+from fp8rl_jax.kernels.reference.probe import cpu_features
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 

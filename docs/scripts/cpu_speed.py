@@ -71,8 +71,17 @@ def _head_by_autodiff() -> None:
     _replace("_chunk_logprobs", jax.checkpoint(rows, static_argnums=(0,)))
 
 
-def _by_eigen() -> None:
-    _replace("bf16_dot_mode", lambda: None)
+def _in_float32() -> None:
+    from fp8rl_jax.kernels.reference import probe
+
+    way = probe.tried(next(way for way in probe.WAYS if way.name == "float32"))
+    _replace("cpu_way", lambda: way)
+
+
+def _exactly() -> None:
+    from fp8rl_jax.kernels.reference import probe
+
+    _replace("cpu_way", lambda: probe.EXACT)
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
@@ -83,7 +92,8 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "E4M3 converted by XLA": _conversions_by_xla,
     "scales and norms' weights fused": _nothing_stored,
     "the head's gradient by autodiff": _head_by_autodiff,
-    "float32 by Eigen, as without bf16 instructions": _by_eigen,
+    "float32, as without bf16 instructions": _in_float32,
+    "exact": _exactly,
 }
 
 

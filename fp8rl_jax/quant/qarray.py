@@ -86,7 +86,7 @@ class QArray:
         Each product of FP8 converts its operands, which takes longer than a product of a few rows.
         The conversion is exact, so doing it beforehand, once, changes no bit.
         """
-        return dataclasses.replace(self, qvalue=widened(self.qvalue, wide_type()))
+        return dataclasses.replace(self, qvalue=widened(self.qvalue, wide_type(self.qvalue.dtype)))
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""

@@ -18,12 +18,11 @@ from jax import lax
 from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, pad_to, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
-from fp8rl_jax.kernels.reference.products import FLOAT32_SIZE, small_product
+from fp8rl_jax.kernels.reference.probe import cpu_way
+from fp8rl_jax.kernels.reference.products import small_product
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
+from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
-# Fewer queries of a kv head take XLA to matrix-vector code, whose order of summation differs; more
-# would be zeros that decoding pays for.
-_MIN_QUERIES = 2
 _UNROLL_KV = 4  # chunks of keys at once, if there are; their scores are products of FLOAT32_SIZE
 _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
 
@@ -44,9 +43,9 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x * (scale[..., None] if scale.ndim else scale)
 
 
-def _enough_rows(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with zeros behind, where it has fewer than `_MIN_QUERIES` rows along an axis."""
-    return pad_to(x, axis, _MIN_QUERIES) if x.shape[axis] < _MIN_QUERIES else x
+def _enough_rows(x: jax.Array, axis: int, way: Way) -> jax.Array:
+    """`x` with zeros behind, where it has fewer rows along an axis than products must have."""
+    return pad_to(x, axis, way.small_steps.rows(x.shape[axis]))
 
 
 def by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
@@ -126,12 +125,12 @@ def _reader(
     return read
 
 
-def _scalar_products(q: jax.Array, keys: jax.Array) -> jax.Array:
+def _scalar_products(way: Way, q: jax.Array, keys: jax.Array) -> jax.Array:
     """(B, Hkv, rows, Dh) by (B, Hkv, Dh, slots): features in blocks of 128, ascending."""
     axes = (((3,), (2,)), ((0, 1), (0, 1)))
     starts = range(0, q.shape[3], K_BLOCK)
     blocks = (slice(start, start + K_BLOCK) for start in starts)
-    parts = (small_product(q[..., block], keys[:, :, block], axes) for block in blocks)
+    parts = (small_product(way, q[..., block], keys[:, :, block], axes) for block in blocks)
     return functools.reduce(jnp.add, parts)
 
 
@@ -140,11 +139,12 @@ def _by_chunk(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, KV_CHUNK, *x.shape[axis + 1 :])
 
 
-def _weighted_values(weight: jax.Array, value: jax.Array) -> jax.Array:
+def _weighted_values(way: Way, weight: jax.Array, value: jax.Array) -> jax.Array:
     """(B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) -> (B, Hkv, n, rows, Dv)."""
     axes, width = (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), FLOAT32_SIZE // KV_CHUNK
     starts = range(0, value.shape[4], width)
-    parts = [small_product(weight, value[..., start : start + width], axes) for start in starts]
+    pieces = (value[..., start : start + width] for start in starts)
+    parts = [small_product(way, weight, piece, axes) for piece in pieces]
     return jnp.concatenate(parts, axis=4)
 
 
@@ -162,6 +162,7 @@ def attention(
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
     keys_by_feature: bool = False,
+    way: Way | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
 
@@ -184,10 +185,12 @@ def attention(
         None for a cache of (B, S). Entries behind a sequence's position are never read.
       keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
         where decoding would turn all keys around for every token.
+      way: of multiplying; None for that of this machine.
 
     Returns:
       (B, T, H, Dv) float32.
     """
+    way = way or cpu_way()
     queries, heads = q.shape[1:3]
     slots, kv_heads = v.shape[1:3]
     groups = heads // kv_heads
@@ -201,12 +204,12 @@ def attention(
         for name, x in cached.items()
         if x is not None
     }
-    q = _enough_rows(by_kv_head(q, kv_heads), 2)
+    q = _enough_rows(by_kv_head(q, kv_heads), 2, way)
     if q_scale is not None and q_scale.ndim:
-        q_scale = _enough_rows(by_kv_head(q_scale[..., None], kv_heads), 2)
+        q_scale = _enough_rows(by_kv_head(q_scale[..., None], kv_heads), 2, way)
     if q_rope is not None:
-        q_rope = _enough_rows(by_kv_head(q_rope, kv_heads), 2)
-    position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1)
+        q_rope = _enough_rows(by_kv_head(q_rope, kv_heads), 2, way)
+    position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1, way)
 
     def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scores of a step's slots and what of them is seen: (B, Hkv, rows, width), (B, 1, ...)."""
@@ -218,10 +221,10 @@ def attention(
         # XLA:CPU multiplies a few rows by keys stored feature by feature several times faster,
         # with the same bits.
         keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
-        score = prevent_fma(_scalar_products(q, keys) * multiplier)
+        score = prevent_fma(_scalar_products(way, q, keys) * multiplier)
         if q_rope is not None:
             rope = read["k_rope"](step).swapaxes(2, 3)
-            score = score + prevent_fma(_scalar_products(q_rope, rope) * jnp.float32(scale))
+            score = score + prevent_fma(_scalar_products(way, q_rope, rope) * jnp.float32(scale))
         slot = step * width + jnp.arange(width)
         mask = (slot[None, None, :] <= position[:, :, None])[:, None]
         return masked(score, mask), mask
@@ -233,7 +236,7 @@ def attention(
         weight_sums = sum_last(_by_chunk(weight, 3))
         if v_scale is not None:
             weight = weight * read["v_scale"](step)
-        values = _weighted_values(_by_chunk(weight, 3), _by_chunk(read["v"](step), 2))
+        values = _weighted_values(way, _by_chunk(weight, 3), _by_chunk(read["v"](step), 2))
         for chunk in range(at_once):
             new = weight_sums[..., chunk], values[:, :, chunk]
             sums = new if sums is None else (sums[0] + new[0], sums[1] + new[1])

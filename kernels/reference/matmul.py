@@ -13,17 +13,22 @@ multiplied there; FP8 is emulated and never faster than bf16.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, prevent_fma
+from fp8rl_jax.kernels.arrays import K_BLOCK, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
-from fp8rl_jax.kernels.reference.products import BF16_DEPTH, in_bf16, padded_rows, product
+from fp8rl_jax.kernels.reference.probe import cpu_way
+from fp8rl_jax.kernels.reference.products import in_bf16, most_columns, product, steps_of
+from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, Way
 
 _UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
+_UNROLL_COLUMNS = 16  # pieces of columns, likewise
 
 
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
@@ -62,6 +67,7 @@ def block_matmul(
     rhs: jax.Array,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    way: Way | None = None,
 ) -> jax.Array:
     """Matrix product with a fixed order of summation: rows do not see each other.
 
@@ -70,6 +76,7 @@ def block_matmul(
       rhs: (K, N), likewise.
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
       rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
+      way: of multiplying a block; None for that of this machine.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -81,42 +88,81 @@ def block_matmul(
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
         raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
     assert (lhs_scale is None) == (rhs_scale is None)
+    way = way or cpu_way()
     rows, columns = lhs.shape[0], rhs.shape[1]
-    lhs_dtype, rhs_dtype = lhs.dtype, rhs.dtype
+    dtypes = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
-    lhs = pad_to(lhs, 1, K_BLOCK)
+    steps = steps_of(way, *dtypes)
     parts = _parts_of(rows)
     each = rows // parts
-    width = padded_rows(each)
-    if width != each:
-        lhs, lhs_scale = (_pad_parts(x, parts, width) for x in (lhs, lhs_scale))
-    rhs = pad_to(pad_to(rhs, 0, K_BLOCK), 1, K_BLOCK)
-    if rhs_scale is not None:
-        if rhs_scale.shape[1] != columns:
-            rhs_scale = repeat_last(rhs_scale, K_BLOCK)[:, :columns]
-        rhs_scale = pad_to(rhs_scale, 1, K_BLOCK)
+    height = steps.rows(each)
+    if height != each:
+        lhs, lhs_scale = (_pad_parts(x, parts, height) for x in (lhs, lhs_scale))
+    if rhs_scale is not None and rhs_scale.shape[1] != columns:
+        rhs_scale = repeat_last(rhs_scale, K_BLOCK)[:, :columns]
     depth = K_BLOCK
-    if lhs_scale is None and in_bf16(lhs_dtype, rhs_dtype):
-        depth = max(d for d in range(K_BLOCK, BF16_DEPTH + 1, K_BLOCK) if lhs.shape[1] % d == 0)
-    blocks = lhs.shape[1] // depth
+    if lhs_scale is None and in_bf16(way, *dtypes):
+        padded = -(-lhs.shape[1] // K_BLOCK) * K_BLOCK
+        depth = max(d for d in range(K_BLOCK, BF16_DEPTH + 1, K_BLOCK) if padded % d == 0)
+    ranges = steps.column_ranges(columns, most_columns(way, depth, *dtypes) or columns)
+    if ranges[0][1] > columns:
+        rhs, rhs_scale = (_pad_columns(x, ranges[0][1]) for x in (rhs, rhs_scale))
+    multiply = functools.partial(_sum_of_blocks, way, dtypes, depth, lhs, rhs, lhs_scale, rhs_scale)
+    total = _by_columns(multiply, lhs.shape[0], columns, ranges)
+    if height != each:
+        total = total.reshape(parts, height, -1)[:, :each].reshape(rows, total.shape[1])
+    return total
 
-    def partial(block: int | jax.Array) -> jax.Array:
+
+def _pad_columns(x: jax.Array | None, columns: int) -> jax.Array | None:
+    return None if x is None else jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
+
+
+def _by_columns(
+    multiply: Callable, rows: int, columns: int, ranges: list[tuple[int, int]]
+) -> jax.Array:
+    """(rows, columns) float32, of ``multiply(start, width)`` for each range of columns."""
+    if len(ranges) <= _UNROLL_COLUMNS:
+        pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
+        for (start, width), end in zip(ranges, ends, strict=True):
+            pieces.append(multiply(start, width)[:, : end - start])
+        # A range may begin before the one ahead of it ends: what is cut off there is made again.
+        return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+    width, last = ranges[0][1], columns - ranges[0][1]
+
+    def add(piece: jax.Array, total: jax.Array) -> jax.Array:
+        start = jnp.minimum(piece * width, last)
+        return lax.dynamic_update_slice(total, multiply(start, width), (0, start))
+
+    like = jax.eval_shape(lambda: multiply(0, width))
+    return lax.fori_loop(0, len(ranges), add, jnp.zeros((rows, columns), like.dtype))
+
+
+def _sum_of_blocks(
+    way: Way, dtypes, depth: int, lhs, rhs, lhs_scale, rhs_scale,
+    first: int | jax.Array, columns: int,
+) -> jax.Array:  # fmt: skip
+    """``columns`` columns of the product from `first` on; operands as bytes, scales by column.
+
+    The weights are read as they are: what is left of K behind whole blocks is a block of its own.
+    """
+    blocks, tail = divmod(lhs.shape[1], depth)
+
+    def partial(block: int | jax.Array, deep: int = depth) -> jax.Array:
         start = block * depth
-        left = lax.dynamic_slice_in_dim(lhs, start, depth, 1)
-        right = lax.dynamic_slice_in_dim(rhs, start, depth, 0)
-        partial_sum = product(from_bytes(left, lhs_dtype), from_bytes(right, rhs_dtype))
-        if lhs_scale is None or rhs_scale is None:
+        left = lax.dynamic_slice_in_dim(lhs, start, deep, 1)
+        right = lax.dynamic_slice(rhs, (start, first), (deep, columns))
+        partial_sum = product(way, from_bytes(left, dtypes[0]), from_bytes(right, dtypes[1]))
+        if lhs_scale is None:
             return partial_sum
         left_scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
-        right_scale = lax.dynamic_slice_in_dim(rhs_scale, block, 1, 0)
+        right_scale = lax.dynamic_slice(rhs_scale, (block, first), (1, columns))
         return prevent_fma(partial_sum * (left_scale * right_scale))
 
-    total = partial(0)
+    total = partial(0, min(depth, lhs.shape[1]))
     if blocks <= _UNROLL_K:
         for block in range(1, blocks):
             total = total + partial(block)
     else:
         total = lax.fori_loop(1, blocks, lambda block, acc: acc + partial(block), total)
-    if width != each:
-        total = total.reshape(parts, width, -1)[:, :each].reshape(rows, total.shape[1])
-    return total[:, :columns]
+    return total + partial(blocks, tail) if tail and blocks else total

@@ -16,7 +16,7 @@ import pytest
 from refusals import CONFIG, NoRun, train_command, without_self_check
 
 from fp8rl_jax import cli, train
-from fp8rl_jax.kernels.reference import products
+from fp8rl_jax.kernels.reference.probe import cpu_way
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def count_compilations():
         if "backend_compile" in event:
             compiled.append(event)
 
-    products.bf16_dot_mode()  # tries this CPU's products, once a process
+    cpu_way()  # tries this CPU's products, once a machine
     jax.monitoring.register_event_duration_secs_listener(note)
     yield compiled
     jax.monitoring.unregister_event_duration_listener(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -12,10 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import deviceless
-from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import block_matmul
-from fp8rl_jax.kernels.reference import products
-from fp8rl_jax.kernels.reference.products import DOT_MODES
+from fp8rl_jax.kernels.reference import probe
+from fp8rl_jax.kernels.reference.matmul import block_matmul
+from fp8rl_jax.kernels.reference.ways import WAYS, Way
 
 
 def _operands(rows: int, dtype) -> list[jax.Array]:
@@ -29,14 +29,16 @@ def _operands(rows: int, dtype) -> list[jax.Array]:
     return operands
 
 
-def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype) -> dict:
+def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype, way: Way) -> dict:
     """A product of so many rows on each device of some axes, beside that of one device."""
     by_row, whole = (NamedSharding(mesh, PartitionSpec(part)) for part in (axes, None))
     operands = _operands(each * math.prod(mesh.shape[axis] for axis in axes), dtype)
-    want = exact_jit(lambda *operands: block_matmul(*operands))(*operands)
+    multiply = functools.partial(block_matmul, way=way)
+    want = jax.jit(multiply, compiler_options=dict(way.options))(*operands)
     placed = jax.device_put(operands, [by_row, whole, by_row, whole][: len(operands)])
     with jax.set_mesh(mesh):
-        program = exact_jit(lambda *operands: block_matmul(*operands)).lower(*placed).compile()
+        program = jax.jit(lambda *operands: multiply(*operands), compiler_options=dict(way.options))
+        program = program.lower(*placed).compile()
     found = program(*placed)
     return {
         "differ": int((np.asarray(found) != np.asarray(want)).sum()),
@@ -47,16 +49,16 @@ def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype) -> dict:
 
 def main() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    modes = [mode for mode in DOT_MODES.values() if products._holds(mode)] or [None]
+    ways = [way for way in map(probe.tried, WAYS) if way]
     dtypes = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
     # Rows of each device, over all devices or, by half of them, twice.
     layouts = [(1, ("data", "fsdp")), (2, ("data", "fsdp")), (18, ("data", "fsdp")), (1, ("fsdp",))]
     results = {}
-    for (number, mode), dtype, (each, axes) in itertools.product(enumerate(modes), dtypes, layouts):
-        products.bf16_dot_mode = lambda mode=mode: mode
-        products.compiler_options.cache_clear()
-        results[f"{number}, {each} rows, {axes}, {dtype.__name__}"] = _on(mesh, each, axes, dtype)
-    print(json.dumps({"devices": mesh.size, "modes": len(modes), "results": results}))
+    for way, dtype, (each, axes) in itertools.product(ways, dtypes, layouts):
+        results[f"{way.name}, {each} rows, {axes}, {dtype.__name__}"] = _on(
+            mesh, each, axes, dtype, way
+        )
+    print(json.dumps({"devices": mesh.size, "ways": len(ways), "results": results}))
 
 
 if __name__ == "__main__":

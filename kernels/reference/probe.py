@@ -1,0 +1,303 @@
+"""Tries what a way of multiplying keeps to on the machine at hand; the first that holds is taken.
+
+XLA documents no order of summation, and its libraries choose their code by the CPU, the number of
+threads and the shape. So nothing is assumed: every number of rows and of columns up to 64, and some
+hundreds and thousands with other remainders, are multiplied and compared with the way's order,
+number by number, with this process's threads. What holds only for some numbers of rows or columns
+gives the steps to which `product` pads. A dot of given operands compiles in half a millisecond.
+
+The answer is kept in the user's cache: by the instructions of the CPU, the number of threads, the
+variables of the environment that change it, the versions and this code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.kernels.reference.orders import float32_order
+from fp8rl_jax.kernels.reference.ways import (
+    BF16_DEPTH,
+    ELSEWHERE,
+    EXACT,
+    FLOAT32_SIZE,
+    WAYS,
+    Steps,
+    Way,
+    bf16_dot,
+    dot,
+    float32_dot,
+    small_dot,
+)
+
+_EACH = range(1, 65)
+_ROWS = (*_EACH, 96, 97, 127, 128, 200, 255, 259, 510, 513, 515, 600, 1030, 2051)
+_COLUMNS = (*_EACH, 80, 96, 97, 98, 100, 127, 145, 192, 193, 241, 255, 256)
+_FEW_ROWS = (2, 3, 6, 9, 33, 510, 600)  # that every number of columns is tried with
+_FEW_COLUMNS = (14, 49, 97, 256)  # and every number of rows
+_BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
+_FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
+_MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
+_STEPS = (1, 2, 4, 8, 16)  # and least numbers of columns; of rows, products have two or more
+_ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 2e-3  # of an order, see orders.py
+_BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
+_WITHOUT_BF16 = {
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI",
+}  # fmt: skip
+_VARIABLES = (
+    "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
+    "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
+)  # fmt: skip
+_ROUNDINGS = 0
+Size = tuple[int, int, int]  # rows, depth, columns
+
+
+@functools.cache
+def cpu_features() -> str:
+    """The instructions that the CPU knows, as the system lists them; '' where it does not."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not.
+
+    False under a cap by oneDNN's ONEDNN_MAX_CPU_ISA, which makes a CPU multiply as an older one.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BF16:
+        return False
+    features = cpu_features().split()
+    return not features or not _BF16_INSTRUCTIONS.isdisjoint(features)
+
+
+def knows(options: Mapping[str, bool | str]) -> bool:
+    """Whether jaxlib knows them: a trivial program with an unknown one does not compile."""
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=dict(options)).lower(0).compile()
+    except Exception as error:  # jaxlib raises different types for an unknown option
+        if not any(name in str(error) for name in options):
+            raise
+        return False
+    return True
+
+
+def _sizes(depths: Sequence[int], most: int = 1 << 31) -> list[Size]:
+    """Every number of rows with some of columns, every number of columns with some of rows: at the
+    first depth, and at the others in turn; right operands of at most `most` numbers."""
+    by_row, by_column = (
+        itertools.product(_ROWS, _FEW_COLUMNS),
+        itertools.product(_FEW_ROWS, _COLUMNS),
+    )
+    pairs = sorted({*by_row, *by_column})
+    turns = zip(pairs, itertools.cycle(depths[1:]), strict=False)
+    sizes = [(m, depths[0], n) for m, n in pairs] + [(m, depth, n) for (m, n), depth in turns]
+    return [(m, depth, n) for m, depth, n in sizes if depth * n <= most]
+
+
+class Numbers:
+    """Operands of one type and depth, of any number of rows and columns, and their product in an
+    order. A few rows and columns are repeated, so every number of a product can be compared."""
+
+    _ROWS, _COLUMNS = 61, 67
+
+    def __init__(self, order: Callable, dtype, depth: int, batch: tuple[int, ...] = ()):
+        rng = np.random.default_rng(depth)
+        shapes = (*batch, self._ROWS, depth), (*batch, depth, self._COLUMNS)
+        self._x, self._w = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+        self._product = order(self._x.astype(np.float32), self._w.astype(np.float32))
+
+    def operands(self, rows: int, columns: int) -> list[np.ndarray]:
+        """(..., rows, K) and (..., K, columns)."""
+        x = self._x[..., np.arange(rows) % self._ROWS, :]
+        return [x, np.ascontiguousarray(self._w[..., np.arange(columns) % self._COLUMNS])]
+
+    def differ(self, found: np.ndarray) -> bool:
+        """Whether a product of such operands, (..., rows, columns), has other bits."""
+        rows, columns = found.shape[-2:]
+        row, column = np.arange(rows) % self._ROWS, np.arange(columns) % self._COLUMNS
+        return bool((found != self._product[..., row[:, None], column]).mean() > _ROUNDINGS)
+
+
+def _wrong(
+    way: Way, multiply: Callable, order: Callable, dtype, sizes: Sequence[Size],
+    batch: tuple[int, ...] = (), lie: Callable = lambda x, w: (x, w),
+) -> list[tuple[int, int]]:  # fmt: skip
+    """(rows, columns) of those sizes whose product is not that of the order.
+
+    `lie` turns operands around before they are given to ``multiply(x, w)``: a dot of what a program
+    is given compiles fifty times faster than one of something that it computes.
+    """
+    depths = {depth for _, depth, _ in sizes}
+    numbers = {depth: Numbers(order, dtype, depth, batch) for depth in depths}
+    given = [lie(*numbers[depth].operands(rows, columns)) for rows, depth, columns in sizes]
+
+    def together(given):
+        return [multiply(*operands) for operands in given]
+
+    # Compiled ahead of time: this may run while something else is being traced.
+    program = jax.jit(together, compiler_options=dict(way.options)).lower(given).compile()
+    found = zip(sizes, program(given), strict=True)
+    return [
+        (rows, columns)
+        for (rows, depth, columns), result in found
+        if numbers[depth].differ(np.asarray(result))
+    ]
+
+
+def steps_that_hold(wrong: Iterable[tuple[int, int]]) -> Steps | None:
+    """The smallest steps that avoid all (rows, columns) that are wrong; None if there are none."""
+    wrong = set(wrong)
+    for numbers in itertools.product(_STEPS, _STEPS[1:], _STEPS, _STEPS):
+        row_step, few_rows, column_step, few_columns = numbers
+        steps = Steps(few_rows, row_step, few_columns, column_step)
+        if not any((steps.rows(m), steps.columns(n)) == (m, n) for m, n in wrong):
+            return steps
+    return None
+
+
+def _turned(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ascontiguousarray(x.T), np.ascontiguousarray(w.T)
+
+
+def _bf16_wrong(way: Way) -> list[tuple[int, int]]:
+    order = way.bf16_order
+    assert order
+    sizes = _sizes(_BF16_DEPTHS)
+    sizes += [
+        (m, depth, n) for m in (8, 64, 513) for depth in (128, BF16_DEPTH) for n in _MANY_COLUMNS
+    ]
+    turned = [(m, depth, n) for m in (8, 16, 520) for depth in (64, BF16_DEPTH) for n in (64, 1504)]
+    of_turned = lambda x, w: bf16_dot(x.T, w.T)
+    return _wrong(way, dot, order, jnp.bfloat16, sizes) + _wrong(
+        way, of_turned, order, jnp.bfloat16, turned, lie=_turned
+    )
+
+
+def _float32_wrong(way: Way) -> list[tuple[int, int]]:
+    """Of products; `float32_dot` puts its operands in the way's layout."""
+    most, (axis, lie) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
+    if way.float32 == "turned":
+        most, (axis, lie) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
+    sizes = _sizes(_FLOAT32_DEPTHS, most)
+    alike = functools.partial(dot, axis=axis)
+    turned = list(itertools.product((16, 48, 528), (64, 128), (64, 256)))
+    of_turned = lambda x, w: float32_dot(way, x.T, w.T)
+    return _wrong(way, alike, float32_order, np.float32, sizes, lie=lie) + _wrong(
+        way, of_turned, float32_order, np.float32, turned, lie=_turned
+    )
+
+
+def _small_wrong(way: Way) -> list[tuple[int, int]]:
+    """With an axis of the batch, and two, one of them behind the rows, as attention multiplies."""
+    sizes = [(m, d, n) for m, d, n in _sizes((64, 128, 32), FLOAT32_SIZE) if m <= 600]
+    one = lambda x, w: small_dot(way, x, w, (((2,), (1,)), ((0,), (0,))))
+    two = lambda x, w: small_dot(way, x, w, (((3,), (2,)), ((0, 2), (0, 1))))
+    behind = lambda x, w: (np.ascontiguousarray(x.swapaxes(1, 2)), w)
+    return _wrong(way, one, float32_order, np.float32, sizes[::2], (3,)) + _wrong(
+        way, two, float32_order, np.float32, sizes[1::4], (2, 2), lie=behind
+    )
+
+
+def tried(way: Way) -> Way | None:
+    """The way with the steps that hold on this machine; None where its order does not."""
+    if not knows(way.options):
+        return None
+    any_steps = [(rows, 128, 64) for rows in (16, 64)]
+    if way.bf16_order and _wrong(way, dot, way.bf16_order, jnp.bfloat16, any_steps):
+        return None  # soon
+    probes = {"float32_steps": _float32_wrong, "small_steps": _small_wrong}
+    if way.bf16_order:
+        probes = {"bf16_steps": _bf16_wrong} | probes
+    found = {}
+    for name, probe in probes.items():
+        if (steps := steps_that_hold(probe(way))) is None:
+            return None
+        found[name] = steps
+    if found["small_steps"].row_step > 1:  # attention has any number of rows
+        return None
+    return dataclasses.replace(way, **found)
+
+
+def _threads() -> int:
+    for name in ("PJRT_NPROC", "NPROC"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _kept() -> pathlib.Path:
+    """The file of the answer for this machine, environment, version and code."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    depends_on = [cpu_features(), _threads(), importlib.metadata.version("jaxlib")]
+    depends_on += [os.environ.get(name) for name in _VARIABLES]
+    depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
+    return pathlib.Path(home, "fp8rl_jax", f"cpu-products-{digest[:20]}.json")
+
+
+def _read(path: pathlib.Path) -> Way | None:
+    """The way that is kept; None if none is, or the file is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, StopIteration):
+        kept = json.loads(path.read_text())
+        name = kept.pop("name")
+        way = next(way for way in (*WAYS, EXACT) if way.name == name)
+        return dataclasses.replace(way, **{name: Steps(**steps) for name, steps in kept.items()})
+    return None
+
+
+def _write(path: pathlib.Path, way: Way) -> None:
+    names = ("bf16_steps", "float32_steps", "small_steps")
+    content = {name: dataclasses.asdict(getattr(way, name)) for name in names}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):  # then the next process tries again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"name": way.name} | content))
+        os.replace(temporary, path)
+
+
+def choose() -> Way:
+    """The first of `WAYS` that holds on this machine, with its steps, else `EXACT`.
+
+    bf16 is multiplied as such only where the CPU has an instruction for it.
+    """
+    ways = (way for way in WAYS if has_bf16_instructions() or way.bf16_order is None)
+    return next((found for way in ways if (found := tried(way))), EXACT)
+
+
+@functools.cache
+def cpu_way() -> Way:
+    """How products are made in this process: `choose`, or what is kept of it."""
+    if jax.default_backend() != "cpu":
+        return ELSEWHERE
+    path = _kept()
+    if way := _read(path):
+        return way
+    way = choose()
+    _write(path, way)
+    return way
+
+
+@functools.cache
+def compiler_options() -> dict[str, bool | str]:
+    """Options of XLA:CPU that the order needs; none on other platforms, or where jaxlib knows none.
+
+    The names belong to jaxlib 0.10 and 0.11.
+    """
+    options = dict(cpu_way().options)
+    return options if options and knows(options) else {}

@@ -1,0 +1,144 @@
+"""The ways in which a CPU multiplies, and the single dots that each is made of.
+
+A way is a set of compiler options and, for bf16 and for float32 operands, the library that they
+lead a dot to. Which of them keeps to an order of summation on the machine at hand, for how many
+rows and columns, is not written here: probe.py tries it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
+
+BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
+FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
+DEPTH_STEP = 8  # of K in one product: what the probe tries
+_YNN = "xla_cpu_experimental_ynn_fusion_type"
+_LONE_DOTS: dict[str, bool | str] = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+# Of YNNPACK's kernels those that agree with each other ("numerically consistent with all other
+# kernels of the same type": XNNPACK, ynnpack/kernels/dot/dot.h).
+_CONSISTENT: dict[str, bool | str] = _LONE_DOTS | {"xla_cpu_enable_platform_dependent_math": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """How many rows and columns a product must have for its order to hold: `few` at least, in
+    multiples of `step`."""
+
+    few_rows: int = 2
+    row_step: int = 1
+    few_columns: int = 1
+    column_step: int = 1
+
+    def rows(self, rows: int) -> int:
+        """The least number, from `rows` on, that holds."""
+        return -(-max(rows, self.few_rows) // self.row_step) * self.row_step
+
+    def columns(self, columns: int) -> int:
+        """Likewise of columns."""
+        return -(-max(columns, self.few_columns) // self.column_step) * self.column_step
+
+    def column_ranges(self, columns: int, most: int) -> list[tuple[int, int]]:
+        """(start, width) of products that give `columns` columns, each of at most `most`.
+
+        Every width is one that holds. The last range may begin before the one ahead of it ends, and
+        is wider than `columns` where nothing narrower holds.
+        """
+        width = self.columns(-(-columns // -(-columns // most)))
+        if width > columns:
+            width = columns // self.column_step * self.column_step
+        if width < self.few_columns or not width:
+            return [(0, self.columns(columns))]
+        ranges = [(start, width) for start in range(0, columns - width + 1, width)]
+        if left := columns - sum(ranges[-1]):
+            last = self.columns(left)
+            ranges.append((columns - last, last))
+        return ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way of multiplying.
+
+    Attributes:
+      name: for messages.
+      options: of XLA:CPU; lone dots may go to YNNPACK.
+      bf16_order: (M, K) times (K, N) in float32, in the order of bf16 operands; None where they
+        are multiplied in float32.
+      float32: how float32 is multiplied, always ``acc = fma(x[k], w[k], acc)``: 'pieces' by
+        YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a time (it cuts larger ones
+        by the number of rows); 'turned' by oneDNN, as YNNPACK takes no left operand that is stored
+        column by column; 'whole' as XLA likes; 'float64' exactly (exact.py).
+      bf16_steps, float32_steps, small_steps: what the probe found, of `product` by operands and of
+        `small_product`.
+    """
+
+    name: str
+    options: Mapping[str, bool | str]
+    bf16_order: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    float32: str
+    bf16_steps: Steps = Steps()
+    float32_steps: Steps = Steps()
+    small_steps: Steps = Steps()
+
+    @property
+    def exact(self) -> bool:
+        return self.float32 == "float64"
+
+
+# By speed: the first that holds is taken.
+WAYS = (
+    Way("amx", _LONE_DOTS, amx_order, "turned"),
+    Way("pairs", _CONSISTENT, pairs_order, "pieces"),
+    Way("float32", _CONSISTENT, None, "pieces"),
+)
+EXACT = Way("exact", _CONSISTENT, None, "float64", *[Steps(few_rows=1)] * 3)
+# On other platforms, where nothing is promised of XLA's own products.
+ELSEWHERE = Way("elsewhere", {}, None, "whole", *[Steps(few_rows=8)] * 2)
+
+
+def _as_it_lies(x: jax.Array) -> jax.Array:
+    """`x`, row by row in memory where a product reads it.
+
+    XLA decides by the layout of an operand, before it has optimised anything, whether a product
+    goes to YNNPACK, and it would fold a transpose into the product. The barrier keeps the transpose
+    outside, and what a selection returns is row by row. Both vanish later.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    bits = lax.optimization_barrier(bits)
+    bits = jnp.where(jnp.ones((), bool), bits, jnp.zeros((), bits.dtype))
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def dot(x: jax.Array, w: jax.Array, axis: int = 1) -> jax.Array:
+    """``x w`` in float32, `axis` of x contracted, as XLA likes."""
+    return lax.dot_general(x, w, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def bf16_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """(M, K) times (K, N), bf16, by YNNPACK."""
+    return dot(_as_it_lies(x), _as_it_lies(w))
+
+
+def float32_dot(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
+    """(M, K) times (K, N), float32, as `Way.float32` says."""
+    if way.float32 == "pieces":
+        return dot(_as_it_lies(x), w)
+    return dot(lax.optimization_barrier(x.T), w, 0) if way.float32 == "turned" else dot(x, w)
+
+
+def small_dot(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
+    """`lax.dot_general` of float32, likewise."""
+    if way.float32 == "turned":
+        ((of_x,), of_w), (batch, batch_w) = dimension_numbers
+        rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))
+        x = lax.optimization_barrier(x.transpose(*batch, of_x, *rows))
+        dimension_numbers = ((len(batch),), of_w), (tuple(range(len(batch))), batch_w)
+    return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
