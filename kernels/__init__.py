@@ -12,6 +12,7 @@ from fp8rl_jax.kernels.dispatch import (
     block_matmul,
     by_platform,
     gpu_kernels,
+    matmul_at_once,
     resolve,
     triton_installed,
 )

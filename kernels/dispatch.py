@@ -4,9 +4,10 @@
 kernels on CUDA, the reference elsewhere. Where JAX has no GPU, or jax-triton is not installed, it
 is the reference outright, so that a program for a CPU does not carry kernels that it cannot run.
 ``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.
-The two are not the same bits; rollout and learner must take the same. ``mosaic`` is ``triton`` with
-the Mosaic kernel for the FP8 products that it supports, which are those of many rows. It is asked
-for by name: its bits have not been compared with the Triton kernel's on a GPU yet.
+The two are not the same bits; rollout and learner must take the same. ``exact`` is the reference
+with products whose sums are exact, of gradients too. ``mosaic`` is ``triton`` with the Mosaic
+kernel for the FP8 products that it supports, which are those of many rows. It is asked for by name:
+its bits have not been compared with the Triton kernel's on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from jax import lax
 
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
+from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
-IMPLEMENTATIONS = ("auto", "reference", "triton", "mosaic")
+IMPLEMENTATIONS = ("auto", "reference", "exact", "triton", "mosaic")
 
 
 def triton_installed() -> bool:
@@ -37,8 +39,11 @@ def gpu_kernels():
 
 
 def resolve(implementation: str) -> str:
-    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run."""
+    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run, and
+    ``exact``, which is a reference."""
     assert implementation in IMPLEMENTATIONS, implementation
+    if implementation == "exact":
+        return "reference"
     if implementation == "auto" and not (jax.default_backend() == "gpu" and triton_installed()):
         return "reference"
     return implementation
@@ -50,6 +55,11 @@ def by_platform(implementation: str, kernel: Callable, plain: Callable, *operand
     if chosen == "auto":
         return lax.platform_dependent(*operands, cuda=kernel, default=plain)
     return (plain if chosen == "reference" else kernel)(*operands)
+
+
+def _way(implementation: str) -> Way | None:
+    """How the reference multiplies; None for as this machine does."""
+    return EXACT if implementation == "exact" else None
 
 
 def _mosaic_takes(lhs, rhs, rhs_scale, dtype) -> bool:
@@ -88,9 +98,16 @@ def block_matmul(
         return gpu_kernels().matmul.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
-        return rounded(reference.matmul.block_matmul(*operands), dtype)
+        way = _way(implementation)
+        return rounded(reference.matmul.block_matmul(*operands, way=way), dtype)
 
     return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
+
+
+def matmul_at_once(x: jax.Array, w: jax.Array, implementation: str = "auto") -> jax.Array:
+    """(M, K) times (K, N) in float32 by XLA, in no particular order; ``exact`` in the order of
+    `block_matmul`. FP8, bf16 or float32; for gradients."""
+    return reference.matmul.matmul_at_once(x, w, _way(implementation))
 
 
 def attention(
@@ -110,9 +127,8 @@ def attention(
         return gpu_kernels().attention.attention(*arrays, scale=scale, **keywords)
 
     def plain(arrays, keywords):
-        return reference.attention.attention(
-            *arrays, scale=scale, keys_by_feature=keys_by_feature, **keywords
-        )
+        keywords = keywords | {"keys_by_feature": keys_by_feature, "way": _way(implementation)}
+        return reference.attention.attention(*arrays, scale=scale, **keywords)
 
     return by_platform(implementation, kernel, plain, arrays, keywords)
 
@@ -141,7 +157,7 @@ def attention_vjp(
             for name, x in zip("qkv", operands, strict=True)
         )
         return reference.attention_gradient.attention_vjp(
-            *operands, positions, cotangent, scale=scale
+            *operands, positions, cotangent, scale=scale, way=_way(implementation)
         )
 
     return by_platform(implementation, kernel, plain, arrays, scales)

@@ -193,6 +193,11 @@ def _check_precision(resolved: Resolved) -> None:
 
 def _check_kernels(resolved: Resolved) -> None:
     kernels, backend = resolved.config.precision.kernels, jax.default_backend()
+    if resolved.config.precision.cpu_products == "exact" and backend != "cpu":
+        raise UserError(
+            f"precision.cpu_products is 'exact', and JAX runs on {backend} here: write 'auto', or "
+            "start with JAX_PLATFORMS=cpu"
+        )
     if kernels in ("triton", "mosaic") and backend != "gpu":
         raise UserError(
             f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "

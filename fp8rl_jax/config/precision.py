@@ -56,6 +56,8 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
         recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)
+    if precision.cpu_products == "exact":
+        recipe = dataclasses.replace(recipe, kernels="exact")
     return _change_layers(recipe, precision, layers) if recipe.quantized else recipe
 
 

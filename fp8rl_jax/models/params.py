@@ -200,23 +200,22 @@ def with_kv_scales(weights, kv_scales: KVScales | None):
     return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
 
-def for_decoding(weights, *, stacks: bool):
+def for_decoding(weights, recipe: Recipe, *, stacks: bool):
     """Rollout weights as a CPU's decode loop reads them: the same bits, faster.
 
     A decode loop reads every weight once a token, so FP8 is `widened` before it: two bytes a weight
-    while the loop runs, four where a CPU multiplies in float32. With `stacks` the stacks of linear
-    layers are held as `Bits`, which a forward pass with taps does not take.
+    while the loop runs, four where a CPU multiplies in float32; exact products take FP8. With
+    `stacks` the stacks of linear layers are held as `Bits`, which a forward pass with taps does not
+    take.
     """
 
-    def is_quantized(x) -> bool:
-        return isinstance(x, QArray)
+    def is_widened(x) -> bool:
+        return isinstance(x, QArray) and recipe.kernels != "exact"
 
     def convert(path, leaf):
         if role_of(path_of(path)) != LINEAR:
             return leaf
-        leaf = jax.tree.map(
-            lambda x: x.widened() if is_quantized(x) else x, leaf, is_leaf=is_quantized
-        )
+        leaf = jax.tree.map(lambda x: x.widened() if is_widened(x) else x, leaf, is_leaf=is_widened)
         return as_bits(leaf) if stacks else leaf
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)

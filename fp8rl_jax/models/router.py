@@ -30,7 +30,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import EXP_LANES, as_bits, block_matmul, from_bits, prevent_fma, sum_last
+from fp8rl_jax.kernels import (
+    EXP_LANES,
+    as_bits,
+    block_matmul,
+    from_bits,
+    matmul_at_once,
+    prevent_fma,
+    sum_last,
+)
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, replicate
 from fp8rl_jax.quant.varying import share
@@ -79,7 +87,8 @@ def _router_product_forward(implementation, x, kernel):
 def _router_product_backward(implementation, residual, dy):
     x, kernel = from_bits(residual)
     dx = block_matmul(dy, kernel.T, implementation=implementation).astype(x.dtype)
-    return dx, (x.astype(jnp.float32).T @ dy).astype(kernel.dtype)
+    dkernel = matmul_at_once(x.astype(jnp.float32).T, dy, implementation)
+    return dx, dkernel.astype(kernel.dtype)
 
 
 _router_product.defvjp(_router_product_forward, _router_product_backward)

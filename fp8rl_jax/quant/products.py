@@ -23,8 +23,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import K_BLOCK, as_bits, block_matmul, by_platform, from_bits, gpu_kernels
-from fp8rl_jax.kernels.reference.products import product_at_once
+from fp8rl_jax.kernels import (
+    K_BLOCK,
+    as_bits,
+    block_matmul,
+    by_platform,
+    from_bits,
+    gpu_kernels,
+    matmul_at_once,
+)
 from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
@@ -85,7 +92,7 @@ def _multiply_for_gradient(recipe: Recipe, x: Operand, w: Operand) -> jax.Array:
     """(M, K) times (K, N) -> (M, N) float32, in the order that is fastest."""
 
     def plain(x, w):
-        return product_at_once(*_values(recipe, x, w))
+        return matmul_at_once(*_values(recipe, x, w), recipe.kernels)
 
     return by_platform(recipe.kernels, functools.partial(_multiply, recipe), plain, x, w)
 

@@ -167,7 +167,7 @@ class Loop:
         weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         head = output_head(weights, self.model)
         if self.converts:
-            weights = for_decoding(weights, stacks=not self.sampler.taps)
+            weights = for_decoding(weights, self.recipe, stacks=not self.sampler.taps)
         return Prepared(weights, head, kv_scales)
 
     def prepare_once(self) -> Callable[[Any], Any]:

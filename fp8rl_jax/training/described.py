@@ -25,8 +25,8 @@ from fp8rl_jax.training.runtime import Runtime
 
 def on_gpu(recipe: Recipe) -> Recipe:
     """The recipe with the kernels that a GPU takes."""
-    auto = recipe.kernels == "auto"
-    return dataclasses.replace(recipe, kernels="triton") if auto else recipe
+    of_cpu = recipe.kernels in ("auto", "exact")
+    return dataclasses.replace(recipe, kernels="triton") if of_cpu else recipe
 
 
 def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None) -> Runtime:

@@ -11,21 +11,37 @@ keys behind the last position of a block of queries are left out.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, varying_as
 from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked
+from fp8rl_jax.kernels.reference.exact import exact_dot_general
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
+from fp8rl_jax.kernels.reference.ways import Way
 
 _QUERIES, _KEYS = 256, 512  # of a block
 _LOWEST = -1e30
 
 
+def _matmul(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
+    """(B, H, M, K) times (B, H, K, N); of a way whose sums are exact by blocks of K, ascending."""
+    if not way.exact:
+        return jnp.matmul(x, w)
+    axes = (((3,), (2,)), ((0, 1), (0, 1)))
+    blocks = (slice(start, start + K_BLOCK) for start in range(0, x.shape[3], K_BLOCK))
+    return functools.reduce(
+        jnp.add, (exact_dot_general(x[..., block], w[:, :, block], axes) for block in blocks)
+    )
+
+
 def attention_vjp(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cotangent: jax.Array, *,
-    scale: float,
+    scale: float, way: Way | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Gradients of softmax attention with respect to dequantised q, k, v; memory grows with T * S.
 
@@ -34,23 +50,24 @@ def attention_vjp(
       positions: (B, T) int32.
       cotangent: (B, T, H, Dv), of the output of `attention`.
       scale: softmax scale.
+      way: of multiplying; None for that of this machine.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
     """
+    matmul = functools.partial(_matmul, way or cpu_way())
     (queries, heads), kv_heads = q.shape[1:3], k.shape[2]
     groups = heads // kv_heads
     qs, dout = by_kv_head(q, kv_heads), by_kv_head(cotangent, kv_heads)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
     seen = jnp.arange(k.shape[1]) <= jnp.repeat(positions, groups, axis=1)[:, None, :, None]
-    score = masked(jnp.einsum("bhtd,bhsd->bhts", qs, keys) * scale, seen)
+    score = masked(matmul(qs, keys.mT) * scale, seen)
     weight = jnp.exp(score - max_last(score)[..., None])
     weight = weight / sum_last(weight)[..., None]
-    dvalues = jnp.einsum("bhts,bhtd->bhsd", weight, dout)
-    dweight = jnp.einsum("bhtd,bhsd->bhts", dout, values)
+    dvalues = matmul(weight.mT, dout)
+    dweight = matmul(dout, values.mT)
     dscore = weight * (dweight - sum_last(dweight * weight)[..., None]) * scale
-    dqs = jnp.einsum("bhts,bhsd->bhtd", dscore, keys)
-    dkeys = jnp.einsum("bhts,bhtd->bhsd", dscore, qs)
+    dqs, dkeys = matmul(dscore, keys), matmul(dscore.mT, qs)
     return by_query(dqs, queries), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
 
 

@@ -23,9 +23,10 @@ from jax import lax
 
 from fp8rl_jax.kernels.arrays import K_BLOCK, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
+from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.products import in_bf16, most_columns, product, steps_of
-from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, Way
+from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, Way, bf16_dot, dot
 
 _UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
 _UNROLL_COLUMNS = 16  # pieces of columns, likewise
@@ -166,3 +167,15 @@ def _sum_of_blocks(
     else:
         total = lax.fori_loop(1, blocks, lambda block, acc: acc + partial(block), total)
     return total + partial(blocks, tail) if tail and blocks else total
+
+
+def matmul_at_once(x: jax.Array, w: jax.Array, way: Way | None = None) -> jax.Array:
+    """(M, K) times (K, N) in float32, for any K and in no particular order; of a way whose sums are
+    exact in that of `block_matmul`."""
+    way = way or cpu_way()
+    if way.exact:
+        return block_matmul(x, w, way=way)
+    dtype = jnp.bfloat16 if in_bf16(way, x.dtype, w.dtype) else jnp.float32
+    x, w = widened(x, dtype), widened(w, dtype)
+    # XLA would fold a transpose of the result into a product of bf16, as one of its operands.
+    return lax.optimization_barrier(bf16_dot(x, w)) if dtype == jnp.bfloat16 else dot(x, w)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fp8rl_jax.kernels.arrays import pad_to
 from fp8rl_jax.kernels.reference.e4m3 import widened
@@ -34,7 +33,6 @@ from fp8rl_jax.kernels.reference.ways import (
     Steps,
     Way,
     bf16_dot,
-    dot,
     float32_dot,
     small_dot,
 )
@@ -60,9 +58,9 @@ def most_columns(way: Way, depth: int, *dtypes) -> int | None:
     return FLOAT32_SIZE // depth
 
 
-def wide_type(dtype, way: Way | None = None) -> jnp.dtype:
+def wide_type(dtype) -> jnp.dtype:
     """The type in which FP8 of `dtype` is multiplied on this machine."""
-    way = way or cpu_way()
+    way = cpu_way()
     if way.exact:
         return jnp.dtype(dtype)
     return jnp.dtype(jnp.bfloat16 if way.bf16_order else jnp.float32)
@@ -97,13 +95,3 @@ def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> ja
     missing = way.small_steps.columns(columns) - columns
     w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, missing)]) if missing else w
     return small_dot(way, x, w, dimension_numbers)[..., :columns]
-
-
-def product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N) in float32, for any K and in no particular order."""
-    if in_bf16(cpu_way(), x.dtype, w.dtype):
-        # XLA would fold a transpose of the result into the product, as one of its operands.
-        return lax.optimization_barrier(
-            bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
-        )
-    return dot(widened(x, jnp.float32), widened(w, jnp.float32))
