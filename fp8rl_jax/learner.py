@@ -27,6 +27,7 @@ import optax
 from jax import lax
 
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels import tree_norm
 from fp8rl_jax.models import (
     ModelConfig,
     Swap,
@@ -354,7 +355,7 @@ def make_gradients(
             finite = finite.all(axis=0)
             tapped = {name: _join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
-        norm = optax.tree.norm(grads)
+        norm = norm_of_gradients(recipe.kernels)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
         scaling = update_scaling(state.params, recipe, state.scaling_state, seen)
@@ -380,6 +381,11 @@ def make_gradients(
         return Gradients(grads, changes, scaling), logp, metrics
 
     return gradients
+
+
+def norm_of_gradients(implementation: str) -> Callable[[Any], jax.Array]:
+    """The function of a tree to its global norm, () float32; ``exact`` adds in one order."""
+    return tree_norm if implementation == "exact" else optax.tree.norm
 
 
 def make_train_step(

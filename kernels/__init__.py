@@ -19,4 +19,11 @@ from fp8rl_jax.kernels.dispatch import (
 from fp8rl_jax.kernels.reference.attention import dequantized
 from fp8rl_jax.kernels.reference.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
-from fp8rl_jax.kernels.reference.reductions import folded, max_last, stored, sum_last, sum_rows
+from fp8rl_jax.kernels.reference.reductions import (
+    folded,
+    max_last,
+    stored,
+    sum_last,
+    sum_rows,
+    tree_norm,
+)

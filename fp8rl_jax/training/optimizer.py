@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
+
+from fp8rl_jax.learner import norm_of_gradients
 
 
 class Optimizer(NamedTuple):
@@ -36,6 +39,7 @@ def make_optimizer(
     clip_norm: float,
     decay_steps: int = 0,
     end_fraction: float = 1.0,
+    norm: Callable = optax.tree.norm,
 ) -> tuple[Optimizer, optax.Schedule]:
     """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
 
@@ -48,6 +52,7 @@ def make_optimizer(
       decay_steps: total updates of a cosine that ends at `end_fraction` of the peak; 0 for a
         constant.
       end_fraction: see decay_steps.
+      norm: from a tree of gradients to its global norm.
 
     Returns:
       The transformation and its schedule (update -> learning rate).
@@ -67,21 +72,24 @@ def make_optimizer(
     def clip(gradient: jax.Array, norm: jax.Array) -> jax.Array:
         return jnp.where(norm < clip_norm, gradient, gradient / norm * clip_norm)
 
-    chain = optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
-    return Optimizer(*chain, clip, adamw), schedule
+    def clip_all(gradients, _):
+        return jax.tree.map(functools.partial(clip, norm=norm(gradients)), gradients)
+
+    return Optimizer(*optax.chain(optax.stateless(clip_all), adamw), clip, adamw), schedule
 
 
 def optimizer_of_phase(
     config: ml_collections.ConfigDict, phase: str
 ) -> tuple[Optimizer, optax.Schedule]:
     """(transformation, schedule) of 'sft' or 'rl'."""
-    o = config.optimizer
+    o, norm = config.optimizer, norm_of_gradients(config.precision.cpu_products)
     if phase == "rl":
         return make_optimizer(
-            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm
-        )
+            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm,
+            norm=norm,
+        )  # fmt: skip
     w = config.sft
     return make_optimizer(
         w.learning_rate, w.warmup_steps, o.b1, w.b2, w.weight_decay, o.clip_norm,
-        w.steps if w.end_fraction < 1 else 0, w.end_fraction,
+        w.steps if w.end_fraction < 1 else 0, w.end_fraction, norm,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fp8rl_jax.kernels.arrays import prevent_fma
+
 _LANES = 16  # numbers that one instruction combines
 _MOST_SLICES = 16  # combined in one step, in registers
 
@@ -59,6 +61,13 @@ def sum_rows(x: jax.Array) -> jax.Array:
         parts = max(n for n in range(2, _MOST_SLICES + 1) if x.shape[0] % n == 0)
         x = functools.reduce(jnp.add, jnp.split(x, parts))
     return x.sum(0)
+
+
+def tree_norm(tree) -> jax.Array:
+    """Square root of the sum of all squares of a tree's float32 arrays, (): arrays one after the
+    other, each as `sum_last` adds all its numbers."""
+    squares = (prevent_fma(x * x).reshape(-1) for x in jax.tree.leaves(tree))
+    return jnp.sqrt(functools.reduce(jnp.add, map(sum_last, squares)))
 
 
 def max_last(x: jax.Array) -> jax.Array:
