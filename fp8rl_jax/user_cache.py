@@ -21,7 +21,7 @@ import jax
 
 import fp8rl_jax
 from fp8rl_jax import kernels
-from fp8rl_jax.kernels.reference.probe import cpu_features
+from fp8rl_jax.kernels.reference.probe import cpu_features, surroundings
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
@@ -60,8 +60,7 @@ def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) 
     parts = depends_on | {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "source": library_digest(),
-        "devices": [jax.default_backend(), jax.device_count(), machine()],
-        "flags": os.environ.get("XLA_FLAGS", ""),
+        "devices": [jax.default_backend(), jax.device_count(), machine(), *surroundings()],
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -25,6 +25,7 @@ import numpy as np
 from fp8rl_jax.drift import compare
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
+from fp8rl_jax.drift.own_products import try_own_products
 from fp8rl_jax.drift.programs import Host, Programs, Taps
 from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray, is_weight
@@ -82,6 +83,9 @@ def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None)
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
+    note("multiplying at every size of product that the run's programs have")
+    products = try_own_products(runtime)
+    result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
     drifts = bool(compare.bits_differ(logp, rollout.logprobs)[mask].any())
     if drifts and seen.rollout:
         note("swapping the rollout's values into the learner, one operation at a time")

@@ -44,6 +44,7 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
     console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
     console.print(verdict["sentence"], markup=False, soft_wrap=True)
     console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
+    console.print(f"Products: {result['products']['sentence']}.", markup=False, soft_wrap=True)
     if result["tapped_programs"] > 1:
         hidden = ", ".join(result["unobservable"]) or "none"
         console.print(

@@ -1,10 +1,13 @@
-"""The promise, tried on this machine before a run begins: two layers, a few tokens, real widths.
+"""The promise, tried on this machine before a run begins: on a cut of the model, and product by
+product at the run's own sizes.
 
 XLA promises nothing of the kind: that decode and train step give the same bits was measured, for
 some versions and some processors. So a run that relies on it tries it first, on a cut of its own
 model: the same widths, heads, vocabulary, cache length and recipe; two layers (three if both ends
-stay in bf16); few sequences of few tokens. A check that the promise passed is kept, and not made
-again for the same configuration by the same code on the same kind of machine.
+stay in bf16); few sequences of few tokens. The cut does not have the run's numbers of rows: so the
+run's own programs are traced, and every product in them whose order is promised is compared with
+that order. A check that the promise passed is kept, and not made again for the same configuration
+by the same code on the same kind of machine.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 from fp8rl_jax import processes
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.compare import bits_differ
+from fp8rl_jax.drift.own_products import OwnProducts, try_own_products
 from fp8rl_jax.drift.programs import Programs
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import batch_divisor
@@ -35,29 +39,40 @@ _NEW_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class SelfCheck:
-    """What the check saw: tokens compared, how many differ, the largest |dlogp|; and whether it was
-    kept from an earlier run."""
+    """What the check saw.
+
+    Attributes:
+      tokens: compared, of a cut of so many `layers`.
+      differing: log-probabilities among them.
+      largest: |dlogp|.
+      products: what was tried of the run's own products.
+      kept: whether it was kept from an earlier run.
+    """
 
     tokens: int
     differing: int
     largest: float
     layers: int
+    products: OwnProducts
     kept: bool = False
 
     @property
     def holds(self) -> bool:
-        return self.differing == 0
+        return self.differing == 0 and not self.products.wrong
 
     def __str__(self) -> str:
         where = f"{jax.default_backend()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         cut = f"{self.tokens} tokens of a {self.layers}-layer cut"
         if self.holds:
             when = ", as an earlier run found" if self.kept else ""
-            return f"self-check: zero drift holds here{when} ({cut}, bit for bit; {where})"
-        return (
-            f"self-check: zero drift does NOT hold here: {self.differing} of {cut} differ, by at "
-            f"most {self.largest:.1e} ({where})"
-        )
+            tried = f"{cut} and {self.products}, bit for bit"
+            return f"self-check: zero drift holds here{when} ({tried}; {where})"
+        faults = []
+        if self.differing:
+            faults.append(f"{self.differing} of {cut} differ, by at most {self.largest:.1e}")
+        if self.products.wrong:
+            faults.append(self.products.sentence)
+        return f"self-check: zero drift does NOT hold here: {'; '.join(faults)} ({where})"
 
 
 def self_check(runtime: Runtime) -> SelfCheck:
@@ -74,8 +89,8 @@ def self_check(runtime: Runtime) -> SelfCheck:
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]
-    layers = cut.model.num_hidden_layers
-    return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers)
+    layers, products = cut.model.num_hidden_layers, try_own_products(runtime)
+    return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers, products)
 
 
 def kept_self_check(runtime: Runtime) -> SelfCheck:
@@ -101,8 +116,10 @@ def kept_self_check(runtime: Runtime) -> SelfCheck:
 def _read(path: pathlib.Path) -> SelfCheck | None:
     """What is kept; None if nothing is, or it is damaged."""
     try:
-        return SelfCheck(**json.loads(path.read_text()), kept=True)
-    except (OSError, ValueError, TypeError):
+        fields = json.loads(path.read_text())
+        products = OwnProducts(**fields.pop("products"))
+        return SelfCheck(**fields, products=products, kept=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -389,6 +389,16 @@ class ContinuousSampler:
         self.progress = progress
         return progress.rollout
 
+    def trace(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> jax.stages.Traced:
+        """The traced program of a call's turns; shapes will do."""
+        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
+        state = jax.eval_shape(self._begin, prompts, requests)
+        turns = jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = jax.eval_shape(self._prepare, weights), requests, turns, state
+        return self._advance.trace(*arguments)  # type: ignore[attr-defined]
+
     def metrics(self) -> dict[str, float]:
         """How the last call used its slots.
 

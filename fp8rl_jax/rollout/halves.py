@@ -67,7 +67,7 @@ class HalvedSampler:
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
     ) -> Rollout:
         """Samples; arguments as those of `make_sampler`'s result."""
-        parts = parts_of(len(prompts), self._group, self._cores)
+        parts = self._parts(len(prompts))
         if parts == 1:
             return self._program(
                 weights, prompts, lengths, key, sample_ids, temperature, limits, rope
@@ -87,6 +87,22 @@ class HalvedSampler:
         with ThreadPoolExecutor(parts) as pool:
             found = list(pool.map(lambda given: jax.device_get(program(*given)), arguments))
         return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *found)
+
+    def _parts(self, prompts: int) -> int:
+        return parts_of(prompts, self._group, self._cores)
+
+    def trace(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> jax.stages.Traced:
+        """The traced program that a call with such arguments runs; shapes will do."""
+        parts = self._parts(prompts.shape[0])
+
+        def cut(x) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+
+        rows = cut(sample_ids), cut(temperature), cut(limits)
+        arguments = (weights, cut(prompts), cut(lengths), key, *rows, rope)
+        return self._program.trace(*arguments)  # type: ignore[attr-defined]
 
     def _compile(self, arguments: tuple) -> Callable[..., Rollout]:
         """The program for arguments of such shapes."""

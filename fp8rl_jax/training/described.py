@@ -67,11 +67,9 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
     return jax.eval_shape(requests, _rope(runtime))
 
 
-def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
-    """The train step of RL on one minibatch: gradients and the optimiser's update."""
-    config = runtime.config
-    rollout, mesh = config.rollout, runtime.mesh
-    rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
+def _batch(runtime: Runtime, rows: int) -> learner.Batch:
+    """Shapes of so many rows, laid out over the mesh."""
+    rollout = runtime.config.rollout
     new = rollout.max_new_tokens
     tokens = rollout.max_prompt_tokens + new
     field = {
@@ -83,12 +81,48 @@ def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
         for f in dataclasses.fields(learner.Batch)
         if f.name != "routing"
     }
-    batch = sharding.laid_out(learner.Batch(**arrays), sharding.batch_sharding(mesh))
+    return sharding.laid_out(learner.Batch(**arrays), sharding.batch_sharding(runtime.mesh))
+
+
+def _train_step(runtime: Runtime) -> tuple[Any, tuple]:
+    """The train step of RL on one minibatch, and shapes of its arguments."""
+    config = runtime.config
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
     optimizer, _ = optimizer_of_phase(config, "rl")
     state = runtime.state_shapes(optimizer)
     step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
-    with jax.set_mesh(mesh):
-        return step.lower(state, batch, _rope(runtime))
+    return step, (state, _batch(runtime, rows // config.algo.num_minibatches), _rope(runtime))
+
+
+def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
+    """The train step of RL on one minibatch: gradients and the optimiser's update."""
+    step, arguments = _train_step(runtime)
+    with jax.set_mesh(runtime.mesh):
+        return step.lower(*arguments)
+
+
+def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
+    """The programs of an RL step, traced and not compiled: 'rollout', 'train step' and 'score'.
+
+    Nothing that the learner replays of a rollout's routing is in them.
+    """
+    rollout = runtime.config.rollout
+    rows = rollout.prompts_per_step * rollout.group_size
+    step, arguments = _train_step(runtime)
+    state, _, rope = arguments
+    wanted = request_shapes(runtime, rollout.prompts_per_step, rows)
+    prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
+    with jax.set_mesh(runtime.mesh):
+        return {
+            "rollout": runtime.sampler.trace(
+                runtime.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
+                wanted.temperature, wanted.limits, wanted.rope,
+            ),
+            "train step": step.trace(*arguments),
+            "score": runtime.score.trace(
+                state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
+            ),
+        }  # fmt: skip
 
 
 def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:

@@ -92,6 +92,10 @@ class OffloadedStep:
         self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
         self._update = exact_jit(update, donate_argnums=(1, 2) if donate else 1)
 
+    def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
+        """The traced program of the gradients."""
+        return self._gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
+
     def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
         """The program of the gradients, which holds most memory."""
         return self._gradients.lower(dataclasses.replace(state, opt_state=None), batch, rope)

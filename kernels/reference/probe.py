@@ -126,11 +126,10 @@ class Numbers:
         x = self._x[..., np.arange(rows) % self._ROWS, :]
         return [x, np.ascontiguousarray(self._w[..., np.arange(columns) % self._COLUMNS])]
 
-    def differ(self, found: np.ndarray) -> bool:
-        """Whether a product of such operands, (..., rows, columns), has other bits."""
-        rows, columns = found.shape[-2:]
-        row, column = np.arange(rows) % self._ROWS, np.arange(columns) % self._COLUMNS
-        return bool((found != self._product[..., row[:, None], column]).mean() > _ROUNDINGS)
+    def differ(self, found: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
+        """Whether those rows and columns of a product, (..., rows, columns), have other bits."""
+        row, column = (rows % self._ROWS)[:, None], columns % self._COLUMNS
+        return bool((found != self._product[..., row, column]).mean() > _ROUNDINGS)
 
 
 def _wrong(
@@ -155,7 +154,7 @@ def _wrong(
     return [
         (rows, columns)
         for (rows, depth, columns), result in found
-        if numbers[depth].differ(np.asarray(result))
+        if numbers[depth].differ(np.asarray(result), np.arange(rows), np.arange(columns))
     ]
 
 
@@ -233,19 +232,25 @@ def tried(way: Way) -> Way | None:
     return dataclasses.replace(way, **found)
 
 
-def _threads() -> int:
+def threads() -> int:
+    """Threads that XLA multiplies with."""
     for name in ("PJRT_NPROC", "NPROC"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def surroundings() -> list:
+    """What XLA's products depend on beside the code: the CPU's instructions, the number of threads
+    and variables of the environment."""
+    return [cpu_features(), threads(), *(os.environ.get(name) for name in _VARIABLES)]
+
+
 def _kept() -> pathlib.Path:
     """The file of the answer for this machine, environment, version and code."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
-    depends_on = [cpu_features(), _threads(), importlib.metadata.version("jaxlib")]
-    depends_on += [os.environ.get(name) for name in _VARIABLES]
+    depends_on = [*surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     return pathlib.Path(home, "fp8rl_jax", f"cpu-products-{digest[:20]}.json")

@@ -30,6 +30,7 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.ways import (
     DEPTH_STEP,
     FLOAT32_SIZE,
+    ORDERED,
     Steps,
     Way,
     bf16_dot,
@@ -76,9 +77,10 @@ def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
     if way.exact:
         return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
     x, w = pad_to(x, 1, DEPTH_STEP), pad_to(w, 0, DEPTH_STEP)
-    if in_bf16(way, x.dtype, w.dtype):
-        return bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
-    return float32_dot(way, widened(x, jnp.float32), widened(w, jnp.float32))
+    with jax.named_scope(ORDERED):
+        if in_bf16(way, x.dtype, w.dtype):
+            return bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
+        return float32_dot(way, widened(x, jnp.float32), widened(w, jnp.float32))
 
 
 def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
@@ -94,4 +96,5 @@ def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> ja
     columns = w.shape[-1]
     missing = way.small_steps.columns(columns) - columns
     w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, missing)]) if missing else w
-    return small_dot(way, x, w, dimension_numbers)[..., :columns]
+    with jax.named_scope(ORDERED):
+        return small_dot(way, x, w, dimension_numbers)[..., :columns]

@@ -19,6 +19,7 @@ from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
 
 BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
+ORDERED = "ordered_product"  # the scope of products whose order is promised, in a traced program
 DEPTH_STEP = 8  # of K in one product: what the probe tries
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _LONE_DOTS: dict[str, bool | str] = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -117,9 +118,14 @@ def _as_it_lies(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
+def dot_general(x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
+    """`lax.dot_general` in float32, as XLA likes."""
+    return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
+
+
 def dot(x: jax.Array, w: jax.Array, axis: int = 1) -> jax.Array:
     """``x w`` in float32, `axis` of x contracted, as XLA likes."""
-    return lax.dot_general(x, w, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return dot_general(x, w, (((axis,), (0,)), ((), ())))
 
 
 def bf16_dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -141,4 +147,4 @@ def small_dot(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Ar
         rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))
         x = lax.optimization_barrier(x.transpose(*batch, of_x, *rows))
         dimension_numbers = ((len(batch),), of_w), (tuple(range(len(batch))), batch_w)
-    return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
+    return dot_general(x, w, dimension_numbers)

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from marks import slow
 
-from fp8rl_jax.kernels.reference import matmul, probe
+from fp8rl_jax.kernels.reference import matmul, probe, traced, ways
 from fp8rl_jax.kernels.reference.orders import amx_order, float32_order, pairs_order
 from fp8rl_jax.kernels.reference.products import product, small_product, steps_of
 from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, EXACT, FLOAT32_SIZE, WAYS, Steps, Way
@@ -168,38 +168,77 @@ def test_small_float32_products(way, rows, depth, columns):
         _all_equal(found, float32_order(x, w))
 
 
+def _order_of(way: Way, dtype):
+    if way.exact:
+        return _rounded_once
+    return way.bf16_order if dtype == jnp.bfloat16 and way.bf16_order else float32_order
+
+
+def _differing_sizes(way: Way, sides: list[tuple[int, int]]) -> set[tuple[str, int, int]]:
+    """(operands, rows, columns) whose product is not in the written order: products of bf16 and of
+    float32, and attention's."""
+    rng, depth, differ = np.random.default_rng(0), 96, set()
+    most = max(max(side) for side in sides)
+    axes, few = (((2,), (1,)), ((0,), (0,))), way.small_steps.few_rows
+    kinds = {
+        "bf16": (jnp.bfloat16, lambda x, w: matmul.block_matmul(x[0], w[0], way=way)[None]),
+        "float32": (np.float32, lambda x, w: matmul.block_matmul(x[0], w[0], way=way)[None]),
+        "small": (np.float32, lambda x, w: small_product(way, x, w, axes)),
+    }
+    for kind, (dtype, multiply) in kinds.items():
+        shapes = (2, most, depth), (2, depth, most)
+        x, w = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+        order = _order_of(way, dtype)
+        want = np.stack([order(_numbers(a), _numbers(b)) for a, b in zip(x, w, strict=True)])
+        given = [
+            (x[:, : m if kind != "small" else max(m, few)], np.ascontiguousarray(w[..., :n]))
+            for m, n in sides
+        ]
+        program = _jit(way, lambda given, multiply=multiply: [multiply(*each) for each in given])
+        for (m, n), found in zip(sides, program(given), strict=True):
+            found = np.asarray(found)[:, :m]
+            if (found != want[: len(found), :m, :n]).mean() > probe._ROUNDINGS:
+                differ.add((kind, m, n))
+    return differ
+
+
 def test_every_number_of_rows_and_columns():
-    """1 to 64 of each, as this machine multiplies, bits compared with the written order: products
-    of bf16 and float32, and attention's. The probe tries them at other sizes, in its own programs.
-    """
-    way = probe.cpu_way()
+    """1 to 64 of each, as this machine multiplies."""
     rng = np.random.default_rng(0)
     sides = [(m, int(rng.integers(1, 65))) for m in range(1, 65)]
     sides += [(int(rng.integers(1, 65)), n) for n in range(1, 65)]
-    numbers = (((2,), (1,)), ((0,), (0,)))
-    for dtype, depth in ((jnp.bfloat16, 96), (np.float32, 96)):
-        order = way.bf16_order if dtype == jnp.bfloat16 else None
-        order = order or (float32_order if not way.exact else _rounded_once)
-        x, w = (rng.standard_normal(s).astype(dtype) for s in ((2, 64, depth), (2, depth, 64)))
-        want = [order(_numbers(a), _numbers(b)) for a, b in zip(x, w, strict=True)]
+    assert not _differing_sizes(probe.cpu_way(), sides)
 
-        def multiply(given):
-            return [matmul.block_matmul(x, w, way=way) for x, w in given]
 
-        given = [(x[0, :m], np.ascontiguousarray(w[0, :, :n])) for m, n in sides]
-        for (m, n), found in zip(sides, _jit(way, multiply)(given), strict=True):
-            assert (np.asarray(found) == want[0][:m, :n]).all(), (dtype, m, n)
-        if dtype != np.float32:
-            continue
+_FAULTS = {  # a library's: which rows and columns of a product it adds up in the opposite order
+    "row tails": lambda m, n: (np.arange(m) >= m - m % 7)[:, None],
+    "column tails": lambda m, n: np.arange(n) >= n - n % 11,
+    "permuted depth": lambda m, n: np.ones((1, 1), bool),
+    "many rows": lambda m, n: np.full((1, 1), m > 60),
+}
 
-        def multiply_small(given):
-            return [small_product(way, x, w, numbers) for x, w in given]
 
-        few = way.small_steps.few_rows
-        given = [(x[:, : max(m, few)], np.ascontiguousarray(w[:, :, :n])) for m, n in sides]
-        for (m, n), found in zip(sides, _jit(way, multiply_small)(given), strict=True):
-            for one, right in zip(np.asarray(found), want, strict=True):
-                assert (one[:m] == right[:m, :n]).all(), ("small", m, n)
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_planted_fault_is_found(monkeypatch, fault):
+    """By the probe, by the comparison of a program's own products, and by the test above."""
+    way, honest = probe.cpu_way(), ways.dot_general
+    if way.exact:
+        pytest.skip("no order to break")
+
+    def planted(x, w, numbers):
+        ((of_x,), (of_w,)), _ = numbers
+        good, bad = honest(x, w, numbers), honest(jnp.flip(x, of_x), jnp.flip(w, of_w), numbers)
+        return jnp.where(_FAULTS[fault](*good.shape[-2:]), bad, good)
+
+    monkeypatch.setattr(ways, "dot_general", planted)
+    for name, sizes in (("_ROWS", (*range(2, 14), 16, 64, 70)), ("_COLUMNS", (10, 14, 16, 17))):
+        monkeypatch.setattr(probe, name, sizes)
+    for name, sizes in (("_FEW_ROWS", (8, 64)), ("_FEW_COLUMNS", (13, 32)), ("_MANY_COLUMNS", ())):
+        monkeypatch.setattr(probe, name, sizes)
+    assert probe.tried(way) is None
+    dot = traced.Dot((64, 128), (128, 48), jnp.dtype(np.float32), (((1,), (0,)), ((), ())))
+    assert traced.dots_that_differ(way, [dot]) == [dot]
+    assert _differing_sizes(way, [(64, 48), (63, 32)])
 
 
 def _rounded_once(x: np.ndarray, w: np.ndarray) -> np.ndarray:
