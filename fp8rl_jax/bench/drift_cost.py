@@ -40,6 +40,7 @@ def naive_matmul(
     rhs: jax.Array,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    way: None = None,
 ) -> jax.Array:
     """`reference.matmul.block_matmul` as one dot; arguments and result are the same."""
     depth, columns = rhs.shape
@@ -64,6 +65,7 @@ def naive_attention(
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
     keys_by_feature: bool = False,
+    way: None = None,
 ) -> jax.Array:
     """`reference.attention.attention` as one softmax; arguments and result are the same."""
 

@@ -22,7 +22,13 @@ def entry() -> None:
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from fp8rl_jax.cli import main
+    try:
+        from fp8rl_jax.cli import main
+    except RuntimeError as error:  # jaxlib refuses a CPU without AVX
+        if "AVX" not in str(error):
+            raise
+        print(f"error: JAX does not start on this CPU: {error}", file=sys.stderr)
+        sys.exit(2)
 
     signal.signal(signal.SIGINT, before)
     try:

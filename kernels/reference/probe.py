@@ -45,8 +45,10 @@ from fp8rl_jax.kernels.reference.ways import (
 _EACH = range(1, 65)
 _ROWS = (*_EACH, 96, 97, 127, 128, 200, 255, 259, 510, 513, 515, 600, 1030, 2051)
 _COLUMNS = (*_EACH, 80, 96, 97, 98, 100, 127, 145, 192, 193, 241, 255, 256)
-_FEW_ROWS = (2, 3, 6, 9, 33, 510, 600)  # that every number of columns is tried with
-_FEW_COLUMNS = (14, 49, 97, 256)  # and every number of rows
+# Every number of rows with some of columns and every number of columns with some of rows: the first
+# at the greatest depth, the second at others.
+_FEW_COLUMNS = (97, 256), (14, 49)
+_FEW_ROWS = (2, 9, 510), (3, 33, 600)
 _BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
 _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
 _MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
@@ -97,15 +99,13 @@ def knows(options: Mapping[str, bool | str]) -> bool:
 
 
 def _sizes(depths: Sequence[int], most: int = 1 << 31) -> list[Size]:
-    """Every number of rows with some of columns, every number of columns with some of rows: at the
-    first depth, and at the others in turn; right operands of at most `most` numbers."""
-    by_row, by_column = (
-        itertools.product(_ROWS, _FEW_COLUMNS),
-        itertools.product(_FEW_ROWS, _COLUMNS),
-    )
-    pairs = sorted({*by_row, *by_column})
-    turns = zip(pairs, itertools.cycle(depths[1:]), strict=False)
-    sizes = [(m, depths[0], n) for m, n in pairs] + [(m, depth, n) for (m, n), depth in turns]
+    """Every number of rows and of columns, see above; right operands of at most `most` numbers."""
+    sizes = []
+    both = zip(_FEW_ROWS, _FEW_COLUMNS, (depths[:1], depths[1:]), strict=True)
+    for few_rows, few_columns, some in both:
+        by_row = itertools.product(_ROWS, few_columns)
+        pairs = sorted({*by_row, *itertools.product(few_rows, _COLUMNS)})
+        sizes += [(m, depth, n) for (m, n), depth in zip(pairs, itertools.cycle(some))]
     return [(m, depth, n) for m, depth, n in sizes if depth * n <= most]
 
 
@@ -208,7 +208,7 @@ def _small_wrong(way: Way) -> list[tuple[int, int]]:
     two = lambda x, w: small_dot(way, x, w, (((3,), (2,)), ((0, 2), (0, 1))))
     behind = lambda x, w: (np.ascontiguousarray(x.swapaxes(1, 2)), w)
     return _wrong(way, one, float32_order, np.float32, sizes[::2], (3,)) + _wrong(
-        way, two, float32_order, np.float32, sizes[1::4], (2, 2), lie=behind
+        way, two, float32_order, np.float32, sizes[1::3], (2, 2), lie=behind
     )
 
 

@@ -20,7 +20,6 @@ from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
-EOS, PAD = 258, 256
 _LATENT = dict(
     kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24, qk_norm=False,
     rope_interleave=True, scoring_func="sigmoid", n_group=4, topk_group=2,
@@ -54,6 +53,7 @@ class Case:
     group_size: int = 2
     new_tokens: int = 24
     cache_slots: int = 0
+    vocabulary: int = 259  # the last is the end of a sequence, the last but two padding
     hidden: int = 128
     layers: int = 2
     heads: int = 4
@@ -78,6 +78,14 @@ class Case:
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     seed: int = 0
 
+    @property
+    def eos(self) -> int:
+        return self.vocabulary - 1
+
+    @property
+    def pad(self) -> int:
+        return self.vocabulary - 3
+
     def model(self) -> models.ModelConfig:
         fields = dict(
             tie_word_embeddings=self.tied, embedding_init_std=0.05 if self.tied else 1.0,
@@ -85,7 +93,7 @@ class Case:
             moe_intermediate_size=self.expert_width, norm_topk_prob=self.norm_topk_prob,
         )  # fmt: skip
         return models.ModelConfig(
-            259, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
+            self.vocabulary, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
             self.head_dim, **{**fields, **FAMILIES[self.family]},
         )  # fmt: skip
 
@@ -138,7 +146,7 @@ def make_params(case: Case):
         params = {**params, "embed_tokens": jnp.asarray(table)}
     if case.eos_share:
         head = np.array(params["lm_head"])
-        head[:, EOS] = np.abs(head[:, EOS]) * 2
+        head[:, case.eos] = np.abs(head[:, case.eos]) * 2
         params = {**params, "lm_head": jnp.asarray(head)}
     return params
 
@@ -151,8 +159,8 @@ def _rows_first(values: np.ndarray, case: Case) -> np.ndarray:
 
 def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
     lengths = np.repeat(lengths, case.group_size)
-    tokens = join(np.repeat(prompts, case.group_size, axis=0), lengths, out.tokens, PAD)
-    tokens = np.pad(tokens, ((0, 0), (0, case.extra_slots)), constant_values=PAD)
+    tokens = join(np.repeat(prompts, case.group_size, axis=0), lengths, out.tokens, case.pad)
+    tokens = np.pad(tokens, ((0, 0), (0, case.extra_slots)), constant_values=case.pad)
     rows = len(lengths)
     rng = np.random.default_rng(case.seed)
     batch = learner.make_batch(
@@ -190,13 +198,13 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     sample = rollout.make_sampler(
         model, rollout_recipe or recipe,
         rollout.SamplerConfig(
-            case.new_tokens, case.group_size, (EOS,), PAD, case.top_k, case.top_p,
+            case.new_tokens, case.group_size, (case.eos,), case.pad, case.top_k, case.top_p,
             case.cache_slots, taps=("logits", *ROUTING[: case.replay]),
         ),
     )  # fmt: skip
     rng = np.random.default_rng(case.seed)
     lengths = np.asarray(case.prompts, np.int32)
-    prompts = rng.integers(0, 256, (len(lengths), lengths.max())).astype(np.int32)
+    prompts = rng.integers(0, case.pad, (len(lengths), lengths.max())).astype(np.int32)
     rows = len(lengths) * case.group_size
     ids = np.arange(rows, dtype=np.int32)
     temperature = np.full(rows, case.temperature, np.float32)

@@ -34,6 +34,7 @@ FACTORS: dict[str, dict[str, object]] = {
     "kv": {"as recipe": None, "bf16": "none", "fp8": "dynamic", "calibrated": "calibrated"},
     "ffn": {"dense": (0, 2), "2 of 8": (8, 2), "8 of 64": (64, 8)},
     "G": {"1": 8, "2": 4, "4": 2, "8": 1},
+    "vocabulary": {"259": 259, "14": 14, "49": 49, "97": 97},
     "head dim": {"64": 64, "96": 96, "128": 128},
     "width": {"128": 128, "256": 256, "512": 512},
     "weights": {"random": False, "outliers": True},
@@ -142,7 +143,8 @@ def case_of(choice: Choice, tap_logits: bool = False) -> Case:
     return Case(
         recipe, prompts=prompts, group_size=1, new_tokens=new_tokens,
         cache_slots=v["length"] + v["cache"] if v["cache"] else 0,
-        hidden=v["width"], layers=3 if three else 2, heads=8, kv_heads=v["G"],
+        vocabulary=v["vocabulary"], hidden=v["width"], layers=3 if three else 2, heads=8,
+        kv_heads=v["G"],
         head_dim=v["head dim"], tied=v["head"], temperature=temperature, top_k=top_k, top_p=top_p,
         remat=v["remat"], micro_batches=v["micro-batches"], eos_share=v["end"],
         outliers=v["weights"], updates=v["updates"], unroll=v["layers"],

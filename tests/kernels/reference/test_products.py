@@ -231,9 +231,11 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
         return jnp.where(_FAULTS[fault](*good.shape[-2:]), bad, good)
 
     monkeypatch.setattr(ways, "dot_general", planted)
-    for name, sizes in (("_ROWS", (*range(2, 14), 16, 64, 70)), ("_COLUMNS", (10, 14, 16, 17))):
-        monkeypatch.setattr(probe, name, sizes)
-    for name, sizes in (("_FEW_ROWS", (8, 64)), ("_FEW_COLUMNS", (13, 32)), ("_MANY_COLUMNS", ())):
+    few = {
+        "_ROWS": (*range(2, 14), 16, 64, 70), "_COLUMNS": (10, 14, 16, 17), "_MANY_COLUMNS": (),
+        "_FEW_ROWS": ((8,), (64,)), "_FEW_COLUMNS": ((13,), (32,)),
+    }  # fmt: skip
+    for name, sizes in few.items():
         monkeypatch.setattr(probe, name, sizes)
     assert probe.tried(way) is None
     dot = traced.Dot((64, 128), (128, 48), jnp.dtype(np.float32), (((1,), (0,)), ((), ())))

@@ -1,0 +1,45 @@
+"""CPUs that are not at hand: their way of multiplying is found, and the promise holds in it."""
+
+from __future__ import annotations
+
+import shutil
+
+import cpu_zoo
+import pytest
+
+_NATIVE = [name for name, (_, emulated) in cpu_zoo.CPUS.items() if not emulated]
+_FOR_ALL = ("AVX2, 3 threads", "AVX2, 64 threads")
+
+
+@pytest.mark.parametrize("name", _FOR_ALL)
+def test_a_capped_cpu(name):
+    """No instruction for bf16, oneDNN's AVX2 code: a vocabulary of 14."""
+    found = cpu_zoo.try_one(name, short=True)
+    assert isinstance(found, dict), found
+    assert found["way"] == "float32"
+    assert found["canary"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _NATIVE)
+def test_native(name):
+    found, here = cpu_zoo.try_one(name), cpu_zoo.try_one(_NATIVE[0])
+    assert isinstance(found, dict), found
+    assert isinstance(here, dict), here
+    assert found["canary"] == found["auto"]["drift"] == found["exact"]["drift"] == 0
+    assert found["exact"]["record"] == here["exact"]["record"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("qemu-x86_64"), reason="needs qemu-user")
+@pytest.mark.parametrize("name", ["QEMU Haswell", "QEMU EPYC-Milan"])
+def test_emulated(name):
+    found = cpu_zoo.try_one(name)
+    assert isinstance(found, dict), found
+    assert found["way"] == "float32" and found["canary"] == 0
+
+
+@pytest.mark.skipif(not shutil.which("qemu-x86_64"), reason="needs qemu-user")
+def test_without_avx_jax_says_so():
+    found = cpu_zoo.try_one("QEMU Nehalem")
+    assert isinstance(found, str) and "AVX" in found
