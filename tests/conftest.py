@@ -66,6 +66,11 @@ def _files_of_part(text: str, items) -> set[pathlib.Path]:
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    """Names the kind of CPU: what the tests of zero drift show, they show of that kind."""
+    if terminalreporter.stats.get("passed") and not config.option.markexpr.startswith("gpu"):
+        from kind_of_cpu import kind_of_cpu
+
+        terminalreporter.write_line(f"CPU: {kind_of_cpu()}")
     if part := config.getoption("--part"):
         minutes = (time.monotonic() - _started) / 60
         terminalreporter.write_line(f"part {part} took {minutes:.0f} minutes")

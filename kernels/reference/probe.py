@@ -58,7 +58,7 @@ _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM'
 _WITHOUT_BF16 = {
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI",
 }  # fmt: skip
-_VARIABLES = (
+VARIABLES = (
     "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
     "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
 )  # fmt: skip
@@ -243,7 +243,7 @@ def threads() -> int:
 def surroundings() -> list:
     """What XLA's products depend on beside the code: the CPU's instructions, the number of threads
     and variables of the environment."""
-    return [cpu_features(), threads(), *(os.environ.get(name) for name in _VARIABLES)]
+    return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES)]
 
 
 def _kept() -> pathlib.Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from kind_of_cpu import kind_of_cpu
 from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
@@ -40,8 +41,9 @@ def records(tmp_path_factory):
 
 def _assert_same_run(one, other, names=_SAME_RUN) -> None:
     for name in names:
-        assert [r[name] for r in one["metrics"]] == [r[name] for r in other["metrics"]], name
-    assert one["samples"] == other["samples"]
+        values = ([r[name] for r in run["metrics"]] for run in (one, other))
+        assert next(values) == next(values), f"{name} ({kind_of_cpu()})"
+    assert one["samples"] == other["samples"], kind_of_cpu()
 
 
 def _assert_learns(run) -> None:
@@ -49,7 +51,8 @@ def _assert_learns(run) -> None:
     checksums = [r["checksum"] for r in run["metrics"]]
     assert len(set(checksums)) == 3
     assert all(r["grad_norm"] > 0.01 for r in run["metrics"])
-    assert all(r["train_rollout_logprob_abs_diff_max"] == 0.0 for r in run["metrics"])
+    drifts = [r["train_rollout_logprob_abs_diff_max"] for r in run["metrics"]]
+    assert drifts == [0.0] * 3, kind_of_cpu()
 
 
 _CHAIN = "mask_geometric(0.999, 1.001), tis(2.0), veto"
