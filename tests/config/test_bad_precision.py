@@ -57,6 +57,7 @@ _VALUES = {
     "kernels=cuda": ["'cuda'", "auto", "reference", "triton", "mosaic"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
     "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
+    "cpu_products=float64": ["'float64'", "auto", "exact"],
     "attention_kernel=fast": ["'fast'", "leave it out"],
     "kv_margin=0.99": ["0.99", "at least 1"],
     "kv_margin=nan": ["nan", "finite"],
@@ -227,6 +228,17 @@ def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
     bad.assert_words(str(refusal.value), words)
 
 
+def test_exact_products_are_a_cpus(monkeypatch):
+    config = load_config("tiny.py", ["--config.precision.cpu_products=exact"])
+    resolved = resolve_config(config)
+    assert resolved.rollout_recipe.kernels == resolved.learner_recipe.kernels == "exact"
+    checks.check_platform(resolved)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(UserError) as refusal:
+        checks.check_platform(resolved)
+    bad.assert_words(str(refusal.value), ["cpu_products", "gpu", "'auto'", "JAX_PLATFORMS=cpu"])
+
+
 # The other side of every bound.
 
 _GOOD = [
@@ -254,6 +266,7 @@ _GOOD = [
     ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1"],
     ["kv_cache=bf16", "health=False", "kernels=reference"],
     ["kv_cache=fp8_calibrated", "learner=bf16"],
+    ["cpu_products=exact", "kernels=reference", _REQUIRED],
 ]
 
 
