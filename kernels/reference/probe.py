@@ -47,8 +47,8 @@ _ROWS = (*_EACH, 96, 97, 127, 128, 200, 255, 259, 510, 513, 515, 600, 1030, 2051
 _COLUMNS = (*_EACH, 80, 96, 97, 98, 100, 127, 145, 192, 193, 241, 255, 256)
 # Every number of rows with some of columns and every number of columns with some of rows: the first
 # at the greatest depth, the second at others.
-_FEW_COLUMNS = (97, 256), (14, 49)
-_FEW_ROWS = (2, 9, 510), (3, 33, 600)
+_FEW_COLUMNS = ((97, 256), (14, 49))
+_FEW_ROWS = ((2, 9, 510), (3, 33, 600))
 _BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
 _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
 _MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
@@ -62,7 +62,6 @@ VARIABLES = (
     "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
     "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
 )  # fmt: skip
-_ROUNDINGS = 0
 Size = tuple[int, int, int]  # rows, depth, columns
 
 
@@ -105,7 +104,9 @@ def _sizes(depths: Sequence[int], most: int = 1 << 31) -> list[Size]:
     for few_rows, few_columns, some in both:
         by_row = itertools.product(_ROWS, few_columns)
         pairs = sorted({*by_row, *itertools.product(few_rows, _COLUMNS)})
-        sizes += [(m, depth, n) for (m, n), depth in zip(pairs, itertools.cycle(some))]
+        sizes += [
+            (m, depth, n) for (m, n), depth in zip(pairs, itertools.cycle(some), strict=False)
+        ]
     return [(m, depth, n) for m, depth, n in sizes if depth * n <= most]
 
 
@@ -177,10 +178,8 @@ def _bf16_wrong(way: Way) -> list[tuple[int, int]]:
     order = way.bf16_order
     assert order
     sizes = _sizes(_BF16_DEPTHS)
-    sizes += [
-        (m, depth, n) for m in (8, 64, 513) for depth in (128, BF16_DEPTH) for n in _MANY_COLUMNS
-    ]
-    turned = [(m, depth, n) for m in (8, 16, 520) for depth in (64, BF16_DEPTH) for n in (64, 1504)]
+    sizes += itertools.product((8, 64, 513), (128, BF16_DEPTH), _MANY_COLUMNS)
+    turned = list(itertools.product((2, 3, 16, 520), (64, BF16_DEPTH), (64, 1504)))
     of_turned = lambda x, w: bf16_dot(x.T, w.T)
     return _wrong(way, dot, order, jnp.bfloat16, sizes) + _wrong(
         way, of_turned, order, jnp.bfloat16, turned, lie=_turned
@@ -194,7 +193,7 @@ def _float32_wrong(way: Way) -> list[tuple[int, int]]:
         most, (axis, lie) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
     sizes = _sizes(_FLOAT32_DEPTHS, most)
     alike = functools.partial(dot, axis=axis)
-    turned = list(itertools.product((16, 48, 528), (64, 128), (64, 256)))
+    turned = list(itertools.product((2, 3, 48, 528), (64, 128), (64, 256)))
     of_turned = lambda x, w: float32_dot(way, x.T, w.T)
     return _wrong(way, alike, float32_order, np.float32, sizes, lie=lie) + _wrong(
         way, of_turned, float32_order, np.float32, turned, lie=_turned
