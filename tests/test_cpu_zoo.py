@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import cpu_zoo
@@ -9,6 +10,7 @@ import pytest
 
 _NATIVE = [name for name, (_, emulated) in cpu_zoo.CPUS.items() if not emulated]
 _FOR_ALL = ("AVX2, 3 threads", "AVX2, 64 threads")
+_tried = functools.cache(cpu_zoo.try_one)
 
 
 @pytest.mark.parametrize("name", _FOR_ALL)
@@ -23,7 +25,7 @@ def test_a_capped_cpu(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _NATIVE)
 def test_native(name):
-    found, here = cpu_zoo.try_one(name), cpu_zoo.try_one(_NATIVE[0])
+    found, here = _tried(name), _tried(_NATIVE[0])
     assert isinstance(found, dict), found
     assert isinstance(here, dict), here
     assert found["canary"] == found["auto"]["drift"] == found["exact"]["drift"] == 0

@@ -23,6 +23,7 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli, processes
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.sharding import between_hosts
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -263,7 +264,8 @@ def test_checkpoints_go_to_other_numbers_of_processes(tmp_path):
 
 @pytest.mark.slow
 def test_refused_before_anything_is_written(tmp_path):
-    """Another version of JAX in one process; a run.dir of each process's own; two coordinators."""
+    """Another version of JAX in one process; another kind of CPU; a run.dir of each process's own;
+    two coordinators."""
     begin = "import os, sys\nmine = os.environ['FP8RL_PROCESS_ID']\n"
     end = "from fp8rl_jax.cli import entry\nentry()\n"
     other_jax = (
@@ -272,6 +274,10 @@ def test_refused_before_anything_is_written(tmp_path):
     )
     error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + other_jax + end]), 2)
     assert error.count("jax is '9.9' in process 1 on ") == 1
+    if cpu_way().bf16_order:
+        older = "if mine == '1': os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX2'\n"
+        error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + older + end]), 2)
+        assert error.count("the way of multiplying is 'float32' in process 1 on ") == 1
     own_disk = "os.mkdir(mine)\nos.chdir(mine)\n"
     error = _finished(
         _train(tmp_path, 2, 1, "--config.run.dir=run", program=["-c", begin + own_disk + end]), 2

@@ -27,6 +27,7 @@ from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.models import (
     init_params,
     init_scaling,
@@ -455,6 +456,9 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     if processes.count() > 1:
         same = "start all of them with the same software and options"
         processes.check_equal(_identity(config), same)
+        if config.precision.cpu_products == "auto":
+            one_kind = "run on CPUs of one kind, or set precision.cpu_products='exact'"
+            processes.check_equal({"the way of multiplying": cpu_way().name}, one_kind)
     resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
