@@ -73,6 +73,8 @@ Choice = dict[str, str]  # factor -> label
 def _impossible(choice: Choice) -> bool:
     if choice.get("prompts") == "to 300" and choice.get("length", "513") != "513":
         return True  # prompts of 300 tokens take the longest sequences
+    if choice.get("vocabulary") == "14" and choice.get("sampling") == "T 0.5 top-k":
+        return True  # of 20
     # With a tied head no bias can be planted that ends sequences early.
     if choice.get("head") == "tied" and choice.get("end") == "early":
         return True
