@@ -34,7 +34,7 @@ FACTORS: dict[str, dict[str, object]] = {
     "kv": {"as recipe": None, "bf16": "none", "fp8": "dynamic", "calibrated": "calibrated"},
     "ffn": {"dense": (0, 2), "2 of 8": (8, 2), "8 of 64": (64, 8)},
     "G": {"1": 8, "2": 4, "4": 2, "8": 1},
-    "vocabulary": {"259": 259, "14": 14, "49": 49, "97": 97},
+    "vocabulary": {"259": 259, "14": 14, "49": 49, "97": 97, "1000": 1000},
     "head dim": {"64": 64, "96": 96, "128": 128},
     "width": {"128": 128, "256": 256, "512": 512},
     "weights": {"random": False, "outliers": True},
