@@ -41,7 +41,7 @@ def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""
     many = run_script(8, "sharded_products.py")
-    assert many["devices"] == 8 and len(many["results"]) == 12 * many["ways"]
+    assert many["devices"] == 8 and len(many["results"]) == 13 * many["ways"]
     for case, found in many["results"].items():
         assert found == {"differ": 0, "divided": True, "collectives": {}}, case
 

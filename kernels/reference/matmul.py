@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, prevent_fma
+from fp8rl_jax.kernels.arrays import K_BLOCK, prevent_fma, varying_as
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.probe import cpu_way
@@ -109,7 +109,8 @@ def block_matmul(
     if ranges[0][1] > columns:
         rhs, rhs_scale = (_pad_columns(x, ranges[0][1]) for x in (rhs, rhs_scale))
     multiply = functools.partial(_sum_of_blocks, way, dtypes, depth, lhs, rhs, lhs_scale, rhs_scale)
-    total = _by_columns(multiply, lhs.shape[0], columns, ranges)
+    like = varying_as(jnp.zeros((lhs.shape[0], columns)), lhs, rhs)
+    total = _by_columns(multiply, like, ranges)
     if height != each:
         total = total.reshape(parts, height, -1)[:, :each].reshape(rows, total.shape[1])
     return total
@@ -119,10 +120,9 @@ def _pad_columns(x: jax.Array | None, columns: int) -> jax.Array | None:
     return None if x is None else jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
 
 
-def _by_columns(
-    multiply: Callable, rows: int, columns: int, ranges: list[tuple[int, int]]
-) -> jax.Array:
-    """(rows, columns) float32, of ``multiply(start, width)`` for each range of columns."""
+def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int]]) -> jax.Array:
+    """A product like the zeros `like`, of ``multiply(start, width)`` for each range of columns."""
+    columns = like.shape[1]
     if len(ranges) <= _UNROLL_COLUMNS:
         pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
         for (start, width), end in zip(ranges, ends, strict=True):
@@ -135,8 +135,7 @@ def _by_columns(
         start = jnp.minimum(piece * width, last)
         return lax.dynamic_update_slice(total, multiply(start, width), (0, start))
 
-    like = jax.eval_shape(lambda: multiply(0, width))
-    return lax.fori_loop(0, len(ranges), add, jnp.zeros((rows, columns), like.dtype))
+    return lax.fori_loop(0, len(ranges), add, like)
 
 
 def _sum_of_blocks(

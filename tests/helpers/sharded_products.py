@@ -47,6 +47,22 @@ def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype, way: Way) -> dict:
     }
 
 
+def _wide_by_device(mesh: Mesh, way: Way) -> dict:
+    """Float32 of more columns than are unrolled, each device with its own rows by shard_map."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((16, 96), (96, 6001)))
+    multiply, options = functools.partial(block_matmul, way=way), dict(way.options)
+    want = jax.jit(multiply, compiler_options=options)(x, w)
+    rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
+    by_device = jax.shard_map(multiply, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    program = jax.jit(by_device, compiler_options=options).lower(x, w).compile()
+    return {
+        "differ": int((np.asarray(program(x, w)) != np.asarray(want)).sum()),
+        "divided": True,
+        "collectives": deviceless.collectives(program.as_text()),
+    }
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
     ways = [way for way in map(probe.tried, WAYS) if way]
@@ -58,6 +74,8 @@ def main() -> None:
         results[f"{way.name}, {each} rows, {axes}, {dtype.__name__}"] = _on(
             mesh, each, axes, dtype, way
         )
+    for way in ways:
+        results[f"{way.name}, wide"] = _wide_by_device(mesh, way)
     print(json.dumps({"devices": mesh.size, "ways": len(ways), "results": results}))
 
 
