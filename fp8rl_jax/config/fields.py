@@ -105,8 +105,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                          "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
                          choices=("auto", "reference", "triton", "mosaic")),
         "cpu_products": Field("auto", "on a CPU: auto: the fastest products whose order holds on "
-                              "this machine; exact: sums in float64 that no order can change, the "
-                              "same on every CPU, several times slower",
+                              "this machine; exact: sums in float64 that no order can change, "
+                              "four to eight times slower",
                               choices=("auto", "exact")),
         "health": Field(True, "count saturated, underflowed and non-finite values"),
         "self_check": Field(True, "before a run that relies on zero drift, try it on two layers"),
