@@ -46,7 +46,7 @@ CPUS: dict[str, tuple[dict[str, str], str]] = {
     "16 threads": ({"NPROC": "16"}, ""),
     "64 threads": ({"NPROC": "64"}, ""),
     "one core, 8 threads": ({"NPROC": "8", "ZOO_CORES": "0"}, ""),
-    # The cap says that there is no instruction for bf16: /proc/cpuinfo is that of the machine below.
+    # The cap says that there is no bf16 instruction: /proc/cpuinfo is that of the machine below.
     "QEMU Haswell": ({_CAP: "AVX2"}, "Haswell"),
     "QEMU EPYC-Milan": ({_CAP: "AVX2"}, "EPYC-Milan"),
     "QEMU Nehalem": ({}, "Nehalem"),
