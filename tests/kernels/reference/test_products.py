@@ -71,17 +71,17 @@ def _numbers(x: jax.Array) -> np.ndarray:
 
 def _all_equal(found, want: np.ndarray) -> None:
     """Nearly all where numpy has no wider float than float64: see orders.py."""
-    assert (np.asarray(found) != want).mean() <= probe._ROUNDINGS
+    assert (np.asarray(found) != want).mean() <= min(probe._ROUNDINGS, 1e-4)
 
 
-@pytest.mark.parametrize("depth", [128, BF16_DEPTH, 104, slow(384)])
+@pytest.mark.parametrize("depth", [128, BF16_DEPTH, 328, slow(384)])
 @pytest.mark.parametrize("columns", [200, *map(slow, (64, 1536))])
 def test_order_of_bf16(bf16_way, depth, columns):
     x, w = _normal(65, depth), _normal(depth, columns)
     others = [o for o in (amx_order, pairs_order, float32_order) if o is not bf16_way.bf16_order]
     want = bf16_way.bf16_order(_numbers(x), _numbers(w))
     for other in others:
-        assert (want != other(_numbers(x), _numbers(w))).mean() > 0.05
+        assert (want != other(_numbers(x), _numbers(w))).mean() > 0.1
     _all_equal(_multiply(bf16_way)(x, w), want)
 
 
@@ -112,7 +112,8 @@ def test_bf16_law_at_many_sizes(bf16_way):
 
 def test_operands_may_lie_in_any_way(way):
     """Transposed, cut out of a stack, looked up, or made in the same program: the same bits."""
-    x, w = _normal(48, 128), _normal(128, 192)
+    depth = 256 if way.bf16_order else 128
+    x, w = _normal(48, depth), _normal(depth, 192)
     multiply = functools.partial(product, way)
     want = np.asarray(_jit(way, multiply)(x, w))
     ways = {
@@ -157,7 +158,9 @@ _CHUNKS_BEHIND_ROWS = (((3,), (2,)), ((0, 2), (0, 1)))  # as weights and values 
 
 
 @pytest.mark.parametrize("rows", [2, 65, *map(slow, (12, 514))])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 64), (64, 14), (128, 256), (64, 512)])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(64, 64), (64, 14), (64, 16), (128, 256), (64, 512)]
+)
 def test_small_float32_products(way, rows, depth, columns):
     assert depth * columns <= FLOAT32_SIZE
     rng = np.random.default_rng(rows)
@@ -251,15 +254,15 @@ def test_what_is_compiled(way):
     """bf16 is multiplied as bf16 by YNNPACK; float32 is kept away from it where it keeps to no
     order of it."""
 
-    def compiled(dtype) -> str:
-        x, w = jnp.ones((32, 128), dtype), jnp.ones((256, 128), dtype)
+    def compiled(dtype, columns: int) -> str:
+        x, w = jnp.ones((32, 128), dtype), jnp.ones((columns, 128), dtype)
         return _jit(way, lambda x, w: product(way, x, w.T)).lower(x, w).compile().as_text()
 
     if way.bf16_order:
-        text = compiled(jnp.bfloat16)
-        (operands,) = re.findall(r"%fused_computation[^\n]*\((.*)\) -> f32\[32,256\] \{\n", text)
+        text = compiled(jnp.bfloat16, 1536)
+        (operands,) = re.findall(r"%fused_computation[^\n]*\((.*)\) -> f32\[32,1536\] \{\n", text)
         assert "__ynn_fusion" in text and "f32" not in operands and operands.count("bf16") == 2
-    float32 = compiled(jnp.float32)
+    float32 = compiled(jnp.float32, 256)
     assert ("__ynn_fusion" in float32) == (way.float32 == "pieces") and " dot(" in float32
 
     numbers, x, w = (((2,), (1,)), ((0,), (0,))), jnp.ones((4, 16, 64)), jnp.ones((4, 64, 64))
