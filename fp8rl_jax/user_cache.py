@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import pathlib
 import platform
 from collections.abc import Iterable
@@ -22,14 +21,9 @@ import jax
 import fp8rl_jax
 from fp8rl_jax import kernels
 from fp8rl_jax.kernels.reference.probe import cpu_features, surroundings
+from fp8rl_jax.kernels.reference.probe import user_cache as user_cache
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
-
-
-def user_cache() -> pathlib.Path:
-    """The directory: of $XDG_CACHE_HOME, or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(home, "fp8rl_jax")
 
 
 @functools.cache

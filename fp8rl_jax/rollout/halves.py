@@ -14,7 +14,6 @@ Not done: more than two parts; halves of a mesh of several devices, which has al
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,18 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.kernels.reference.probe import available_cores
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout.sampler import Loop, Rollout, SamplerConfig, make_sampler
 
 _LEAST_ROWS = 8  # of a half; fewer take about as long as twice as many
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def parts_of(prompts: int, group_size: int, cores: int) -> int:

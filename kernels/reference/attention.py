@@ -125,12 +125,12 @@ def _reader(
     return read
 
 
-def _scalar_products(way: Way, q: jax.Array, keys: jax.Array) -> jax.Array:
-    """(B, Hkv, rows, Dh) by (B, Hkv, Dh, slots): features in blocks of 128, ascending."""
+def matmul_by_blocks(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
+    """(B, Hkv, M, K) by (B, Hkv, K, N), K in blocks of 128, ascending."""
     axes = (((3,), (2,)), ((0, 1), (0, 1)))
-    starts = range(0, q.shape[3], K_BLOCK)
+    starts = range(0, x.shape[3], K_BLOCK)
     blocks = (slice(start, start + K_BLOCK) for start in starts)
-    parts = (small_product(way, q[..., block], keys[:, :, block], axes) for block in blocks)
+    parts = (small_product(way, x[..., block], w[:, :, block], axes) for block in blocks)
     return functools.reduce(jnp.add, parts)
 
 
@@ -221,10 +221,10 @@ def attention(
         # XLA:CPU multiplies a few rows by keys stored feature by feature several times faster,
         # with the same bits.
         keys = read["k"](step) if keys_by_feature else read["k"](step).swapaxes(2, 3)
-        score = prevent_fma(_scalar_products(way, q, keys) * multiplier)
+        score = prevent_fma(matmul_by_blocks(way, q, keys) * multiplier)
         if q_rope is not None:
             rope = read["k_rope"](step).swapaxes(2, 3)
-            score = score + prevent_fma(_scalar_products(way, q_rope, rope) * jnp.float32(scale))
+            score = score + prevent_fma(matmul_by_blocks(way, q_rope, rope) * jnp.float32(scale))
         slot = step * width + jnp.arange(width)
         mask = (slot[None, None, :] <= position[:, :, None])[:, None]
         return masked(score, mask), mask

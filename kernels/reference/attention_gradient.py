@@ -17,26 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, varying_as
-from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked
-from fp8rl_jax.kernels.reference.exact import exact_dot_general
+from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked, matmul_by_blocks
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import Way
 
 _QUERIES, _KEYS = 256, 512  # of a block
 _LOWEST = -1e30
-
-
-def _matmul(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
-    """(B, H, M, K) times (B, H, K, N); of a way whose sums are exact by blocks of K, ascending."""
-    if not way.exact:
-        return jnp.matmul(x, w)
-    axes = (((3,), (2,)), ((0, 1), (0, 1)))
-    blocks = (slice(start, start + K_BLOCK) for start in range(0, x.shape[3], K_BLOCK))
-    return functools.reduce(
-        jnp.add, (exact_dot_general(x[..., block], w[:, :, block], axes) for block in blocks)
-    )
 
 
 def attention_vjp(
@@ -55,7 +43,8 @@ def attention_vjp(
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
     """
-    matmul = functools.partial(_matmul, way or cpu_way())
+    way = way or cpu_way()
+    matmul = functools.partial(matmul_by_blocks, way) if way.exact else jnp.matmul
     (queries, heads), kv_heads = q.shape[1:3], k.shape[2]
     groups = heads // kv_heads
     qs, dout = by_kv_head(q, kv_heads), by_kv_head(cotangent, kv_heads)

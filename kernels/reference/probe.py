@@ -53,7 +53,7 @@ _BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
 _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
 _MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
 _STEPS = (1, 2, 4, 8, 16)  # and least numbers of columns; of rows, products have two or more
-_ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 2e-3  # of an order, see orders.py
+_ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 1e-3  # of an order, see orders.py
 _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
 _WITHOUT_BF16 = {
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI",
@@ -231,12 +231,19 @@ def tried(way: Way) -> Way | None:
     return dataclasses.replace(way, **found)
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def threads() -> int:
     """Threads that XLA multiplies with."""
     for name in ("PJRT_NPROC", "NPROC"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available_cores()
 
 
 def surroundings() -> list:
@@ -245,14 +252,19 @@ def surroundings() -> list:
     return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES)]
 
 
+def user_cache() -> pathlib.Path:
+    """The directory of what is kept for a user: of $XDG_CACHE_HOME, or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(home, "fp8rl_jax")
+
+
 def _kept() -> pathlib.Path:
     """The file of the answer for this machine, environment, version and code."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
     depends_on = [*surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
-    return pathlib.Path(home, "fp8rl_jax", f"cpu-products-{digest[:20]}.json")
+    return user_cache() / f"cpu-products-{digest[:20]}.json"
 
 
 def _read(path: pathlib.Path) -> Way | None:
