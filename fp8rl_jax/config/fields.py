@@ -135,11 +135,13 @@ FIELDS: dict[str, dict[str, Field]] = {
                       "gsm8k; a .jsonl, .jsonl.gz or .parquet file; a directory of Hugging Face's "
                       "datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
         "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
-        "reward": Field("exact_match", "exact_match, math_equal, gsm8k, gsm8k_strict, or a "
+        "reward": Field("auto", "auto: task_score for tasks of reasoning_gym that have a scorer of "
+                        "their own, else exact_match; math_equal, gsm8k, gsm8k_strict, or a "
                         "function as 'module:function'; several with weights as "
                         "'exact_match, 0.5*module:function', the first of which evaluation counts"),
-        "reward_timeout": Field(30.0, "seconds that a call of math_equal or your own function may "
-                                "take; one that takes longer scores 0", 0.01, 1e6),
+        "reward_timeout": Field(30.0, "seconds that a call of task_score, math_equal or your own "
+                                "function may take; one that takes longer is not scored", 0.01,
+                                1e6),
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any", 0,
                                   1e6),
         "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "

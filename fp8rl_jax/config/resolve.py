@@ -13,7 +13,7 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.config.precision import SIDES, side_recipe
-from fp8rl_jax.envs import Term, load_rewards
+from fp8rl_jax.envs import Term, eval_tasks, load_rewards
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe, same_forward
@@ -106,7 +106,10 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
         _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),
-        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb), positions,
+        load_rewards(
+            env.reward, env.reward_timeout, env.reward_memory_gb, [env.task, *eval_tasks(env)]
+        ),
+        positions,
     )  # fmt: skip
     checks.check(resolved)
     return resolved

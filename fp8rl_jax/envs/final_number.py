@@ -1,98 +1,95 @@
-"""The reward of GSM8K and data sets like it: does a response end with the right number?
+r"""The reward of GSM8K and data sets like it: does a response end with the right number?
 
-The number is the one after the last `####`, else in the last `\\boxed{}`, else the last one. The
-strict form takes the first of these alone, within the last 300 characters, as verl's does.
-Numbers are compared as fractions: 1,072 is 1072.0, 0.5 is 1/2, and -0 is 0. A quotient that comes
-out even, such as 8/2, is no number but a sum that is not done.
+The number is what is marked as the answer: the line after the last `####`, else what is in the last
+`\boxed{}`, else in the last `<answer>`, if that is a number and nothing else (`whole_number`). A
+response with marks and no such number has none; one without marks has its last number. The strict
+form takes the line after `#### ` alone, within the last 300 characters, as verl's does.
 """
 
 from __future__ import annotations
 
-import fractions
 import re
 from collections.abc import Iterator
 
+from fp8rl_jax.envs.written_number import Number, last_number, whole_number
+
 _STRICT_CHARACTERS = 300
-_MOST_DIGITS = 100  # of a number; more are noise, and slow
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:[$€£]\s?)?(?P<top>{_DIGITS}(?:\.\d+)?|\.\d+)"
-    rf"(?:\s?/\s?(?P<bottom>{_DIGITS}))?"
-)
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d,.]+)\s*\}\s*\{\s*([\d,.]+)\s*\}")
-_SPELLINGS = {"−": "-", "–": "-", "{,}": ",", r"\,": "", r"\!": "", r"\$": "$", " ": " "}
-_STRICT = re.compile(r"#### (-?[$]?[0-9.,]+)")
+_MARK = "####"
+_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:
     """1 if the response's final number is the answer's; else 0.
 
     Raises:
-      ValueError: the answer holds no number.
+      ValueError: the answer is no number, nor marks one.
     """
-    del prompt
-    right = final_number(answer)
-    if right is None:
-        raise ValueError(f"the answer {answer[:60]!r} holds no number; take another env.reward")
-    return float(final_number(response) == right)
+    return _score(final_number(response), answer)
 
 
 def gsm8k_strict(prompt: str, response: str, answer: str) -> float:
     """The same, where a response counts only with its number after '#### '."""
-    return gsm8k(prompt, _strict(response), answer)
+    return _score(_strict(response), answer)
 
 
-def _strict(response: str) -> str:
-    """What is after the last '#### ' near the end; '' if nothing is."""
-    found = _STRICT.findall(_plain(response[-_STRICT_CHARACTERS:]))
-    return found[-1] if found else ""
+def _score(given: Number | None, answer: str) -> float:
+    right = whole_number(answer) or _first_number(marked(answer))
+    if right is None:
+        raise ValueError(
+            f"the answer {answer[:60]!r} is not a number; take another env.reward, or "
+            "env.answer_pattern to find the number in it"
+        )
+    return float(given is not None and right.equals(given))
 
 
 def gsm8k_answer(response: str) -> str | None:
     """The final number as text, the same for all ways to write it; None if there is none."""
-    number = final_number(response)
-    return None if number is None else str(number)
+    return _text(final_number(response))
 
 
 def gsm8k_strict_answer(response: str) -> str | None:
     """The same for the strict form."""
-    return gsm8k_answer(_strict(response))
+    return _text(_strict(response))
 
 
-def final_number(text: str) -> fractions.Fraction | None:
-    """The number that a text ends with, marked or not; None if it holds none."""
-    text = _plain(text)
-    for part in _marked(text):
-        match = _NUMBER.search(part)
-        if match and (number := _value(match)) is not None:
-            return number
-    numbers = [n for match in _NUMBER.finditer(text) if (n := _value(match)) is not None]
-    return numbers[-1] if numbers else None
+def _text(number: Number | None) -> str | None:
+    return None if number is None else str(number.value)
 
 
-def _marked(text: str) -> Iterator[str]:
-    """The line after the last '####', then what is in the last \\boxed{}."""
-    _, mark, rest = text.rpartition("####")
+def _strict(response: str) -> Number | None:
+    _, mark, rest = response[-_STRICT_CHARACTERS:].rpartition(f"{_MARK} ")
+    return whole_number(rest.partition("\n")[0]) if mark else None
+
+
+def final_number(text: str) -> Number | None:
+    """The number that a text ends with, marked or not; None if it has none."""
+    parts = list(marked(text))
+    return _first_number(parts) if parts else last_number(text)
+
+
+def _first_number(parts: Iterator[str] | list[str]) -> Number | None:
+    return next((n for part in parts if (n := whole_number(part)) is not None), None)
+
+
+def marked(text: str) -> Iterator[str]:
+    """What a text marks as its answer: the line after the last '####', what is in the last box,
+    and in the last <answer>."""
+    _, mark, rest = text.rpartition(_MARK)
     if mark:
-        yield rest.lstrip().partition("\n")[0]
-    _, box, rest = text.rpartition(r"\boxed{")
-    if box:
-        yield rest.partition("}")[0]
+        yield rest.lstrip().partition("\n")[0].partition("<")[0]
+    if (box := last_boxed(text)) is not None:
+        yield box
+    if tags := _TAG.findall(text):
+        yield tags[-1]
 
 
-def _plain(text: str) -> str:
-    """Minus signs, spaces and fractions of LaTeX and Unicode in ASCII."""
-    for written, plain in _SPELLINGS.items():
-        text = text.replace(written, plain)
-    return _FRACTION.sub(r"\1/\2", text)
-
-
-def _value(match: re.Match) -> fractions.Fraction | None:
-    """The number of a match of _NUMBER; None for a quotient that is not done."""
-    top, bottom = match["top"].replace(",", ""), (match["bottom"] or "1").replace(",", "")
-    if len(top) + len(bottom) > _MOST_DIGITS or not int(bottom):
-        return None
-    value = fractions.Fraction(top) / int(bottom)
-    if match["bottom"] and value.denominator == 1:
-        return None
-    return -value if match["sign"] == "-" else value
+def last_boxed(text: str) -> str | None:
+    r"""What is in the last complete \boxed{} or \fbox{} of a text; None without one."""
+    last, open_ = (0, 0), []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            open_.append(brace)
+        elif open_ and (begin := open_.pop())[0] != "{" and begin.end() > last[0]:
+            last = begin.end(), brace.start()
+    return text[slice(*last)] if last[0] else None

@@ -78,14 +78,16 @@ def definition(function: Any) -> str:
 
 
 def as_number(value: Any) -> float | Failure:
-    """What a reward returned as a float, not necessarily a finite one."""
+    """What a reward returned as a float, not necessarily a finite one. A text is no number."""
     try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
         return float(value)
     except OverflowError:  # of an int
         return Failure(BEYOND_FLOAT32, f"it returned a number {BEYOND_FLOAT32}")
     except BaseException:  # a user's class may raise anything
-        given = "None" if value is None else f"a value of type {type(value).__name__}"
-        return Failure("no number", f"it returned {given}, which is no number")
+        given = type(value).__name__
+        return Failure("no number", f"it returned a value of type {given}, which is no number")
 
 
 def seed(*texts: str) -> None:

@@ -26,7 +26,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
-from fp8rl_jax.envs.reward_call import Failure, as_number, attempt, failure_of, seed
+from fp8rl_jax.envs.reward_call import Failure, attempt, failure_of, seed
+from fp8rl_jax.envs.reward_form import call_of, score_of
 from fp8rl_jax.envs.rewards import load_reward, module_file, source_digest
 
 _TICK = 5.0  # seconds
@@ -60,8 +61,7 @@ class Calls(NamedTuple):
     Attributes:
       reward: its name, which has been loaded.
       extract: call that attribute of it.
-      arguments: of each call, pickled: (prompt, response, answer, {'row': row} or {}), or
-        (response,).
+      arguments: of each call, pickled: a `Response`, or (response,).
     """
 
     reward: str
@@ -69,6 +69,7 @@ class Calls(NamedTuple):
     arguments: list[bytes]
 
 
+_LATE_IMPORTS = {"math_equal": "math_verify", "task_score": "reasoning_gym"}  # of built-in ones
 STALE = "stale"  # the module that a worker holds has another source
 
 
@@ -141,21 +142,21 @@ def _load(request: Load, rewards: dict[str, tuple[Callable, str]]) -> Failure | 
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
-            if name == "math_equal":  # imports this at its first call, which has a time limit
-                import math_verify  # noqa: F401
+            if name in _LATE_IMPORTS:  # at a first call, which has a time limit
+                importlib.import_module(_LATE_IMPORTS[name])
             rewards[name] = (load_reward(name), source_digest(name))
         except BaseException as error:
             return failure_of(error, "")
     return None if rewards[name][1] == request.digest else STALE
 
 
-def _score(function: Callable, arguments: bytes, file: str) -> float | Failure:
+def _score(function: Callable, arguments: bytes, file: str) -> float | Failure | None:
     found = _unpickled(arguments)
     if isinstance(found, Failure):
         return found
-    *texts, named = found
-    value = _attempt(function, tuple(texts), named, file, texts[:2])
-    return value if isinstance(value, Failure) else as_number(value)
+    positional, named = call_of(function, found)
+    value = _attempt(function, positional, named, file, found[:2])
+    return value if isinstance(value, Failure) else score_of(function, value)
 
 
 def _extract(function: Any, arguments: bytes, file: str) -> str | Failure | None:

@@ -6,15 +6,19 @@ it has none): equal texts are one vote when the majority of several responses is
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import inspect
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
 from fp8rl_jax.envs.final_number import gsm8k, gsm8k_answer, gsm8k_strict, gsm8k_strict_answer
+from fp8rl_jax.envs.math_answer import math_answer, math_equal
+from fp8rl_jax.envs.reward_form import check_form
+from fp8rl_jax.envs.tasks import has_scorer
 from fp8rl_jax.errors import UserError
 
 RewardFunction = Callable[..., float]
@@ -26,57 +30,37 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
+def task_score(prompt: str, response: str, answer: str, row: Mapping[str, Any]) -> float:
+    """The score of the scorer of the question's task, from 0 to 1, where reasoning_gym has one;
+    else that of `exact_match`. The response is what is in its last <answer>, if it has one."""
+    task = row.get("metadata", {}).get("source_dataset", "")
+    if not has_scorer(task):
+        return exact_match(prompt, response, answer)
+    tags = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    return _scorer(task)((tags or [response])[-1].strip(), row)
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
+
+
 def _stripped(response: str) -> str | None:
     return response.strip() or None
 
 
-def math_equal(prompt: str, response: str, answer: str) -> float:
-    """1 if math-verify finds response and answer mathematically equal; else 0.
-
-    Where the answer is a number, the response must give a number: "7 + 8 =" is equal to 15, and a
-    policy that is rewarded for it learns to repeat the question (docs/smollm2.md).
-    """
-    import math_verify  # pulls in sympy: only when asked for
-
-    del prompt
-    gold, given = math_verify.parse(answer), math_verify.parse(response)
-    if not gold or not given or _is_number(gold[0]) > _is_number(given[0]):
-        return 0.0
-    return float(math_verify.verify(gold, given))
-
-
-def _first_parsed(response: str) -> str | None:
-    """The text of math-verify's first parsed value."""
-    import math_verify
-
-    parsed = math_verify.parse(response)
-    return str(parsed[0]) if parsed else None
-
-
-def _is_number(parsed: Any) -> bool:
-    """Whether math-verify read a number, and not an expression that has its value.
-
-    A fraction such as 1/2 or 50% is a number, and 8/2 is not: it is a sum that is not done.
-    """
-    if getattr(parsed, "is_Number", False):
-        return True
-    if not getattr(parsed, "is_Mul", False):
-        return False
-    numbers = [x for x in parsed.args if x.is_Number]
-    divisors = [x for x in parsed.args if not x.is_Number]  # 1/n of a fraction or a percentage
-    plain = all(len(x.atoms()) <= 2 and x.doit().is_Rational for x in divisors)
-    return len(numbers) == len(divisors) == 1 and plain and not parsed.doit().is_Integer
-
-
 _BUILT_IN: dict[str, RewardFunction] = {
     "exact_match": exact_match,
+    "task_score": task_score,
     "math_equal": math_equal,
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
 }
 for _reward, _extract in (
-    (exact_match, _stripped), (math_equal, _first_parsed), (gsm8k, gsm8k_answer),
-    (gsm8k_strict, gsm8k_strict_answer),
+    (exact_match, _stripped), (task_score, _stripped), (math_equal, math_answer),
+    (gsm8k, gsm8k_answer), (gsm8k_strict, gsm8k_strict_answer),
 ):  # fmt: skip
     vars(_reward)["extract"] = _extract
 
@@ -106,18 +90,24 @@ class Term(NamedTuple):
     digest: str
 
 
-def load_rewards(text: str, seconds: float = 30.0, memory_gb: float = 4.0) -> tuple[Term, ...]:
+def load_rewards(
+    text: str, seconds: float = 30.0, memory_gb: float = 4.0, tasks: Sequence[str] = ()
+) -> tuple[Term, ...]:
     """The rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
 
     Args:
-      text: the field.
+      text: the field; the name 'auto' is 'task_score' if one of the tasks has a scorer of its own,
+        else 'exact_match'.
       seconds, memory_gb: of `Term`.
+      tasks: sources of questions, as `env.task` names them.
 
     Raises:
       UserError: of `load_reward`, or a weight is no number, or a name is there twice.
     """
     terms: list[Term] = []
     for weight, name in _parts(text):
+        if name == "auto":
+            name = "task_score" if any(map(has_scorer, tasks)) else "exact_match"
         if any(term.name == name for term in terms):
             raise UserError(f"env.reward is {text!r}, with {name!r} twice: leave one out")
         value = 1.0 if weight is None else _weight(weight, text)
@@ -151,12 +141,10 @@ def _weight(text: str, whole: str) -> float:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """A built-in reward by name, or ``"module:function"``.
+    """A built-in reward by name, or ``"module:function"``, of one of the forms of `reward_form`.
 
-    The function takes (prompt, response, answer) as text, and `row` if its fourth argument has
-    that name: the row of the data set, or the item of reasoning_gym, as a mapping. It returns a
-    number. Modules are looked for in the current directory too, and must be ones that another
-    process can import.
+    It returns a number, or None where it does not apply to a response. Modules are looked for in
+    the current directory too, and must be ones that another process can import.
 
     Raises:
       UserError: the name is no built-in one and cannot be imported, here or in another process, or
@@ -167,7 +155,8 @@ def load_reward(name: str) -> RewardFunction:
         return _BUILT_IN[name]
     if not all(name.partition(":")):
         raise UserError(
-            f"env.reward is {name!r}; write one of {', '.join(_BUILT_IN)}, or 'module:function'"
+            f"env.reward is {name!r}; write one of auto, {', '.join(_BUILT_IN)}, or "
+            "'module:function'"
         )
     function = user_code.load(name, "env.reward:")
     module = name.partition(":")[0]
@@ -178,26 +167,8 @@ def load_reward(name: str) -> RewardFunction:
         )
     if not callable(function):
         raise UserError(f"env.reward: {name!r} is not a function; name one")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some written in C
-        return function
-    try:
-        signature.bind("", "", "", **({"row": {}} if takes_row(function) else {}))
-    except TypeError:
-        raise UserError(
-            f"env.reward: {name!r} takes {signature}; write a function of (prompt, response, "
-            "answer), or of (prompt, response, answer, row)"
-        ) from None
+    check_form(function, name)
     return function
-
-
-def takes_row(function: RewardFunction) -> bool:
-    """Whether a function's fourth argument is called `row`."""
-    try:
-        return list(inspect.signature(function).parameters)[3:4] == ["row"]
-    except (TypeError, ValueError):
-        return False
 
 
 def source_digest(reward: str) -> str:

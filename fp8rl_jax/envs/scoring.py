@@ -1,8 +1,9 @@
 """Rewards of responses, whichever process calls them, and what becomes of calls that fail.
 
-Rewards that compare texts (`rewards.PLAIN`) are called here; a user's own and `math_equal`, which
-may loop, end the process or take all memory, in worker processes (`reward_pool`). A call that fails
-scores 0; where all calls of a step or an evaluation fail, so does that.
+Rewards that compare texts (`rewards.PLAIN`) are called here; a user's own, `math_equal` and
+`task_score`, which may loop, end the process or take all memory, in worker processes
+(`reward_pool`). A response with a call that fails is not scored: its reward is nan. Where all calls
+of a step or an evaluation fail, so does that.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from fp8rl_jax.envs.reward_call import (
     definition,
     failure_of,
 )
+from fp8rl_jax.envs.reward_form import Response, takes_row
 from fp8rl_jax.envs.reward_pool import Task, shared_pool
 from fp8rl_jax.envs.reward_process import TIME_LIMIT
 from fp8rl_jax.envs.reward_worker import Limits
-from fp8rl_jax.envs.rewards import FLOAT32_MAX, PLAIN, Term, takes_row
+from fp8rl_jax.envs.rewards import FLOAT32_MAX, PLAIN, Term
 from fp8rl_jax.errors import RewardError
 
 _log = logging.getLogger(__name__)
@@ -106,6 +108,12 @@ class Tally:
             if self._failed[name] == count:
                 raise self._error(name, f"all {count} calls" if count > 1 else "the only call")
 
+    def nothing_scored(self, what: str) -> RewardError:
+        """The error for `what`, of which no response was scored."""
+        first = next(iter(self._first.values()), None)
+        reason = "every reward returned None" if first is None else f"{first.text} ({first.place})"
+        return RewardError(f"{self._where}: {what} was scored ({reason}); correct reward or data")
+
     def _error(self, name: str, calls: str, remedy: str = "") -> RewardError:
         first = self._first[name]
         place = f" ({first.place})" if first.place else ""
@@ -122,30 +130,41 @@ class Scoring:
         self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
     ):
         """`questions`: one for each response."""
-        self._terms = terms
+        self._terms, self._responses = terms, responses
         self._calls = [_begin(term, questions, responses) for term in terms]
 
     def result(self, tally: Tally) -> tuple[list[float], dict[str, list[float]]]:
         """Waits for the scores.
 
         Returns:
-          The weighted sums of the rewards, and each reward by its name without its weight.
+          The weighted sums of the rewards, and each reward by its name without its weight; nan
+          where a response is not scored: a call failed, or no reward applies. In a sum the
+          rewards count that apply, those that did not return None.
 
         Raises:
           RewardError: of `Tally.value`, or no worker process can call the reward.
         """
-        by_name = {}
+        by_name: dict[str, list[float]] = {}
+        sums: list[float | None] = [None] * len(self._responses)
+        failed: set[int] = set()
         try:
             for term, calls in zip(self._terms, self._calls, strict=True):
-                results = (_checked(term, _result(call)) for call in calls)
-                found = [tally.value(f"the reward {term.name!r}", result) for result in results]
-                by_name[term.name] = [0.0 if value is None else value for value in found]
+                found = by_name[term.name] = []
+                for index, call in enumerate(calls):
+                    result = _checked(term, _result(call))
+                    value = tally.value(f"the reward {term.name!r}", result)
+                    found.append(math.nan if value is None else value)
+                    if isinstance(result, Failure):
+                        failed.add(index)
+                    elif value is not None:
+                        before, now = sums[index], term.weight * value
+                        sums[index] = now if before is None else before + now
         except BaseException:
             for calls in self._calls:
                 _cancel(calls)
             raise
-        weighted = [[term.weight * value for value in by_name[term.name]] for term in self._terms]
-        return [sum(rest, first) for first, *rest in zip(*weighted, strict=True)], by_name
+        scored = (None if index in failed else value for index, value in enumerate(sums))
+        return [math.nan if value is None else value for value in scored], by_name
 
 
 def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list | None:
@@ -173,7 +192,7 @@ def _begin(term: Term, questions: Sequence[Question], responses: Sequence[str]) 
     """A result or a future for each response."""
     with_row = takes_row(term.function)
     calls = [
-        (question.text, response, question.answer, {"row": question.row} if with_row else {})
+        Response(question.text, response, question.answer, question.row if with_row else {})
         for question, response in zip(questions, responses, strict=True)
     ]
     if term.name in PLAIN:
@@ -221,8 +240,10 @@ def _cancel(calls: Sequence) -> None:
             call.cancel()
 
 
-def _checked(term: Term, value: float | Failure) -> float | Failure:
+def _checked(term: Term, value: float | Failure | None) -> float | Failure | None:
     """The value, or a Failure if it or its part of the sum is no finite number of float32."""
+    if value is None:
+        return None
     if not isinstance(value, Failure):
         if max(1.0, abs(term.weight)) * abs(value) <= FLOAT32_MAX:
             return value

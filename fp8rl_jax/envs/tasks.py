@@ -33,6 +33,16 @@ def check_task(name: str, options: dict) -> None:
         raise UserError(f"env.task_options: task {name!r} refuses {options}: {error}") from None
 
 
+def has_scorer(name: str) -> bool:
+    """Whether reasoning_gym has a task of this name, with a scorer of its own: another answer than
+    the one that it gives may be right too."""
+    from reasoning_gym.factory import DATASETS, ProceduralDataset
+
+    if name not in DATASETS:
+        return False
+    return DATASETS[name][0].score_answer is not ProceduralDataset.score_answer
+
+
 def make_questions(
     name: str, options: dict, counts: dict[str, int], seed: int
 ) -> dict[str, list[Question]]:

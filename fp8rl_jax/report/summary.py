@@ -258,7 +258,7 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
     if recipes[0] == recipes[1] and s["drift_exactly_zero"] is False:
         notes.append("The recipes are equal, but the drift is not zero at every step.")
     if s["reward_errors"]:
-        notes.append(f"{s['reward_errors']} calls of rewards failed and scored 0.")
+        notes.append(f"{s['reward_errors']} calls of rewards failed, and were left out.")
     if count := s["rollout_preemptions"]:
         notes.append(
             f"Responses lost their pages and were computed anew {count:,} times: a larger "

@@ -1,6 +1,8 @@
 """Advantages: a reward minus a baseline, over a scale. On the host, in float64.
 
-B responses are P prompts with G samples each, prompt-major; R is the number of response slots.
+B responses are P prompts with G samples each, prompt-major; R is the number of response slots. A
+reward of nan is that of a response that was not scored: it counts in no mean and no deviation, and
+what a baseline gives it means nothing.
 """
 
 from __future__ import annotations
@@ -18,26 +20,32 @@ Scale = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 def group_mean(rewards: np.ndarray) -> np.ndarray:
     """``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2). (P, G) to (P, G)."""
     _require_groups(rewards)
-    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages = rewards - np.nanmean(_scored_groups(rewards), axis=1, keepdims=True)
     # The mean of equal numbers may differ from them in the last bit.
     return np.where(informative_groups(rewards)[:, None], advantages, 0.0)
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """``r - mean of the others in the group`` (RLOO, arXiv:2402.14740, equation 8)."""
-    group = rewards.shape[1]
-    return group_mean(rewards) * group / (group - 1)
+    scored = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
+    return group_mean(rewards) * scored / np.maximum(scored - 1, 1)
 
 
 def batch_mean(rewards: np.ndarray) -> np.ndarray:
     """``r - mean of all rewards of the step``."""
-    equal = rewards.max() == rewards.min()
-    return np.zeros_like(rewards) if equal else rewards - rewards.mean()
+    if np.isnan(rewards).all() or np.nanmax(rewards) == np.nanmin(rewards):
+        return np.zeros_like(rewards)
+    return rewards - np.nanmean(rewards)
 
 
 def no_baseline(rewards: np.ndarray) -> np.ndarray:
     """The reward itself."""
     return rewards.copy()
+
+
+def _scored_groups(rewards: np.ndarray) -> np.ndarray:
+    """The rewards, with 0 in groups of which no response was scored."""
+    return np.where(np.isnan(rewards).all(axis=1, keepdims=True), 0.0, rewards)
 
 
 def _require_groups(rewards: np.ndarray) -> None:
@@ -50,7 +58,8 @@ def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
 
     Peers that divide by the sample standard deviation (ddof 1) have this times sqrt((G - 1) / G).
     """
-    deviation = np.repeat(rewards.std(axis=1) + 1e-4, rewards.shape[1])
+    of_groups = np.nanstd(_scored_groups(rewards), axis=1)
+    deviation = np.repeat(of_groups + 1e-4, rewards.shape[1])
     return np.where(mask, advantages / deviation[:, None], 0.0)
 
 

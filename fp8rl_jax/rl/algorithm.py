@@ -131,7 +131,8 @@ def prepare(
 
     Args:
       algorithm: of `algorithm_of`.
-      rewards: (P, G) float, of P questions with G responses each; B = P * G.
+      rewards: (P, G) float, of P questions with G responses each; B = P * G. Responses with nan
+        were not scored: they have no advantage, and their tokens do not count.
       mask: (B, R) bool, response tokens.
       finished: (B,) bool, False for responses cut at the length limit.
       old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32, of the learner before the
@@ -143,7 +144,10 @@ def prepare(
         mask.sum(1), algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
     )
     shaped = raw + penalty.reshape(raw.shape)
-    advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
+    scored = ~np.isnan(raw).reshape(-1, 1)
+    mask = mask & scored
+    of_rows = np.where(scored, algorithm.baseline(shaped).reshape(-1, 1), 0.0)
+    advantages = of_rows * np.ones(mask.shape)
     divergence = np.zeros(mask.shape)
     if algorithm.kl_in_reward and algorithm.kl_coef:
         each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)

@@ -28,5 +28,9 @@ def overlong_penalty(
 
 
 def informative_groups(rewards: np.ndarray) -> np.ndarray:
-    """(P,) bool: groups whose rewards are not all equal. The others have no gradient."""
-    return rewards.max(axis=1) != rewards.min(axis=1)
+    """(P,) bool: groups with rewards (P, G) that differ. The others have no gradient, nor has a
+    group in which fewer than two responses were scored; nan is a response that was not."""
+    scored = ~np.isnan(rewards)
+    highest = np.where(scored, rewards, -np.inf).max(axis=1)
+    lowest = np.where(scored, rewards, np.inf).min(axis=1)
+    return scored.any(axis=1) & (highest != lowest)

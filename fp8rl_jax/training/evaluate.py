@@ -36,12 +36,13 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
       phase, step: written into the record; they also choose the random bits.
 
     Returns:
-      One for each set. In a record accuracy_greedy and accuracy_sampled are mean rewards;
+      One for each set. A question counts if all its responses were scored; the others are in
+      `questions_unscored`. In a record accuracy_greedy and accuracy_sampled are mean rewards;
       `sample_metrics` says what the others are. NAME_se is the standard error of NAME, with a
       question's samples as one cluster.
 
     Raises:
-      RewardError: every call of the reward failed.
+      RewardError: every call of the reward failed, or no question of a set counts.
     """
     tally = Tally(f"evaluation after {phase} step {step}")
     when = {"phase": phase, "step": step}
@@ -91,10 +92,16 @@ def _evaluate(
         texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
     found = np.concatenate(rewards).reshape(-1, group)
-    greedy, sampled = found[:, 0], found[:, 1:]
+    scored = ~np.isnan(found).any(axis=1)
+    if not scored.any():
+        tally.check()
+        raise tally.nothing_scored(f"no question{(head.get('set') and ' of ' + head['set']) or ''}")
+    greedy, sampled = found[scored, 0], found[scored, 1:]
     answers = None
     if group > 2:  # several samples may have a majority
-        sampled_texts = [text for index, text in enumerate(texts) if index % group]
+        sampled_texts = [
+            text for index, text in enumerate(texts) if index % group and scored[index // group]
+        ]
         answers = _answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
     # The first batch compiles, so it is left out where there are others.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
@@ -105,20 +112,21 @@ def _evaluate(
         "accuracy_sampled": float(sampled.mean()),
         "accuracy_sampled_se": standard_error(sampled.mean(1)),
         **sample_metrics(sampled, answers),
-        "questions": len(questions),
+        "questions": int(scored.sum()),
         "response_len_mean": length / sampled.size,
         "reward_errors": tally.errors - errors,
+        **({} if scored.all() else {"questions_unscored": int((~scored).sum())}),
         "time_eval": time.perf_counter() - start,
         "tokens_per_s_eval": tokens / seconds,
     }
-    answered = zip(questions, texts[1::group], sampled[:, 0], strict=True)
+    answered = zip(questions, texts[1::group], found[:, 1], strict=True)
     samples = [
         {
             **head,
             "prompt": question.text,
             "response": response,
             "answer": question.answer,
-            "reward": float(value),
+            "reward": None if np.isnan(value) else float(value),
         }
         for question, response, value in itertools.islice(answered, config.run.samples)
     ]

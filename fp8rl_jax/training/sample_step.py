@@ -34,7 +34,7 @@ class Samples:
       questions: of the groups.
       rollout: the responses, on the host; what the routers chose is on the devices.
       prompts, lengths: (P, Tp) int32 and (P,) int32.
-      rewards: (P, G) float64.
+      rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
     """
@@ -77,7 +77,7 @@ def sample_step(
       show: told while a rollout goes on, where the sampler does that.
 
     Raises:
-      RewardError: every call of a reward failed.
+      RewardError: every call of a reward failed, or no response was scored.
     """
     config = runtime.config
     tally = Tally(f"RL step {record['step']}")
@@ -89,6 +89,8 @@ def sample_step(
         )
     tally.check()
     everything = _joined(rounds)
+    if np.isnan(everything.rewards).all():
+        raise tally.nothing_scored("no response")
     record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
     if not config.algo.dynamic_sampling:
         return everything

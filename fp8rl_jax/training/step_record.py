@@ -52,7 +52,8 @@ class Rewards:
         self._left[rows] = False
 
     def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Waits for the rewards (B,) of all responses, and each by its name without its weight.
+        """Waits for the rewards (B,) of all responses, and each by its name without its weight;
+        nan where a response was not scored.
 
         Raises:
           RewardError: no call of a reward comes to an end.
@@ -91,19 +92,22 @@ class StepRecord(dict[str, Any]):
         self, rollout: Rollout, rewards: np.ndarray, by_name: dict[str, np.ndarray]
     ) -> None:
         """Rewards (P, G), those of several terms by name, and lengths of responses; after
-        `time_rollout`."""
+        `time_rollout`. Rewards are those of the responses that were scored."""
         lengths = rollout.mask.sum(1)
         self.update(
-            reward_mean=float(rewards.mean()),
-            reward_std=float(rewards.std()),
+            reward_mean=float(np.nanmean(rewards)),
+            reward_std=float(np.nanstd(rewards)),
             group_zero_std_frac=float(1 - informative_groups(rewards).mean()),
             response_len_mean=float(lengths.mean()),
             response_len_max=int(lengths.max()),
             truncated_frac=float(1 - rollout.finished.mean()),
             tokens_per_s_rollout=float(lengths.sum() / self["time_rollout"]),
         )
+        if unscored := int(np.isnan(rewards).sum()):
+            self["reward_unscored"] = unscored
         if len(by_name) > 1:
-            self.update({f"reward/{n}": float(v.mean()) for n, v in by_name.items()})
+            given = {n: v for n, v in by_name.items() if not np.isnan(v).all()}
+            self.update({f"reward/{n}": float(np.nanmean(v)) for n, v in given.items()})
 
     def add_updates(self, updates: Sequence[dict], tokens: float, runtime: Runtime) -> None:
         """What the step's updates computed; after `time_learner`.

@@ -209,12 +209,12 @@ def test_exact_match(response, answer, value):
         ("5", "4", 0.0),
         ("", "4", 0.0),
         ("no idea", "4", 0.0),
-        ("no idea", "no idea", 0.0),
+        ("no idea", "no idea", 1.0),
     ],
 )
 def test_math_equal(response, answer, value):
-    """Equal as mathematics; what holds no mathematics earns nothing, even against itself, and
-    where a number is asked for, neither does the question that it answers."""
+    """Equal as mathematics, or the same few words; where a number is asked for, the question that
+    it answers earns nothing."""
     assert load_reward("math_equal")("question", response, answer) == value
 
 
@@ -257,7 +257,7 @@ def test_a_module_in_the_current_directory(tmp_path, monkeypatch):
 def test_a_name_that_is_neither(name):
     with pytest.raises(
         UserError,
-        match=r"write one of exact_match, math_equal, gsm8k, gsm8k_strict, or 'module:func",
+        match=r"write one of auto, exact_match, task_score, math_equal, gsm8k, gsm8k_strict, or",
     ):
         load_reward(name)
 

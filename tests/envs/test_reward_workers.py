@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pathlib
 import re
@@ -84,22 +85,24 @@ def _terms(name: str = "act", seconds: float = 60.0):
     return load_rewards(f"acting_rewards:{name}", seconds, 2.0)
 
 
-def _scores(terms, responses, tally: Tally | None = None) -> list[float]:
+def _scores(terms, responses, tally: Tally | None = None) -> list[float | None]:
+    """Rewards; None of a response that was not scored."""
     questions = [Question(f"q{i}", "a") for i in range(len(responses))]
-    return Scoring(terms, questions, responses).result(tally or Tally("RL step 1"))[0]
+    values = Scoring(terms, questions, responses).result(tally or Tally("RL step 1"))[0]
+    return [None if math.isnan(value) else value for value in values]
 
 
-def test_calls_that_fail_score_zero_and_are_named_once(acting, caplog, monkeypatch):
+def test_calls_that_fail_are_not_scored_and_named_once(acting, caplog, monkeypatch):
     """Each costs one response its reward and no other; the warning names kind, file and line."""
     monkeypatch.setattr(scoring, "_named", set())
     bad = ["exit", "os._exit", "segfault", "memory", "interrupt", "raise", "stack", "None", "nan"]
     bad += ["1e39", "10**400", "raise"]
     responses = [text for pair in zip(bad, ["ab", "cde"] * 6, strict=True) for text in pair]
     tally = Tally("RL step 1")
-    assert _scores(_terms(), [*responses, "signal"], tally) == [0, 2, 0, 3] * 6 + [6]
-    assert tally.errors == len(bad)
+    assert _scores(_terms(), [*responses, "signal"], tally) == [None, 2, None, 3] * 6 + [6]
+    assert tally.errors == len(bad) - 1, "None says that the reward does not apply"
     tally.check()
-    assert len(caplog.records) == len(set(bad)) - 1, "1e39 and 10**400 are of one kind"
+    assert len(caplog.records) == len(set(bad)) - 2, "1e39 and 10**400 are of one kind"
     file = acting / "acting_rewards.py"
     for what, text in {
         "exit": "SystemExit: 0", "segfault": "Segmentation fault (signal 11)",
@@ -109,7 +112,7 @@ def test_calls_that_fail_score_zero_and_are_named_once(acting, caplog, monkeypat
         (message,) = (r.getMessage() for r in caplog.records if text in r.getMessage())
         assert "the reward 'acting_rewards:act' failed: " in message
         assert f"({file}, line {_LINE[what]}, in act)" in message
-    for text in ("ended with status 0", "None, which is no number", "nan, which is no finite",
+    for text in ("ended with status 0", "nan, which is no finite",
                  "1e+39, which is beyond float32's range"):  # fmt: skip
         assert text in caplog.text
 
@@ -118,7 +121,7 @@ def test_a_loop_is_ended(acting, caplog, monkeypatch):
     """After `env.reward_timeout`, with the line where it was; the rest of its chunk is scored."""
     monkeypatch.setattr(scoring, "_named", set())
     responses = ["a"] * 20 + ["loop"] + ["bc"] * 20
-    assert _scores(_terms(seconds=1.0), responses) == [1] * 20 + [0] + [2] * 20
+    assert _scores(_terms(seconds=1.0), responses) == [1] * 20 + [None] + [2] * 20
     assert f"longer than env.reward_timeout = 1 s ({acting}/acting_rewards.py, line " in caplog.text
 
 
@@ -178,7 +181,8 @@ def test_rows(acting):
     questions = [Question("q", "a", row={"level": level}) for level in (3, lambda: 0, 4)]
     tally = Tally("RL step 1")
     values, by_name = Scoring(_terms("rows"), questions, ["r"] * 3).result(tally)
-    assert values == by_name["acting_rewards:rows"] == [3, 0, 4] and tally.errors == 1
+    assert str(values) == str(by_name["acting_rewards:rows"]) == "[3.0, nan, 4.0]"
+    assert tally.errors == 1
 
 
 def test_extract(acting, caplog, monkeypatch):
@@ -189,7 +193,7 @@ def test_extract(acting, caplog, monkeypatch):
     assert "extract of the reward 'acting_rewards:act' failed: IndexError" in caplog.text
     assert extract_answers(_terms("hang")[0], ["x"], Tally("evaluation")) is None
     (term,) = load_rewards("math_equal")
-    assert extract_answers(term, [r"\boxed{3}", "none"], Tally("evaluation")) == ["3", None]
+    assert extract_answers(term, [r"\boxed{3}", ""], Tally("evaluation")) == ["3", None]
 
 
 def test_a_module_that_changes(acting, tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ _PAIRS = [
     (r"\boxed{10} or rather \boxed{72}.", "72", 1, 0),
     (r"\boxed{\frac{1}{2}}", "0.5", 1, 0),
     (r"\boxed{\$1{,}072.50}", "1072.5", 1, 0),
-    (r"\boxed{none} of 72", "72", 1, 0),
+    (r"\boxed{none} of 72", "72", 0, 0),
     ("1/2", "0.5", 1, 0),
     ("144/2", "72", 0, 0),
     ("72/0", "72", 0, 0),
@@ -54,7 +54,7 @@ _PAIRS = [
     ("", "72", 0, 0),
     ("no number", "72", 0, 0),
     (_LONG + "#### 72", "72", 1, 1),
-    ("#### 72 " + _LONG, "72", 1, 0),
+    ("#### 72 " + _LONG, "72", 0, 0),
     ("9" * 10_000, "9", 0, 0),
     ("1," * 5_000 + "072", "1072", 1, 0),
 ]
@@ -71,9 +71,9 @@ def test_an_answer_without_a_number_is_an_error():
     """Else a run on the wrong data set would earn nothing and not say why."""
     tally = Tally("RL step 1")
     scoring = Scoring(load_rewards("gsm8k"), [Question("q", "Paris")], ["Paris"])
-    assert scoring.result(tally) == ([0.0], {"gsm8k": [0.0]})
+    assert str(scoring.result(tally)) == "([nan], {'gsm8k': [nan]})"
     assert tally.errors == 1
-    with pytest.raises(RewardError, match="the answer 'Paris' holds no number"):
+    with pytest.raises(RewardError, match="the answer 'Paris' is not a number"):
         tally.check()
 
 
@@ -85,7 +85,7 @@ def test_an_answer_without_a_number_is_an_error():
         ("exact_match", " \n", None),
         ("math_equal", "The answer is $72$.", "72"),
         ("math_equal", r"\boxed{\frac{1}{2}}", "1/2"),
-        ("math_equal", "none", None),
+        ("math_equal", "none of those that we have been looking at all day long", None),
         ("gsm8k", "6*12=72, so\n#### 72.0", "72"),
         ("gsm8k", "1,072 or 1072.0", "1072"),
         ("gsm8k", "0.5", "1/2"),
@@ -122,11 +122,10 @@ def test_the_row_is_the_fourth_argument(module):
     terms = load_rewards("rewards_of_rows:level, rewards_of_rows:length,rewards_of_rows:scaled")
     tally = Tally("RL step 1")
     values, by_name = Scoring(terms, questions, ["ab", "c"]).result(tally)
-    assert by_name == {
-        "rewards_of_rows:level": [3, 0], "rewards_of_rows:length": [2, 1],
-        "rewards_of_rows:scaled": [2, 2],
-    }  # fmt: skip
-    assert (values, tally.errors) == ([7.0, 3.0], 1)
+    assert str(by_name["rewards_of_rows:level"]) == "[3.0, nan]"
+    assert by_name["rewards_of_rows:length"] == [2, 1]
+    assert by_name["rewards_of_rows:scaled"] == [2, 2]
+    assert (str(values), tally.errors) == ("[7.0, nan]", 1)
 
 
 def test_weights():
@@ -148,7 +147,7 @@ def test_weights():
         ("0*gsm8k", "'0' is no weight"),
         ("nan*gsm8k", "'nan' is no weight"),
         ("gsm8k, 2*gsm8k", "with 'gsm8k' twice"),
-        ("gsm8k,", "env.reward is ''; write one of exact_match"),
+        ("gsm8k,", "env.reward is ''; write one of auto, exact_match"),
         ("gsm8k, near", "env.reward is 'near'; write one of"),
         (
             "rewards_of_rows:two",

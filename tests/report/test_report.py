@@ -224,7 +224,7 @@ def test_faults_are_named(tmp_path):
     notes = summary.summarise(_make(tmp_path / "run", metrics=rows))["notes"]
     assert notes == [
         "The refit checksum failed at 1 step.",
-        "3 calls of rewards failed and scored 0.",
+        "3 calls of rewards failed, and were left out.",
         "fp8_nonfinite_blocks/kv: 2 blocks held NaN or infinity.",
     ]
 

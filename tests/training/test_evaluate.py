@@ -83,17 +83,22 @@ def test_several_sets(tmp_path):
     assert [s["set"] for s in read_jsonl(tmp_path / "samples.jsonl")] == ["a"] * 3 + ["b"]
 
 
-def test_a_reward_that_fails_at_every_call():
-    """In one set of several it is counted there; in all it stops the run."""
+def test_a_reward_that_fails():
+    """A question that is not scored is left out and counted; a set without any stops the run."""
     runtime = _runtime(a=1, b=2)
     runtime.rewards = load_rewards("gsm8k")
-    first, *others = runtime.questions["eval"]
-    runtime.questions["eval"] = [dataclasses.replace(first, answer="Paris"), *others]
-    errors = [e.record["reward_errors"] for e in evaluate(runtime, None, "rl", 5)]
-    assert errors == [4, 0]
-    runtime.questions["eval"] = runtime.questions["eval"][:1]
-    message = "evaluation after rl step 5: all 4 calls of the reward 'gsm8k' .*holds no number"
+    *others, last = runtime.questions["eval"]
+    runtime.questions["eval"] = [*others, dataclasses.replace(last, answer="Paris")]
+    records = [e.record for e in evaluate(runtime, None, "rl", 5)]
+    assert [r["reward_errors"] for r in records] == [0, 4]
+    assert [(r["questions"], r.get("questions_unscored", 0)) for r in records] == [(1, 0), (1, 1)]
+    assert np.isfinite([records[1][k] for k in ("accuracy_sampled", "pass@1", "maj@3")]).all()
+    runtime.questions["eval"] = [*others, dataclasses.replace(last, answer="Paris")][:0:-1][:1]
+    message = "evaluation after rl step 5: all 4 calls of the reward 'gsm8k' .*is not a number"
     with pytest.raises(RewardError, match=message):
+        evaluate(runtime, None, "rl", 5)
+    runtime.questions["eval"] = [others[0], dataclasses.replace(last, answer="Paris")]
+    with pytest.raises(RewardError, match=r"step 5: no question of b was scored \(ValueError"):
         evaluate(runtime, None, "rl", 5)
 
 

@@ -1,0 +1,154 @@
+r"""Reads numbers as people and policies write them: 1,072, -₹72, 2 1/2, 1e5, 10^{3}, \frac12, 50%.
+
+A quotient that comes out even, such as 8/2, is no number but a division that is not done; so is a
+sum, or a product with anything but a power of ten. Numbers are exact fractions. A text of many
+thousand characters takes time in proportion to its length.
+"""
+
+from __future__ import annotations
+
+import fractions
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_MOST_DIGITS = 100  # of a number; more are noise, and slow
+_LONGEST = 200  # characters of a text that is wholly a number
+
+_VULGAR = {
+    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5",
+    "⅗": "3/5", "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
+}  # fmt: skip
+_SPELLINGS = {
+    "−": "-", "–": "-", "\u2009": "", "\u202f": "", "{,}": ",", r"\,": "", r"\!": "",
+    r"\;": " ", "\\ ": " ", "~": " ", "\xa0": " ", r"\$": "$", r"\%": "%", "⁄": "/",
+    "×": "*", r"\times": "*", r"\cdot": "*", "·": "*", r"\approx": "=", "≈": "=",
+    r"^\circ": "°", r"^{\circ}": "°", r"\left": "", r"\right": "",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
+_WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
+_ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]{1,120})\s*\}|(\d))"
+_FRACTION = re.compile(rf"(\d?)\s*\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_POWER = re.compile(r"(?<!\d)10\s?(?:\^|\*\*)\s?[{(]\s?([-+]?\d{1,3})\s?[})]")
+_SIGN_APART = re.compile(r"(^|[=:(]|\bis)(\s*[-+])\s+(?=[\d.$])")
+
+# Groups of two digits are Indian. Bounds on repetitions keep a search linear.
+_DIGITS = (
+    r"(?:\d{1,3}(?:[,_'’]\d{3}){1,33}(?!\d)|\d{1,2}(?:,\d{2}){1,33},\d{3}(?!\d)|\d+)"
+)  # fmt: skip
+_CURRENCY = r"(?:(?:\b(?:US|CA|AU|NZ|HK|[ACRS]))?[$€£₹¥₩₽₺₱]|\b(?:Rs\.?|USD|EUR|GBP|INR|CNY))\s?"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:{_CURRENCY})?(?P<late_sign>(?<=[$€£₹¥₩₽₺₱])[-+])?(?<![A-Za-z_])"
+    rf"(?:(?<!\d)10\s?(?:\^|\*\*)\s?(?P<power>[-+]?\d{{1,3}})(?!\d)"
+    rf"|(?P<top>{_DIGITS}(?:\.\d+)?|(?<![\w.])\.\d+)"
+    rf"(?:[eE](?P<e>[-+]?\d{{1,3}})(?!\w)"
+    r"|\s?[*x]\s?10\s?(?:\^|\*\*)\s?(?P<ten>[-+]?\d{1,3})(?!\d)"
+    rf"|\s?/\s?(?P<bottom>{_DIGITS})"
+    r"|\s+(?:and\s+)?(?P<part>\d{1,9})\s?/\s?(?P<parts>\d{1,9})(?![\d/]))?)"
+)
+# What may stand before and after a number in an answer that is nothing but it.
+_NAMED = re.compile(
+    r"(?:(?:[^=,;]{0,80}=|[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?))\s*)?"
+    r"(?:(?:about|approximately|exactly)\s+)?"
+)
+_OUTSIDE = re.compile(r"^(?:\\[(\[]|[*_`\"“”\s{(])+|(?:\\[)\]]|[*_`\"“”\s})])+$")
+_NO_MARK = r"[^\d=+*<>?!^\\|&@#\[\]{}]*"
+_UNIT = re.compile(rf"{_NO_MARK}(?:(?<=[A-Za-z])\^\{{?[23]\}}?{_NO_MARK})?")
+# What goes on with the number instead: an operation, a scale, or a variable, as 5x has.
+_NO_UNIT = re.compile(
+    r"\s*(?:[-/:]|(?:[abdeijknp-rt-zABDEG-KM-Z]|pi|sqrt|or|and|to|plus|minus|times|over|mod|hundred|"
+    r"thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|percentage)\b)"
+)
+
+
+class Number(NamedTuple):
+    """A number as it is written: 50% has the value 50 and is a percentage."""
+
+    value: fractions.Fraction
+    percent: bool = False
+
+    @property
+    def plain(self) -> fractions.Fraction:
+        """The value without a percent sign: 1/2 of 50%."""
+        return self.value / 100 if self.percent else self.value
+
+    def equals(self, other: Number) -> bool:
+        """Whether both are equal; a percentage is equal to its value, and to that without the sign,
+        as for math-verify: 50% is 0.5, and 50."""
+        if self.value == other.value:
+            return True
+        return self.percent != other.percent and self.plain == other.plain
+
+
+def whole_number(text: str) -> Number | None:
+    """The number that a text is, with no more than a name, a sign, a currency, a unit and
+    punctuation: 'x = 72', 'The answer is $72.', '72 km/h'. None if it is anything else: a list,
+    a calculation, a sentence with several numbers."""
+    if len(text) > _LONGEST:
+        return None
+    text = plain(_WORDS_IN_LATEX.sub(r" \1", text))
+    text = _OUTSIDE.sub("", _OUTSIDE.sub("", text).lstrip("$"))
+    text = _OUTSIDE.sub("", _NAMED.sub("", text, count=1))
+    match = _NUMBER.match(_SIGN_APART.sub(r"\1\2", text))
+    if not match:
+        return None
+    rest = match.string[match.end() :]
+    percent = bool(re.match(r"\s*(?:%|percent\b)", rest))
+    if not _UNIT.fullmatch(rest) or _NO_UNIT.match(rest):
+        return None
+    value = _value(match)
+    return None if value is None else Number(value, percent)
+
+
+def last_number(text: str) -> Number | None:
+    """The last number in a text; None if it holds none."""
+    return [None, *_numbers(plain(text))][-1]
+
+
+def _numbers(text: str) -> Iterator[Number]:
+    for match in _NUMBER.finditer(text):
+        if (value := _value(match)) is not None:
+            yield Number(value, text[match.end() : match.end() + 1] == "%")
+
+
+def plain(text: str) -> str:
+    """The text with signs, spaces, powers and fractions of LaTeX and Unicode in ASCII."""
+    for written, ascii_ in _VULGAR.items():
+        if written in text:
+            text = re.sub(rf"(?<=\d)\s*{written}", f" {ascii_}", text).replace(written, ascii_)
+    for written, ascii_ in _SPELLINGS.items():
+        text = text.replace(written, ascii_)
+    text = _SUPERSCRIPT.sub(lambda m: "^" + m[0].translate(_SUPERSCRIPTS), text)
+    text = _FRACTION.sub(_fraction, text)
+    text = _POWER.sub(r"10^\1", text)
+    return _SIGN_APART.sub(r"\1\2", text)
+
+
+def _fraction(match: re.Match) -> str:
+    digit, top, top_digit, bottom, bottom_digit = match.groups()
+    space = f"{digit} " if digit else ""
+    return f"{space}{top or top_digit}/{bottom or bottom_digit}"
+
+
+def _value(match: re.Match) -> fractions.Fraction | None:
+    """The value of a match of _NUMBER; None for a quotient that is not done."""
+    found = match.groupdict()
+    sign = -1 if "-" in (found["sign"], found["late_sign"]) else 1
+    if found["power"]:
+        return sign * fractions.Fraction(10) ** int(found["power"])
+    top = re.sub("[,_'’]", "", found["top"])
+    bottom = re.sub("[,_'’]", "", found["bottom"] or "1")
+    if len(top) + len(bottom) > _MOST_DIGITS or not int(bottom):
+        return None
+    value = fractions.Fraction(top) / int(bottom)
+    if found["bottom"] and value.denominator == 1:
+        return None
+    if exponent := found["e"] or found["ten"]:
+        value *= fractions.Fraction(10) ** int(exponent)
+    if found["part"]:
+        part, parts = int(found["part"]), int(found["parts"])
+        if value.denominator != 1 or not 0 < part < parts:
+            return None
+        value += fractions.Fraction(part, parts)
+    return sign * value
