@@ -1,23 +1,31 @@
 """The tokenizer of a Hugging Face directory: what its files say, put together.
 
 tokenizer.json
-    the tokenizer itself, read by the `tokenizers` library.
+    the tokenizer itself, read by the `tokenizers` library; its post-processor says what a prompt
+    begins with, whatever `add_bos_token` is.
 tokenizer_config.json, special_tokens_map.json
-    names of the special tokens, whether a prompt begins with one, the chat template.
+    names of the special tokens, the chat template.
+`added_tokens_decoder` of tokenizer_config.json, without it added_tokens.json
+    tokens with their ids, which are added where tokenizer.json lacks them.
 chat_template.jinja
     the chat template, if it has a file of its own.
 generation_config.json (else config.json)
     ids that end a response, often several: an instruction-tuned model ends a turn with one and a
     document with another. The tokenizer's own end token is always among them.
 
+Where files say different things, the one counts that transformers 5 takes; a token that cannot have
+the id that a file gives it is refused.
+
 Not read: SentencePiece's tokenizer.model, and code that comes with a model.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.data.chat import ChatTemplate
@@ -27,10 +35,11 @@ from fp8rl_jax.json_file import read_bytes, read_json
 
 # Every file that a tokenizer depends on.
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json", "config.json",
 )  # fmt: skip
 _LARGEST = 1e9
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -93,35 +102,43 @@ class PretrainedTokenizer(ReaderTokenizer):
                 f"data.tokenizer: {path} has no tokenizer.json{old}; name a directory that has "
                 "one, or write 'byte'"
             )
-        super().__init__(read_reader(path / "tokenizer.json"), str(path / "tokenizer.json"))
         settings = read_object(path / "tokenizer_config.json")
+        mapped = read_object(path / "special_tokens_map.json")
+        # transformers 5 reads the older file where there is no list of added tokens.
+        listed = settings.get("added_tokens_decoder") is not None
+        first, second = (settings, mapped) if listed else (mapped, settings)
+        names = _special_tokens(second) | _special_tokens(first)
+        further = [*_further_tokens(settings), *_further_tokens(mapped)]
+        reader = read_reader(path / "tokenizer.json")
+        _add_tokens(reader, path, settings, {*names.values(), *(token for _, token in further)})
+        super().__init__(reader, str(path / "tokenizer.json"))
         self._where = path
-        names = _special_tokens(read_object(path / "special_tokens_map.json") | settings)
-        self.eos_ids = self._ends(names)
+        for kind, token in further:
+            self._id(kind, token)
+        ids = {kind: self._id(kind, token) for kind, token in names.items()}
+        self.eos_ids = self._ends(ids.get("eos_token"))
         self.eos_id = self.eos_ids[0]
-        pad = self._id(names, "pad_token")
-        self.pad_id = self.eos_id if pad is None else pad
-        self.bos_id = self._begin(names, settings.get("add_bos_token"))
+        self.pad_id = ids.get("pad_token", self.eos_id)
+        self.bos_id = self._begin()
+        known = (self.bos_id, ids.get("bos_token"), ids.get("pad_token"))
+        self._textless = frozenset(i for i in known if i is not None)
         source = _template_source(path, settings)
         where = f"data.tokenizer: {path}"
         self.chat_template = None if source is None else ChatTemplate(source, names, where)
 
-    def _id(self, names: dict[str, str], kind: str) -> int | None:
-        """Id of a special token, None if it has no name."""
-        if kind not in names:
-            return None
-        found = self._reader.token_to_id(names[kind])
+    def _id(self, kind: str, token: str) -> int:
+        """Id of a token that the files name as `kind`."""
+        found = self._reader.token_to_id(token)
         if found is None:
             raise UserError(
-                f"data.tokenizer: {self._where} names {names[kind]!r} as {kind}, and its "
-                "tokenizer.json has no such token: fix tokenizer_config.json"
+                f"data.tokenizer: {self._where} names {token!r} as {kind}, and its tokenizer.json "
+                "has no such token: fix tokenizer_config.json"
             )
         return found
 
-    def _ends(self, names: dict[str, str]) -> tuple[int, ...]:
+    def _ends(self, own: int | None) -> tuple[int, ...]:
         files = (read_object(self._where / f) for f in ("generation_config.json", "config.json"))
         settings = next((s for s in files if _token_ids(s.get("eos_token_id"))), {})
-        own = self._id(names, "eos_token")
         ids = [*([] if own is None else [own]), *_token_ids(settings.get("eos_token_id"))]
         if not ids:
             raise UserError(
@@ -130,13 +147,84 @@ class PretrainedTokenizer(ReaderTokenizer):
             )
         return tuple(dict.fromkeys(ids))
 
-    def _begin(self, names: dict[str, str], wanted: bool | None) -> int | None:
-        """The setting decides; without one, the tokenizer's own post-processor."""
-        bos = self._id(names, "bos_token")
-        if wanted is None:
-            with refused(self._failing):
-                wanted = bos is not None and self._reader.encode("").ids[:1] == [bos]
-        return bos if wanted else None
+    def _begin(self) -> int | None:
+        """The token that the post-processor puts in front of a text, None for none."""
+        with refused(self._failing):
+            encoding = self._reader.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        front = [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+        if len(front) > 1:
+            raise UserError(
+                f"data.tokenizer: {self._where / 'tokenizer.json'} puts {len(front)} tokens in "
+                "front of a text, and one is supported: change its post_processor"
+            )
+        return front[0] if front else None
+
+
+def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name of a list, token) of the special tokens that have no name of their own."""
+    for kind in ("extra_special_tokens", "additional_special_tokens"):
+        listed = settings.get(kind)
+        values = listed.values() if isinstance(listed, dict) else listed
+        for value in values if isinstance(listed, dict | list) else ():
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                yield kind, token
+
+
+def _add_tokens(
+    reader: Any, path: pathlib.Path, settings: dict[str, Any], special: set[str]
+) -> None:
+    """Adds the tokens that another file lists to those of tokenizer.json; `special` are those that
+    the files name so.
+
+    Raises:
+      UserError: a list is damaged, or tokenizer.json gives such a token another id.
+    """
+    from tokenizers import AddedToken
+
+    listed = list(_listed_tokens(path, settings, special))
+    with refused(f"data.tokenizer: {path} lists tokens that cannot be added"):
+        known = {token.content for token in reader.get_added_tokens_decoder().values()}
+        for number, content, flags in sorted(listed, key=lambda entry: entry[0]):
+            if content not in known:
+                reader.add_tokens([AddedToken(content, **flags)])
+            found = reader.token_to_id(content)
+            if found != number:
+                raise UserError(
+                    f"data.tokenizer: {path} lists token {content!r} with the id {number}, and its "
+                    f"tokenizer.json makes it {found}: make the two agree (transformers' "
+                    "save_pretrained writes one file for all)"
+                )
+
+
+def _listed_tokens(
+    path: pathlib.Path, settings: dict[str, Any], special: set[str]
+) -> Iterator[tuple[int, str, dict[str, bool]]]:
+    """(id, text, flags of AddedToken) of the tokens that stand outside tokenizer.json."""
+    decoder, file = settings.get("added_tokens_decoder"), path / "tokenizer_config.json"
+    if decoder is None:
+        file = path / "added_tokens.json"
+        for content, number in read_object(file).items():
+            yield _id_in(file, number), content, {"special": content in special}
+        return
+    if not isinstance(decoder, dict):
+        raise UserError(f"{file}: added_tokens_decoder is no object: put the file back")
+    for number, token in decoder.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(content, str):
+            raise UserError(
+                f"{file}: added_tokens_decoder has no content for {number!r}: put the file back"
+            )
+        flags = {name: bool(token[name]) for name in _FLAGS if name in token}
+        whole = number.isdecimal() and len(number) < 12
+        yield _id_in(file, int(number) if whole else number), content, flags
+
+
+def _id_in(file: pathlib.Path, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
+        raise UserError(f"{file} gives a token the id {number!r}: write a whole number")
+    return number
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

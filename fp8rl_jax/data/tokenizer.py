@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import copy
 import itertools
 import os
 import pathlib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
@@ -17,7 +18,6 @@ from fp8rl_jax.json_file import read_bytes
 
 _LONGEST = 2**28  # bytes of a tokenizer.json; published ones have up to 40 million
 _MOST_IDS = 2**31  # ids are int32
-_MOST_PADDING = 2**20
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -56,9 +56,19 @@ class Tokenizer(abc.ABC):
         """Whether a text ends at this id."""
         return token in self.eos_ids
 
+    def first_added(self, text: str) -> tuple[int, str] | None:
+        """Id and text of the first token in a text that is never cut, such as '<|im_end|>'."""
+        return None
+
+    def ending_also(self, token: int) -> Self:
+        """The same tokenizer, where this id ends a response, too."""
+        other = copy.copy(self)
+        other.eos_ids = tuple(dict.fromkeys((*self.eos_ids, token)))
+        return other
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first end token. Special tokens, and ids of the model that the tokenizer
-        lacks, have no text; bytes that are no UTF-8 become U+FFFD."""
+        """Text up to the first end token. Tokens of begin and padding, and ids of the model that
+        the tokenizer lacks, have no text; bytes that are no UTF-8 become U+FFFD."""
         return self._text([int(t) for t in itertools.takewhile(lambda t: not self.is_end(t), ids)])
 
     def detokenizer(self) -> Detokenizer:
@@ -84,7 +94,13 @@ class ByteTokenizer(Tokenizer):
 
 
 class ReaderTokenizer(Tokenizer):
-    """Text and ids by a tokenizer of the `tokenizers` library."""
+    """Text and ids by a tokenizer of the `tokenizers` library.
+
+    A special token such as '<think>' has its text, so that a reward sees it. Without text are end
+    tokens, and `_textless`: the ids of begin and padding.
+    """
+
+    _textless: frozenset[int] = frozenset()
 
     def __init__(self, reader: Any, where: str = "the tokenizer"):
         """`where` names its file in messages. Raises UserError if it has no tokens."""
@@ -102,9 +118,15 @@ class ReaderTokenizer(Tokenizer):
         with refused(self._failing):
             return self._reader.encode(text, add_special_tokens=False).ids
 
-    def _text(self, ids: list[int]) -> str:
+    def first_added(self, text: str) -> tuple[int, str] | None:
         with refused(self._failing):
-            return self._reader.decode(ids)
+            added = self._reader.get_added_tokens_decoder()
+        return next(((i, added[i].content) for i in self.encode(text) if i in added), None)
+
+    def _text(self, ids: list[int]) -> str:
+        shown = [token for token in ids if token not in self._textless]
+        with refused(self._failing):
+            return self._reader.decode(shown, skip_special_tokens=False)
 
     def _is_byte(self, token: int) -> bool:
         text = self._reader.id_to_token(token)
@@ -113,6 +135,9 @@ class ReaderTokenizer(Tokenizer):
 
 def read_reader(path: pathlib.Path):
     """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+    The file may carry options of a call that somebody made before it was saved: truncation,
+    padding, and BPE's dropout, which cuts the same text in another way each time. They are off.
 
     Raises:
       UserError: the file cannot be read.
@@ -125,18 +150,11 @@ def read_reader(path: pathlib.Path):
         raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from None
     with refused(f"data.tokenizer: {path} is no tokenizer.json"):
         reader = Reader.from_buffer(content)
-        _check_padding(reader, path)
+        reader.no_truncation()
+        reader.no_padding()
+        if getattr(reader.model, "dropout", None) is not None:
+            reader.model.dropout = None
     return reader
-
-
-def _check_padding(reader: Any, path: pathlib.Path) -> None:
-    """Raises UserError if every text would be filled up to an absurd length."""
-    for name in ("length", "pad_to_multiple_of"):
-        count = (reader.padding or {}).get(name) or 0
-        if count > _MOST_PADDING:
-            raise UserError(
-                f"data.tokenizer: {path} has padding with {name} {count}: set padding to null there"
-            )
 
 
 class FileTokenizer(ReaderTokenizer):
@@ -151,6 +169,7 @@ class FileTokenizer(ReaderTokenizer):
         super().__init__(read_reader(pathlib.Path(path)), path)
         self.bos_id, self.eos_id, self.pad_id = (self._id(t, path) for t in (bos, eos, pad))
         self.eos_ids = (self.eos_id,)
+        self._textless = frozenset((self.bos_id, self.pad_id))
 
     def _id(self, token: str, path: str) -> int:
         found = self._reader.token_to_id(token)
