@@ -6,10 +6,15 @@ from fp8rl_jax.data.batching import (
     encode_text,
     join,
     pad_prompts,
-    pad_responses,
     pad_rows,
 )
 from fp8rl_jax.data.chat import ChatFormat, ChatTemplate, Prompt
+from fp8rl_jax.data.demonstrations import (
+    encode_demonstration,
+    merges,
+    pad_demonstrations,
+    with_turn_end,
+)
 from fp8rl_jax.data.load import load_tokenizer, tokenizer_files
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer

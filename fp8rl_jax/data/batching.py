@@ -47,9 +47,10 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(
-    question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None
+    question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None, answer: str = ""
 ) -> list[int]:
-    """Begin-of-sequence, the question, a line feed; or the question as a conversation.
+    """Begin-of-sequence, the question, a line feed; or the question as a conversation. Then
+    `answer`, encoded with them as one text.
 
     A chat template writes the special tokens itself, so nothing is put before it.
 
@@ -58,13 +59,13 @@ def encode_prompt(
         template.
     """
     if chat is not None:
-        return _not_empty(tokenizer.encode(chat.render(question)), question)
+        return _not_empty(tokenizer.encode(chat.render(question) + answer), question)
     if not isinstance(question, str):
         raise UserError(
             f"env.task: a prompt is a conversation of {len(question)} messages, and data.chat is "
             "False: set data.chat=True, with a tokenizer that has a chat template"
         )
-    return encode_text(question + _END, tokenizer)
+    return encode_text(question + _END + answer, tokenizer)
 
 
 def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
@@ -85,6 +86,12 @@ def pad_prompts(
       UserError: a question needs more slots, or has no token at all.
     """
     rows = [encode_prompt(question, tokenizer, chat) for question in questions]
+    check_prompts(rows, questions, slots)
+    return pad_rows(rows, slots, tokenizer.pad_id)
+
+
+def check_prompts(rows: Sequence[list[int]], questions: Sequence[Prompt], slots: int) -> None:
+    """Raises UserError if the prompt of a question takes more than `slots` tokens."""
     longest = max(rows, key=len)
     if len(longest) > slots:
         question = questions[rows.index(longest)]
@@ -92,7 +99,6 @@ def pad_prompts(
             f"a prompt takes {len(longest)} tokens and rollout.max_prompt_tokens is {slots}: "
             f"raise it to {len(longest)}, or choose shorter questions ({str(question)[:60]!r})"
         )
-    return pad_rows(rows, slots, tokenizer.pad_id)
 
 
 def pad_rows(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,22 +107,6 @@ def pad_rows(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.nda
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids
     return tokens, np.array([len(ids) for ids in rows], np.int32)
-
-
-def pad_responses(
-    answers: Sequence[str], tokenizer: Tokenizer, slots: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Answers with end-of-sequence -> (B, slots) int32 and mask (B, slots) bool."""
-    rows = [[*tokenizer.encode(answer), tokenizer.eos_id] for answer in answers]
-    longest = max(rows, key=len, default=[])
-    if len(longest) > slots:
-        answer = answers[rows.index(longest)]
-        raise UserError(
-            f"a demonstration takes {len(longest)} tokens and rollout.max_new_tokens is {slots}: "
-            f"raise it to {len(longest)} ({answer[:60]!r})"
-        )
-    tokens, lengths = pad_rows(rows, slots, tokenizer.pad_id)
-    return tokens, np.arange(slots) < lengths[:, None]
 
 
 def join(

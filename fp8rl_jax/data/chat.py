@@ -15,6 +15,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -25,6 +26,11 @@ from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 from fp8rl_jax.errors import UserError
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'content'} each
+
+
+# What `render` gives a template, and what it finds there.
+_TAKEN = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")
+_CONTENT = "an answer like no other"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -93,13 +99,18 @@ class ChatTemplate:
                 f"{where}: the chat template is no Jinja ({said}); fix it, or leave chat off"
             ) from None
 
-    def render(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
-        """Text of messages ({'role', 'content'} each) up to the beginning of the assistant's
-        answer, special tokens written out.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        begin_answer: bool = True,
+    ) -> str:
+        """Text of messages ({'role', 'content'} each), special tokens written out.
 
         Args:
           messages: the conversation, oldest first.
-          variables: more names for the template, such as enable_thinking=False.
+          variables: more names for the template, such as {'enable_thinking': False}.
+          begin_answer: go on to the beginning of the assistant's answer.
 
         Raises:
           UserError: the template refuses these messages.
@@ -108,7 +119,7 @@ class ChatTemplate:
         names = {"tools": None, "documents": None, **self._tokens, **variables}
         try:
             return self._template.render(
-                names, messages=[dict(m) for m in messages], add_generation_prompt=True
+                names, messages=[dict(m) for m in messages], add_generation_prompt=begin_answer
             )
         except Exception as error:  # a template runs any code: type errors and so on
             known = isinstance(error, _Refusal | TooMuch)
@@ -135,15 +146,57 @@ class ChatFormat:
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     now: datetime.datetime | None = None
 
+    def __post_init__(self):
+        """Raises UserError if a variable has a name that is taken."""
+        for name in self.variables:
+            if name in _TAKEN:
+                raise UserError(
+                    f"data.chat_options.{name}: this name is set for every conversation; leave it "
+                    "out, or change the template"
+                )
+
     def render(self, question: Prompt) -> str:
-        """The conversation up to the beginning of the answer; one with a system message of its own
-        keeps it."""
+        """The conversation up to the beginning of the answer; one with a message of its own for
+        the system, or from the developer, has no further one."""
+        return self._render(self._messages(question))
+
+    def answered(self, question: Prompt, answer: str) -> tuple[str, str]:
+        """What follows `render(question)` where the assistant has answered.
+
+        It is what the template writes, or, where the template begins an earlier answer in another
+        way than the one that is asked for, or leaves a part of it out (as reasoning), the answer
+        itself.
+
+        Returns:
+          the answer, and what the template writes behind it: '' if nothing.
+        """
+        messages, begun = self._messages(question), self.render(question)
+        _, found, behind = self._render(messages, _CONTENT).rpartition(_CONTENT)
+        ending = behind if found else ""
+        whole = self._render(messages, answer)
+        written = whole.removeprefix(begun).removesuffix(ending)
+        if whole != begun + written + ending or _letters(answer) not in _letters(written):
+            written = answer
+        return written, ending
+
+    def _messages(self, question: Prompt) -> Sequence[Mapping[str, str]]:
         messages = (
             [{"role": "user", "content": question}] if isinstance(question, str) else question
         )
-        if self.system and messages[0]["role"] != "system":
+        if self.system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+    def _render(self, messages: Sequence[Mapping[str, str]], answer: str | None = None) -> str:
         variables = dict(self.variables)
         if self.now is not None:
             variables["strftime_now"] = functools.partial(datetime.datetime.strftime, self.now)
-        return self.template.render(messages, **variables)
+        if answer is None:
+            return self.template.render(messages, variables)
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        return self.template.render(messages, variables, begin_answer=False)
+
+
+def _letters(text: str) -> str:
+    """The text without white space, which templates change."""
+    return "".join(text.split())

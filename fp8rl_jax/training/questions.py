@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import collections
 
-from fp8rl_jax.data import ChatFormat, Tokenizer, encode_prompt, pad_prompts, pad_responses
+from fp8rl_jax.data import (
+    ChatFormat,
+    Tokenizer,
+    encode_demonstration,
+    encode_prompt,
+    merges,
+    pad_demonstrations,
+    pad_prompts,
+)
 from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
 from fp8rl_jax.errors import UserError
 
@@ -25,18 +33,18 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
     lengths = _Lengths(config, tokenizer, chat)
     drop = config.env.overlong == "drop"
     data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None)
-    if data.note and drop:
-        _check_counts(config, data, lengths)
-        return data
-    pad_prompts(
-        [q.prompt for split in data.questions.values() for q in split],
-        tokenizer, config.rollout.max_prompt_tokens, chat,
-    )  # fmt: skip
-    demonstrations = [q.demonstration for q in data.questions["sft"]]
-    pad_responses(demonstrations, tokenizer, config.rollout.max_new_tokens)
+    demonstrations = [(q.prompt, q.demonstration) for q in data.questions["sft"]]
+    if not (data.note and drop):
+        slots = config.rollout.max_prompt_tokens
+        prompts = [q.prompt for split in data.questions.values() for q in split]
+        pad_prompts(prompts, tokenizer, slots, chat)
+        if demonstrations:
+            new = config.rollout.max_new_tokens
+            pad_demonstrations(demonstrations, tokenizer, slots, new, chat)
     if data.note:
         _check_counts(config, data, lengths)
-    return data
+    notes = (data.note, merges(demonstrations, tokenizer, chat))
+    return data._replace(note="; ".join(filter(None, notes)))
 
 
 class _Lengths:
@@ -51,7 +59,9 @@ class _Lengths:
         prompt = encode_prompt(question.prompt, self._tokenizer, self._chat)
         lengths = {"max_prompt_tokens": len(prompt)}
         if split == "sft":
-            lengths["max_new_tokens"] = len(self._tokenizer.encode(question.demonstration)) + 1
+            example = question.prompt, question.demonstration
+            response = encode_demonstration(*example, self._tokenizer, self._chat)[1]
+            lengths["max_new_tokens"] = len(response)
         for field, length in lengths.items():
             if length > self._rollout[field]:
                 self.too_long.setdefault(field, []).append(length)

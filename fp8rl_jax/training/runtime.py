@@ -22,7 +22,7 @@ from fp8rl_jax import learner, processes, sharding
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
-from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts
+from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, with_turn_end
 from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
@@ -466,6 +466,8 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         check_rollout_memory(resolved, mesh)
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
+    if chat is not None:
+        tokenizer = with_turn_end(tokenizer, chat)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)

@@ -21,7 +21,7 @@ from fp8rl_jax import processes
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.data import Stream, pad_responses, tokenizer_files
+from fp8rl_jax.data import Stream, pad_demonstrations, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
@@ -212,9 +212,10 @@ def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> st
 
 
 def _demonstrations(runtime: Runtime, questions) -> Batch:
-    prompts, lengths = runtime.pad_prompts(questions)
-    demonstrations = [q.demonstration for q in questions]
-    slots = runtime.config.rollout.max_new_tokens
-    targets, mask = pad_responses(demonstrations, runtime.tokenizer, slots)
+    rollout = runtime.config.rollout
+    prompts, lengths, targets, mask = pad_demonstrations(
+        [(q.prompt, q.demonstration) for q in questions],
+        runtime.tokenizer, rollout.max_prompt_tokens, rollout.max_new_tokens, runtime.chat,
+    )  # fmt: skip
     ones = np.ones(len(questions), np.float32)
     return to_device(runtime.batch(prompts, lengths, targets, mask, ones), runtime)

@@ -46,9 +46,9 @@ def test_turns_and_generation_prompt():
 def test_variables_reach_the_template():
     """A variable of the template is passed through, and absent when nobody gives it."""
     template = _template(tiny_checkpoint.TEMPLATE)
-    thinking = template.render(_USER, enable_thinking=False)
+    thinking = template.render(_USER, {"enable_thinking": False})
     assert thinking == template.render(_USER) + "<think>\n\n</think>\n\n"
-    assert template.render(_USER, enable_thinking=True) == template.render(_USER)
+    assert template.render(_USER, {"enable_thinking": True}) == template.render(_USER)
 
 
 def test_special_tokens_and_dates():
@@ -56,7 +56,7 @@ def test_special_tokens_and_dates():
     template = _template(_HEADERS, bos_token="<b>", eos_token="<e>")
     year = str(datetime.date.today().year)
     assert template.render(_USER) == f"<b><h>user</h>\n\nhi<e><h>assistant</h>\n\n{year}"
-    assert template.render(_USER, date="1999").endswith("1999")
+    assert template.render(_USER, {"date": "1999"}).endswith("1999")
 
 
 def test_whitespace_of_blocks_is_trimmed():
@@ -146,3 +146,18 @@ def test_format_of_a_question():
     )
     text = ChatFormat(template, "be brief", {"enable_thinking": False}).render("1 + 1")
     assert text.startswith("<|turn|>system\nbe brief") and text.endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "strftime_now"])
+def test_a_variable_with_a_taken_name_is_refused(name):
+    with pytest.raises(UserError, match=rf"data\.chat_options\.{name}: this name is set"):
+        ChatFormat(_template(tiny_checkpoint.TEMPLATE), variables={name: 1})
+    ChatFormat(_template("{{ begin_answer }}"), variables={"begin_answer": 1}).render("?")
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_of_a_row_takes_the_place_of_the_runs(role):
+    chat = ChatFormat(_template("{% for m in messages %}{{ m.role }},{% endfor %}"), "be brief")
+    own = [{"role": role, "content": "be long"}, *_USER]
+    assert chat.render(own) == f"{role},user,"
+    assert chat.render(_USER) == "system,user,"

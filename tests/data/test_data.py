@@ -16,7 +16,6 @@ from fp8rl_jax.data import (
     join,
     load_tokenizer,
     pad_prompts,
-    pad_responses,
 )
 from fp8rl_jax.errors import UserError
 
@@ -221,29 +220,6 @@ def test_pad_prompts_takes_a_full_row_and_refuses_one_token_more():
     assert lengths[0] == 5 and _PAD not in tokens
     with pytest.raises(UserError, match=r"takes 6 tokens .* is 5: raise it to 6.*'abcd'"):
         pad_prompts(["abc", "abcd"], _BYTES, 5)
-
-
-def test_pad_responses_layout():
-    """Answer and end token, both under the mask; padding is not."""
-    tokens, mask = pad_responses(["42", ""], _BYTES, 4)
-    assert tokens.dtype == np.int32 and mask.dtype == bool
-    np.testing.assert_array_equal(tokens, [[52, 50, _EOS, _PAD], [_EOS, _PAD, _PAD, _PAD]])
-    np.testing.assert_array_equal(mask, [[1, 1, 1, 0], [1, 0, 0, 0]])
-
-
-def test_pad_responses_refuses_what_does_not_fit():
-    """The end token needs a slot too."""
-    tokens, mask = pad_responses(["1234"], _BYTES, 5)
-    assert mask.all() and tokens[0, -1] == _EOS
-    with pytest.raises(UserError, match=r"takes 6 tokens .* is 5: raise it to 6 \('12345'\)"):
-        pad_responses(["12345"], _BYTES, 5)
-
-
-def test_pad_responses_when_padding_is_the_end_token(tokenizer_file):
-    """Where pad and end are one token (as in many models), the end token is still learnt."""
-    tokenizer = load_tokenizer(_config(tokenizer_file, pad_token="<eos>"))
-    _, mask = pad_responses(["one plus"], tokenizer, 5)
-    np.testing.assert_array_equal(mask, [[1, 1, 1, 0, 0]])
 
 
 def test_join_puts_responses_behind_prompts():

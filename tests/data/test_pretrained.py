@@ -37,7 +37,6 @@ def test_ends_are_those_of_both_files(write):
     ids = tokenizer.encode("the cat")
     for end in (0, 2):
         assert tokenizer.decode([*ids, end, *ids]) == "the cat"
-    assert tokenizer.decode([1, *ids, 3]) == "the cat", "other special tokens have no text"
 
 
 @pytest.mark.parametrize(
@@ -80,22 +79,149 @@ def test_several_templates_by_name(write):
     assert PretrainedTokenizer(path).chat_template is None
 
 
-@pytest.mark.parametrize(("setting", "begins"), [(None, True), (False, False), (True, True)])
-@pytest.mark.parametrize("processor", [True, False])
-def test_begin_of_sequence(setting, begins, processor, write):
-    """add_bos_token decides; without it the post-processor of tokenizer.json does."""
+@pytest.mark.parametrize("setting", [None, False, True])
+@pytest.mark.parametrize(
+    ("single", "begin"),
+    [("<|turn|> $A", 1), ("<|end|> $A <|turn|>", 0), ("$A <|turn|>", None), (None, None)],
+)
+def test_begin_of_sequence(setting, single, begin, write):
+    """The post-processor of tokenizer.json decides, not add_bos_token: as transformers 5."""
     path = write(tokenizer_config={"bos_token": "<|turn|>", "add_bos_token": setting})
-    if processor:
+    if single:
         reader = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         reader.post_processor = processors.TemplateProcessing(
-            single="<|turn|> $A", special_tokens=[("<|turn|>", 1)]
+            single=single, special_tokens=[("<|end|>", 0), ("<|turn|>", 1)]
         )
         reader.save(str(path / "tokenizer.json"))
     tokenizer = PretrainedTokenizer(path)
-    begins = begins if setting is not None else processor
-    assert tokenizer.bos_id == (1 if begins else None)
-    assert encode_prompt("the", tokenizer)[:1] == ([1] if begins else tokenizer.encode("the")[:1])
-    assert 1 not in tokenizer.encode("the")
+    assert tokenizer.bos_id == begin
+    ids = tokenizer.encode("the\n")
+    assert encode_prompt("the", tokenizer) == ([] if begin is None else [begin]) + ids
+    assert 1 not in ids
+
+
+def test_two_tokens_in_front_of_a_text_are_refused(write):
+    path = write()
+    reader = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    reader.post_processor = processors.TemplateProcessing(
+        single="<|turn|> <|end|> $A", special_tokens=[("<|end|>", 0), ("<|turn|>", 1)]
+    )
+    reader.save(str(path / "tokenizer.json"))
+    with pytest.raises(UserError, match="puts 2 tokens in front"):
+        PretrainedTokenizer(path)
+
+
+_CALL = {
+    "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 16}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 3,
+        "pad_type_id": 0, "pad_token": "<|pad|>",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["truncation", "padding", "dropout"])
+@pytest.mark.parametrize("directory", [True, False])
+def test_options_of_a_call_have_no_effect(option, directory, write):
+    """What somebody's call left in tokenizer.json is no part of the tokenizer."""
+    path = write()
+    texts = ["the cat sat on the mat", "What is 5 + 6? The answer is 11."]
+    ids = [PretrainedTokenizer(path).encode(text) for text in texts]
+    content = json.loads((path / "tokenizer.json").read_text())
+    if option == "dropout":
+        content["model"]["dropout"] = 0.9
+    else:
+        content[option] = _CALL[option]
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    names = {"bos_token": "<|turn|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    file = types.SimpleNamespace(tokenizer=str(path / "tokenizer.json"), **names)
+    tokenizer = PretrainedTokenizer(path) if directory else load_tokenizer(file)
+    assert [tokenizer.encode(text) for text in texts] == ids
+    assert [len(encode_prompt(text, tokenizer)) for text in texts] == [
+        len(row) + len(tokenizer.encode("\n")) + (not directory) for row in ids
+    ]
+
+
+_PLAIN = {
+    "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "text", "ids"),
+    [
+        ({"320": {"content": "<think>", **_PLAIN}}, {}, "x <think>3", [91, 224, 320, 22]),
+        ({"320": {"content": "<think>", **_PLAIN, "lstrip": True}}, {}, "x <think>3",
+         [91, 320, 22]),
+        ({"321": {"content": "<b>", **_PLAIN}, "320": {"content": "<a>", **_PLAIN}}, {}, "<a><b>",
+         [320, 321]),
+        ({"260": {"content": "at", **_PLAIN}}, {}, "the cat", [266, 268, 260]),
+        (None, {"added_tokens.json": {"<think>": 320}}, "x <think>3", [91, 224, 320, 22]),
+        (None, {"added_tokens.json": {"<|turn|>": 1}}, "<|turn|>3", [1, 22]),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_tokens_that_another_file_lists(config, files, text, ids, write):
+    """Right ids are those of transformers 5.24 for the same files."""
+    path = write(tokenizer_config={"added_tokens_decoder": config})
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    tokenizer = PretrainedTokenizer(path)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.vocab_size > max(ids)
+    assert set(tokenizer_files(str(path))) >= {path / name for name in files}
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "words"),
+    [
+        ({"added_tokens_decoder": {"330": {"content": "<x>"}}}, {}, "'<x>' with the id 330.* 320"),
+        ({"added_tokens_decoder": {"7": {"content": "<|turn|>"}}}, {}, "with the id 7.* it 1"),
+        ({"added_tokens_decoder": {"one": {"content": "<x>"}}}, {}, "id 'one'"),
+        ({"added_tokens_decoder": {"1": "<|turn|>"}}, {}, "no content for '1'"),
+        ({"added_tokens_decoder": []}, {}, "no object"),
+        ({"additional_special_tokens": ["<|turn|>", "<x>"]}, {}, "'<x>' as additional_special"),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, {}, "'<x>' as extra_special_tokens"),
+        ({}, {"added_tokens.json": {"<x>": 319}}, "'<x>' with the id 319"),
+        ({}, {"added_tokens.json": {"<x>": None}}, "id None"),
+        ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<x>"]}}, "'<x>'"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_lists_of_tokens_that_contradict_each_other(config, files, words, write):
+    path = write(tokenizer_config=config)
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=words):
+        PretrainedTokenizer(path)
+
+
+@pytest.mark.parametrize(("decoder", "eos"), [(None, 1), ({}, 0)])
+def test_of_two_names_the_one_of_transformers_counts(decoder, eos, write):
+    """special_tokens_map.json is read first only where there is no added_tokens_decoder."""
+    path = write(tokenizer_config={"eos_token": "<|end|>", "added_tokens_decoder": decoder})
+    (path / "special_tokens_map.json").write_text('{"eos_token": "<|turn|>"}')
+    assert PretrainedTokenizer(path).eos_id == eos
+
+
+def test_special_tokens_have_text(write):
+    """A reward sees <think>; begin and padding have no text, and an end is the end."""
+    path = write(
+        tokenizer_config={
+            "bos_token": "<|turn|>",
+            "added_tokens_decoder": {
+                str(320 + i): {"content": token, "special": True}
+                for i, token in enumerate(("<think>", "</think>", "<answer>", "</answer>"))
+            },
+        }
+    )
+    tokenizer = PretrainedTokenizer(path)
+    text = "<think>3+4</think><answer>7</answer>"
+    ids = tokenizer.encode(text)
+    assert ids[0] == 320
+    assert tokenizer.decode([1, *ids, 3, 2, *ids]) == text
+    pieces = tokenizer.detokenizer()
+    assert "".join([*(pieces.push([i]) for i in (1, *ids, 3)), pieces.finish()]) == text
 
 
 def test_special_tokens_in_a_text_become_ids(write):
@@ -212,17 +338,23 @@ def test_pieces_make_the_whole(name, data):
     ids = data.draw(st.lists(st.integers(0, reader.get_vocab_size() + 1), max_size=24))
     sizes = data.draw(st.lists(st.integers(0, 4), max_size=6))
     ends = [i for i, token in enumerate(ids) if token == end]
-    whole = reader.decode(ids[: ends[0]] if ends else ids)
+    whole = reader.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=False)
     pieces = _pieces(_detokenizer(reader, end), ids, sizes)
     assert "".join(pieces) == whole
 
 
-def test_a_run_of_bytes_goes_on_behind_a_special_token():
-    """Special tokens are left out before bytes are decoded: the run around one is a single run."""
+def test_a_run_of_bytes_goes_on_behind_a_token_without_text():
+    """Padding is left out before bytes are decoded: the run around it is a single run. Another
+    special token has text, and ends a run."""
     reader, _ = _READERS["byte fallback"]
     good, bad = 100, 182
     for ids in ([good, 262, bad], [good, 262, 999, bad, 258], [good, 262, 258]):
-        assert "".join(_pieces(_detokenizer(reader), ids, [1, 1])) == reader.decode(ids)
+        for without in ({262}, set()):
+            tokenizer = ReaderTokenizer(reader)
+            tokenizer.eos_ids, tokenizer._textless = (), frozenset(without)
+            shown = [token for token in ids if token not in without]
+            text = "".join(_pieces(tokenizer.detokenizer(), ids, [1, 1]))
+            assert text == reader.decode(shown, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", ["byte level", "bytes"])
