@@ -176,8 +176,9 @@ def write(
     return directory
 
 
-def write_gguf(path, type_name: str = "F32", architecture: str = "llama", **tensors):
-    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters."""
+def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields=None, **tensors):
+    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters. `fields`
+    are further ones of its metadata."""
     gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
     config, params = CONFIGS["llama"], params_of("llama")
     writer = gguf.GGUFWriter(path, architecture)
@@ -199,6 +200,9 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", **tens
     writer.add_token_merges(["a b", "Ġ ab", "1 2"])
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages }}")
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for name, value in (fields or {}).items():
+        add[type(value)](name, value)
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

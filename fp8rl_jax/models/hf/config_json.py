@@ -51,6 +51,17 @@ _DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }  # fmt: skip
+# What transformers takes for a field that a file of this type does not have, where that is another
+# value than for null (which the tables above give) or than for other types.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "llama": {},
+    "deepseek_v3": {
+        "q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
 _TYPES = typing.get_type_hints(ModelConfig)
 _ORIGINAL = "original_max_position_embeddings"
 # Of each type: name in the file -> (field of ModelConfig, value where the file has none).
@@ -84,6 +95,7 @@ _DROPPED = {
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "linear layers have no bias here: take a model without"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
+_TAKE_ONE_OUT = "take one of the two out"
 _EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
 
@@ -108,6 +120,7 @@ def read_config(fields: Fields) -> ModelConfig:
       UserError: one sentence that names the field, its value and what to do.
     """
     kind = family(fields)
+    fields = Fields({**_ABSENT[kind], **fields.values}, fields.where)
     fields.require_finite()
     _refuse_unsupported(fields)
     values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
@@ -152,8 +165,12 @@ def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise fields.error("mlp_only_layers", _EVERY_LAYER)
-    other_name = {"num_experts": fields.values.get("num_local_experts")}
-    return _read(fields, _QWEN3_EXPERTS | other_name) | {"first_k_dense_replace": len(dense)}
+    other = fields.values.get("num_local_experts")
+    if other is not None:
+        fields.require("num_experts", (other,), f"num_local_experts is {other!r}: {_TAKE_ONE_OUT}")
+    return _read(fields, _QWEN3_EXPERTS | {"num_experts": other}) | {
+        "first_k_dense_replace": len(dense)
+    }
 
 
 def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
@@ -170,7 +187,12 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
 def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
     """The rope_* fields of ModelConfig, from either form; `latent`: of the model's attention."""
     parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
-    values = {name: value for part in parts if part for name, value in part.values.items()}
+    values: dict[str, Any] = {}
+    for name, value in ((n, v) for part in parts if part for n, v in part.values.items()):
+        if values.setdefault(name, value) != value:
+            raise fields.error(
+                "rope_scaling", f"{name} is {value!r} in rope_parameters: {_TAKE_ONE_OUT}"
+            )
     theta = values.get("rope_theta", fields.values.get("rope_theta"))
     where = next((part.where for part in reversed(parts) if part), fields.where)
     rope = Fields({**values, "rope_theta": theta}, where)

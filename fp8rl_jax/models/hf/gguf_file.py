@@ -7,7 +7,10 @@ in another order within each head, which is undone here; and the tokenizer is a 
 merges, from which a tokenizer.json is built. Tensors of every type that the `gguf` package
 dequantises are read, as float32.
 
-Not done: other architectures, rotary scaling (a tensor rope_freqs), SentencePiece vocabularies.
+A field of the architecture that is not known here is refused unless its value changes nothing.
+
+Not done: other architectures, rotary scaling (a tensor rope_freqs), SentencePiece vocabularies,
+files in several parts.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import pathlib
 import re
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -43,6 +47,20 @@ _SHAPES = {
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
     "context_length": "max_position_embeddings",
+}  # fmt: skip
+# Further fields of the architecture, with the values that change nothing; None: any value.
+_PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
+    "vocab_size": None, "tensor_data_layout": None, "rope.dimension_count": None,  # checked below
+    "attention.value_length": None,  # checked below
+    "expert_count": (0,), "expert_used_count": (0,), "attention.causal": (True,),
+    "rope.scaling.type": ("none", "linear"),  # by a factor
+    "rope.scaling.factor": (0.0, 1.0), "rope.scale_linear": (0.0, 1.0),  # a new name and an old one
+    "rope.scaling.attn_factor": (1.0,), "rope.scaling.finetuned": (False,),
+    "rope.scaling.original_context_length": None,  # of a factor
+    "rope.scaling.yarn_log_multiplier": (0.0,), "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,), "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "attention.scale": (0.0,),
+    "use_parallel_residual": (False,), "pooling_type": (0,),
 }  # fmt: skip
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 # How text is cut before merging, by the name that llama.cpp gives it: digits apart, or not.
@@ -90,15 +108,36 @@ class GGUF:
             name: Entry(path, "F32", tensor.shape, 0, 0) for name, tensor in self._tensors.items()
         }
         self._last: tuple[str, np.ndarray] | None = None
+        self._metadata = header.metadata
+        self._check_supported()
+
+    def _check_supported(self) -> None:
+        """Raises UserError if the model is one that is not computed here."""
         architecture = self.get("general.architecture")
         if architecture != "llama" or self.get("llama.expert_count"):
             kind = "llama with experts" if architecture == "llama" else repr(architecture)
             raise UserError(
-                f"{path} is of the architecture {kind}, and llama alone is supported: {_INSTEAD}"
+                f"{self.where} is of the architecture {kind}, and llama alone is supported: "
+                f"{_INSTEAD}"
             )
-        scaling = self.get("llama.rope.scaling.type")
-        if "rope_freqs.weight" in self._tensors or scaling not in (None, "none"):
-            raise UserError(f"{path} has scaled rotary embeddings: {_INSTEAD}")
+        parts = self.get("split.count")
+        if parts not in (None, 0, 1):
+            raise UserError(
+                f"{self.where} is one of {parts} parts: join them with llama.cpp's "
+                f"llama-gguf-split --merge, or {_INSTEAD}"
+            )
+        if "rope_freqs.weight" in self._tensors:
+            raise UserError(f"{self.where} has scaled rotary embeddings: {_INSTEAD}")
+        for name, value in self._metadata.items():
+            field = name.removeprefix("llama.")
+            if field == name or field in _SHAPES:
+                continue
+            neutral = _PASSED_OVER.get(field, ())
+            if neutral is not None and value not in neutral:
+                raise UserError(
+                    f"{self.where}: {name} is {reprlib.repr(value)}, and a model with it is not "
+                    f"supported: {_INSTEAD}"
+                )
 
     def fields(self) -> Fields:
         """The config.json that the metadata amounts to."""
@@ -112,6 +151,9 @@ class GGUF:
             values["rms_norm_eps"] = float(str(np.float32(values["rms_norm_eps"])))
         for theirs, name in _TOKENS.items():
             values[name] = self.get(f"tokenizer.ggml.{theirs}_token_id")
+        turn = self.get("tokenizer.ggml.eot_token_id")
+        if turn not in (None, values["eos_token_id"]):  # a document and a turn have their own ends
+            values["eos_token_id"] = [values["eos_token_id"], turn]
         table = self._tensors.get(EMBEDDING)
         if table is not None and table.shape:
             values["vocab_size"] = table.shape[0]
@@ -125,12 +167,13 @@ class GGUF:
           UserError: a tensor is missing, one too many, wrongly shaped, or of an unknown type.
         """
         config = read_config(self.fields())
-        rotated = self.get("llama.rope.dimension_count")
-        if rotated not in (None, config.head_dim):
-            raise UserError(
-                f"{self.where}: llama.rope.dimension_count is {rotated}, and heads have "
-                f"{config.head_dim} features; only whole heads are rotated here: {_INSTEAD}"
-            )
+        for name in ("rope.dimension_count", "attention.value_length"):
+            size = self.get(f"llama.{name}")
+            if size not in (None, config.head_dim):
+                raise UserError(
+                    f"{self.where}: llama.{name} is {size}, and heads have {config.head_dim} "
+                    f"features; whole heads of one size are supported here: {_INSTEAD}"
+                )
         self._heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         return config, load_from(self, config, dtype)
 
@@ -162,7 +205,14 @@ class GGUF:
         Raises:
           UserError: a vocabulary of another kind.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import (
+            AddedToken,
+            Tokenizer,
+            decoders,
+            models,
+            pre_tokenizers,
+            processors,
+        )  # fmt: skip
 
         kind, cut = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre") or "default"
         if kind != "gpt2" or not isinstance(cut, str) or cut not in _DIGITS_APART:
@@ -196,6 +246,11 @@ class GGUF:
                 special = number == _CONTROL
                 added = AddedToken(token, special=special, normalized=False)
                 (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
+        begin = self._token("bos")
+        if self.get("tokenizer.ggml.add_bos_token") and begin is not None:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+            )
         tokenizer.save(str(directory / "tokenizer.json"))
         about = {"tokenizer_class": "PreTrainedTokenizerFast"}
         about |= {name: token for name, token in named.items() if token is not None}

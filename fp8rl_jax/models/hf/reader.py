@@ -25,6 +25,11 @@ from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, Tensor
 from fp8rl_jax.models.stacks import LINEAR
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Names of weights that other programs read, or that belong to an adapter.
+_OTHER_WEIGHTS = re.compile(
+    r".*\.(safetensors|gguf|ggml|h5|msgpack)|(pytorch_model|adapter_model|model|consolidated).*"
+    r"\.(bin|pth|pt)"
+)
 FP8 = DTYPES["F8_E4M3"]
 _LONGEST_INDEX = 100_000_000  # bytes, as a header
 
@@ -53,15 +58,19 @@ class Checkpoint:
       directory: with `model.safetensors`, or shards and `model.safetensors.index.json`.
 
     Raises:
-      UserError: no such files, or files that are damaged or do not fit the index.
+      UserError: no such files, files that are damaged or do not fit the index, or further weights
+        beside them, which may be those that are meant.
     """
 
     def __init__(self, directory: pathlib.Path):
         self.where, self.entries = directory, {}
         index = directory / INDEX
         if index.is_file():
-            self._read_shards(index)
+            weights = _weight_map(index)
+            self._check_alone(INDEX, set(weights.values()))
+            self._read_shards(index, weights)
         elif (directory / SINGLE).is_file():
+            self._check_alone(SINGLE, {SINGLE})
             self.entries = read_header(directory / SINGLE)
         else:
             self._refuse()
@@ -71,8 +80,26 @@ class Checkpoint:
     ) -> np.ndarray:
         return read_rows(self.entries[name], start, stop, columns)
 
+    def _check_alone(self, name: str, files: set[str]) -> None:
+        """Raises UserError if there are weights beside the `files` that `name` stands for."""
+        for other in self._found():
+            if other not in files and _OTHER_WEIGHTS.fullmatch(other):
+                raise UserError(
+                    f"{self.where} has two sets of weights, {name} and {other}: keep the one that "
+                    "is meant in this directory (an adapter is merged first)"
+                )
+
+    def _found(self) -> list[str]:
+        return sorted(path.name for path in self.where.iterdir())
+
     def _refuse(self) -> None:
-        found = sorted(path.name for path in self.where.iterdir())
+        found = self._found()
+        files = [name for name in found if name.endswith(".gguf")]
+        if files:
+            raise UserError(
+                f"{self.where} has no {SINGLE} and no {INDEX}, but {', '.join(files)}: convert the "
+                f"one that is meant, fp8rl convert {self.where / files[0]} DIR --dtype bf16"
+            )
         if any(name.endswith(".safetensors") for name in found):
             raise UserError(
                 f"{self.where} has safetensors files but neither {SINGLE} nor {INDEX}, which "
@@ -85,8 +112,7 @@ class Checkpoint:
             )
         raise UserError(f"{self.where} has no {SINGLE} and no {INDEX}: download the weights")
 
-    def _read_shards(self, index: pathlib.Path) -> None:
-        weights = _weight_map(index)
+    def _read_shards(self, index: pathlib.Path, weights: dict[str, str]) -> None:
         held: dict[str, dict[str, Entry]] = {}
         for name, file in weights.items():
             if file not in held:
@@ -167,6 +193,9 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
     )
     for names, count in needed.items():
         if count > held:
+            for name, entry in source.entries.items():
+                if entry.dtype not in DTYPES:  # not counted, so the reason
+                    _check_type(entry, name, may_be_fp8=True)
             raise UserError(
                 f"{source.where}: {names} of config.json make a model of {count:,} numbers or "
                 f"more, and the files hold {held:,}: download all files again, or take the "

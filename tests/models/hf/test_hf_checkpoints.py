@@ -417,6 +417,71 @@ def test_missing_and_mixed_up_files(tmp_path):
         hf.load(directory, dtype="int8")
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "model.safetensors", "model-00001-of-00003.safetensors", "model.fp16.safetensors",
+        "consolidated.safetensors", "adapter_model.safetensors", "q4.gguf", "pytorch_model.bin",
+        "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "tf_model.h5",
+    ],
+)  # fmt: skip
+def test_two_sets_of_weights_are_refused(shards, other, tmp_path):
+    """Which of them is meant nobody knows; before a byte of them is read."""
+    directory, tensors = _good(tmp_path) if shards == 2 else (tmp_path / "single", None)
+    if shards == 1:
+        tensors = {name: bf16(x) for name, x in named(CONFIGS["qwen3"], params_of("qwen3")).items()}
+        write(directory, fields_of("qwen3"), tensors)
+    if (directory / other).exists():  # the single file itself: an index beside it
+        other = "model.safetensors.index.json"
+        places = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+        (directory / other).write_text(json.dumps({"weight_map": places}))
+        _refused(directory, "two sets of weights", other, " and model.safetensors:")
+        return
+    (directory / other).write_bytes(b"")
+    name = "model.safetensors" + (".index.json" if shards == 2 else "")
+    _refused(directory, "two sets of weights", f"{name} and {other}:")
+
+
+def test_files_that_are_no_weights_may_be_there(tmp_path):
+    """What a trainer leaves; an index may name the single file."""
+    directory, tensors = tmp_path / "single", {}
+    for name, x in named(CONFIGS["qwen3"], params_of("qwen3")).items():
+        tensors[name] = bf16(x)
+    write(directory, fields_of("qwen3"), tensors)
+    for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "tokenizer.model"):
+        (directory / name).write_bytes(b"")
+    places = dict.fromkeys(tensors, "model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    hf.load(directory)
+
+
+def test_a_directory_of_gguf_files_is_no_checkpoint(tmp_path):
+    directory, _ = _good(tmp_path)
+    for file in directory.glob("model*"):
+        file.unlink()
+    for name in ("q8.gguf", "q4.gguf"):
+        (directory / name).write_bytes(b"")
+    _refused(directory, "q4.gguf, q8.gguf", "fp8rl convert")
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F8_E5M2", "I64", "U8", "F8_E8M0", "F4"])
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_types_that_are_not_supported_are_named(dtype, which, tmp_path):
+    """Of all tensors or of one: not "download again"."""
+    directory, _ = _good(tmp_path)
+    for file in directory.glob("*.safetensors"):
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        for name in header:
+            if name != "__metadata__" and (which == "all" or name == _Q):
+                header[name]["dtype"] = dtype
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    _refused(directory, f"has type {dtype}, and F32, BF16, F16")
+
+
 def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
     """A failure on the way leaves neither the directory nor a part of it."""
     config, params = CONFIGS["qwen3"], params_of("qwen3")

@@ -175,6 +175,8 @@ def _rope(**changes) -> dict:
         (_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
         (_DEEPSEEK, {"kv_lora_rank": None}, ["kv_lora_rank"]),
         (_DEEPSEEK, {"n_routed_experts": None}, ["n_routed_experts"]),
+        (_QWEN3_MOE, {"num_local_experts": 64}, ["num_experts", "128", "num_local_experts", "64"]),
+        (_LLAMA, {"rope_parameters": {"factor": 4.0}}, ["rope_scaling", "factor", "4.0"]),
     ],
 )  # fmt: skip
 def test_refused_by_name(fields, changes, words):
@@ -216,3 +218,46 @@ def test_models_without_a_type_are_refused(name, changes, word):
     config = ModelConfig(**vars(CONFIGS[name]) | changes)
     with pytest.raises(UserError, match=word):
         family_of(config)
+
+
+# What transformers 5.24 takes for fields that a file of a type does not have. (kimi_k2 is not among
+# its types; the model's own code is DeepSeek-V3's.)
+_ABSENT = {
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6,
+              "tie_word_embeddings": False, "rope_theta": 10_000.0, "rope_type": "default"},
+    "qwen3_moe": {"num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6,
+                  "tie_word_embeddings": False, "rope_theta": 10_000.0, "norm_topk_prob": False,
+                  "first_k_dense_replace": 0},
+    "llama": {"num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6,
+              "tie_word_embeddings": False, "rope_theta": 10_000.0, "rope_type": "default"},
+    "deepseek_v3": {"q_lora_rank": 1536, "rope_interleave": True, "first_k_dense_replace": 3,
+                    "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+                    "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+                    "tie_word_embeddings": False, "rope_type": "default"},
+    "kimi_k2": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536},
+}  # fmt: skip
+# Fields without which a file is refused: transformers would make another model of it, too.
+_NEEDED = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _ABSENT)
+def test_absent_fields_have_the_types_defaults(kind):
+    fields = {
+        "qwen3": _QWEN3 | dict(num_attention_heads=32), "qwen3_moe": _QWEN3_MOE, "llama": _LLAMA,
+        "deepseek_v3": _DEEPSEEK, "kimi_k2": _PUBLISHED["kimi_k2"],
+    }[kind]  # fmt: skip
+    config = _read({name: value for name, value in fields.items() if name in _NEEDED})
+    assert {name: getattr(config, name) for name in _ABSENT[kind]} == _ABSENT[kind]
+    for name in set(_NEEDED) & set(fields):
+        with pytest.raises(UserError, match=name):
+            _read({n: v for n, v in fields.items() if n != name})
+
+
+def test_null_is_not_absent():
+    """DeepSeek's files without a latent of queries say so by null."""
+    assert _read(_DEEPSEEK | {"q_lora_rank": None}).q_lora_rank == 0
+    assert _read(_QWEN3 | {"num_key_value_heads": None}).num_key_value_heads == 16

@@ -10,8 +10,11 @@ import pytest
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
 
 from fp8rl_jax.cli.main import run
+from fp8rl_jax.data import PretrainedTokenizer
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.config_json import config_json
+from fp8rl_jax.models.hf.gguf_file import GGUF
 
 
 def _source(tmp_path):
@@ -101,6 +104,7 @@ def test_gguf(kind, error, tmp_path):
     ids = tokenizer.encode("ab ab12<tool><|end|>").tokens
     assert ids == ["ab", "Ġab", "1", "2", "<tool>", "<|end|>"]
     assert tokenizer.decode(tokenizer.encode("ab ab12<|end|>").ids) == "ab ab12"
+    assert PretrainedTokenizer(target).bos_id is None
     about = json.loads((target / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|end|>" and about["chat_template"] == "{{ messages }}"
 
@@ -129,6 +133,47 @@ def test_gguf_refusals(tmp_path, capsys):
     write_gguf(file, **{"model.layers.0.attn_q_norm.weight": np.ones(16, np.float32)})
     refused("blk.0.attn_q_norm.weight", "no place")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"llama.rope.scale_linear": 2.0}, {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.type": 1, "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.attn_factor": 0.5}, {"llama.attention.scale": 0.5},
+        {"llama.attention.sliding_window": 4096}, {"llama.attention.causal": False},
+        {"llama.logit_scale": 16.0}, {"llama.residual_scale": 0.2},
+        {"llama.embedding_scale": 12.0}, {"llama.attention.clamp_kqv": 8.0},
+        {"llama.attention.value_length": 64}, {"llama.rope.dimension_count": 16},
+        {"llama.attention.layer_norm_epsilon": 1e-5}, {"llama.a_field_of_tomorrow": 1},
+        {"llama.expert_used_count": 2}, {"split.count": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_gguf_fields_that_change_the_model_are_refused(fields, tmp_path):
+    """Old names, new names, and those that nobody here knows."""
+    name = next(iter(fields))
+    write_gguf(tmp_path / "model.gguf", fields=fields)
+    with pytest.raises(UserError, match="parts" if name == "split.count" else name):
+        GGUF(tmp_path / "model.gguf").load("float32")
+
+
+def test_gguf_fields_that_change_nothing(tmp_path):
+    """Of a first token and a turn's end the tokenizer hears."""
+    path = tmp_path / "model.gguf"
+    write_gguf(
+        path,
+        fields={
+            "llama.rope.scale_linear": 1.0, "llama.rope.scaling.factor": 1.0,
+            "llama.expert_used_count": 0, "llama.vocab_size": 60, "llama.rope.dimension_count": 32,
+            "llama.attention.value_length": 32, "llama.logit_scale": 0.0, "split.count": 1,
+            "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eot_token_id": 1,
+        },
+    )  # fmt: skip
+    assert run(["convert", str(path), str(tmp_path / "out"), "--dtype=bf16"]) == 0
+    tokenizer = PretrainedTokenizer(tmp_path / "out")
+    assert tokenizer.bos_id == 2 and tokenizer.eos_ids == (0, 1)
 
 
 def test_gguf_without_the_package(tmp_path, capsys, monkeypatch):

@@ -290,7 +290,8 @@ def test_a_tokenizer_that_fills_texts_up(tmp_path):
         "pad_type_id": 0, "pad_token": "<|pad|>",
     }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(content))
-    _refused(lambda: PretrainedTokenizer(path), "tokenizer.json", "padding with length")
+    with time_limit():
+        assert len(PretrainedTokenizer(path).encode("the cat")) < 8
 
 
 def test_a_library_that_panics(tmp_path):
