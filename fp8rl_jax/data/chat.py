@@ -30,6 +30,7 @@ Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'con
 
 # What `render` gives a template, and what it finds there.
 _TAKEN = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")
+_LONGEST_DATE = 256
 _CONTENT = "an answer like no other"
 
 
@@ -67,12 +68,18 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _Generation],
+    )  # fmt: skip
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: _date(datetime.datetime.now(), form)
     return environment
+
+
+def _date(now: datetime.datetime, form: str) -> str:
+    if len(form) > _LONGEST_DATE:  # a width in it may be as large
+        raise TooMuch(f"its form of a date has more than {_LONGEST_DATE} characters")
+    return now.strftime(form)
 
 
 class ChatTemplate:
@@ -115,12 +122,11 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses these messages.
         """
-        self._limits.turns = 0
+        given = [dict(m) for m in messages]
         names = {"tools": None, "documents": None, **self._tokens, **variables}
         try:
-            return self._template.render(
-                names, messages=[dict(m) for m in messages], add_generation_prompt=begin_answer
-            )
+            self._limits.start(given)
+            return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
         except Exception as error:  # a template runs any code: type errors and so on
             known = isinstance(error, _Refusal | TooMuch)
             said = error if known else f"{type(error).__name__}: {error}"
@@ -190,7 +196,7 @@ class ChatFormat:
     def _render(self, messages: Sequence[Mapping[str, str]], answer: str | None = None) -> str:
         variables = dict(self.variables)
         if self.now is not None:
-            variables["strftime_now"] = functools.partial(datetime.datetime.strftime, self.now)
+            variables["strftime_now"] = functools.partial(_date, self.now)
         if answer is None:
             return self.template.render(messages, variables)
         messages = [*messages, {"role": "assistant", "content": answer}]

@@ -1,112 +1,374 @@
 """Jinja's sandbox with limits: a template that comes with a model ends soon and stays small.
 
 The sandbox keeps a template from the file system and from Python; it bounds neither time nor
-memory. Nested loops, a macro that calls itself twice, huge powers and text that doubles run for
-hours or fill the machine. So loops and macros are counted, and arithmetic and joined
-texts are bounded.
+memory. A few characters of Jinja run for hours or fill the machine: nested loops, a macro that
+calls itself twice, huge powers, text that doubles, a list of a list twice and so on, `center`,
+`slice`, `replace`, `format` with a width. Three limits hold together:
 
-Not done: one call that makes a long text of a short one (`center`, `indent`, `replace`) takes what
-it takes; the sandbox bounds `range`.
+size
+    Every value that an operator, a filter, a method, a slice or a literal makes has at most
+    `_LONGEST` characters and elements in all, each time counted that it is reached, and
+    `_DEEPEST` levels. So what one operation reads is bounded.
+reach
+    What one operation makes is bounded before it runs, by the product of the sizes of all it is
+    given, a whole number counting as its value. A few filters that take longer than in proportion
+    have short texts only (`_SLOW`).
+work
+    Loops, calls and what is made are counted up to `_MOST_WORK` for a rendering, which bounds its
+    memory, and the clock of the thread is looked at, up to `_MOST_SECONDS`.
+
+`random` and `lipsum` are not there: the same conversation always gives the same text.
 """
 
 from __future__ import annotations
 
+import collections
+import collections.abc
+import functools
 import re
-from collections.abc import Iterable
+import string
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+import jinja2.utils
 
-_MOST_TURNS = 1_000_000  # of loops and macros in one rendering
-_LONGEST = 2**24  # characters of a text, elements of a list
-_LARGEST_POWER = 4096  # bits
-_WIDTH = re.compile(r"\d{5}|\*")  # in a format for %
+_LONGEST_SOURCE = 2**17  # characters; published templates have up to 40 thousand
+_LONGEST = 2**22  # characters, and _ELEMENT for each element
+_ELEMENT = 64  # bytes, with what it refers to
+_DEEPEST = 64  # levels of lists
+_MOST_REACH = 2**26
+_MOST_WORK = 2**25
+_TURN = 64  # work of a turn of a loop, and of a call
+_WRITTEN = 8  # of a reference
+_READ = 16  # characters that are read in one step of work
+_LOOK = 1024  # steps of work between two looks at the clock
+_MOST_SECONDS = 3.0  # of this thread's computing
+_LARGEST_NUMBER = 4096  # bits
+_WIDEST = 10_000
+_WIDTH = re.compile(r"\d+|\*")  # in a format for %
+_SLOW = {"pprint", "striptags", "sum", "title", "urlize", "wordwrap"}
+_SLOW_LONGEST = 2**16
+# These take a text for the list of its letters.
+_OF_ELEMENTS = {
+    "batch", "dictsort", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr",
+    "select", "selectattr", "slice", "sort", "unique",
+}  # fmt: skip
+# What these make is no longer than the longest that they are given.
+_IN_PROPORTION = {
+    "default", "d", "startswith", "endswith", "split", "partition", "removeprefix", "removesuffix",
+    "find", "index", "count", "get",
+}  # fmt: skip
+_CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
+_COLLECTIONS = (
+    list, tuple, set, frozenset, collections.deque, collections.abc.KeysView,
+    collections.abc.ValuesView, collections.abc.ItemsView,
+)  # fmt: skip
+_CONTAINERS = (dict, Mapping, *_COLLECTIONS)
+_NAMESPACE = jinja2.utils.Namespace
+_DATA = (str, bytes, int, float, range, *_CONTAINERS)
 
 
 class TooMuch(Exception):
     """A template exceeds a limit."""
 
 
+def _own_size(x: Any) -> int:
+    """Of a value without what is inside it."""
+    if type(x) is _NAMESPACE:
+        return _ELEMENT
+    if isinstance(x, str | bytes | range):
+        return len(x)
+    if isinstance(x, int):
+        if x.bit_length() > _LARGEST_NUMBER:
+            raise TooMuch("it makes a number that is too large")
+        return 0
+    return _ELEMENT * len(x) if isinstance(x, _CONTAINERS) else _ELEMENT
+
+
+def _new_size(x: Any) -> int:
+    """What a value needs by itself; of elements, references."""
+    if isinstance(x, str | bytes):
+        return len(x)
+    return _WRITTEN * len(x) if isinstance(x, _CONTAINERS) else 0
+
+
+def _inside(x: Any) -> Iterable[Any]:
+    if type(x) is _NAMESPACE:
+        return x._Namespace__attrs.values()
+    if isinstance(x, Mapping):
+        return (*x, *x.values())
+    if isinstance(x, _CONTAINERS):
+        return x
+    return ()
+
+
 class Limits(jinja2.ext.Extension):
-    """Counts turns, and joins texts, on behalf of a template."""
+    """Counts, measures and joins on behalf of a template; begins anew by `start`."""
 
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
-        self.turns = 0
+        self.start()
 
-    def turn(self) -> None:
-        self.turns += 1
-        if self.turns > _MOST_TURNS:
-            raise TooMuch(f"its loops have more than {_MOST_TURNS:,} turns")
+    def start(self, given: Any = None) -> None:
+        """`given` is what the template is given; it stays as it is, so it is measured once."""
+        self._known: dict[int, tuple[int, int]] = {}
+        self._work, self._next_look = 0, 0
+        self._until = time.thread_time() + _MOST_SECONDS
+        self._learn(given)
+
+    def _learn(self, value: Any) -> None:
+        if isinstance(value, dict | list):
+            for inner in _inside(value):
+                self._learn(inner)
+            self._known[id(value)] = self.measure(value)
+
+    def measure(self, value: Any) -> tuple[int, int]:
+        """Size and levels of a value.
+
+        Raises:
+          TooMuch: it has more than there may be.
+        """
+        size, levels, deepest, level = 0, 0, 0, [value]
+        while level:
+            inside: list[Any] = []
+            for x in level:
+                if type(x) is str:
+                    size += len(x)
+                elif id(x) in self._known:
+                    known, below = self._known[id(x)]
+                    size, deepest = size + known, max(deepest, levels + below)
+                elif not (x is None or x is True or x is False):
+                    size += _own_size(x)
+                    if size <= _LONGEST:
+                        inside.extend(_inside(x))
+                if size > _LONGEST:
+                    raise TooMuch(f"it makes a value of more than {_LONGEST:,} characters")
+            levels, level = levels + 1, inside
+            if max(levels, deepest) > _DEEPEST:
+                raise TooMuch(f"it makes a value of more than {_DEEPEST} levels")
+        return size, max(levels, deepest)
+
+    def _counted(self, argument: Any) -> int:
+        """What an argument multiplies a result by, at most."""
+        if isinstance(argument, int):
+            return abs(argument)
+        return self.measure(argument)[0]
+
+    def spend(self, work: int) -> None:
+        """Counts work.
+
+        Raises:
+          TooMuch: it is too much in all, or has taken too long.
+        """
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise TooMuch(f"it takes more than {_MOST_WORK:,} steps")
+        if self._work >= self._next_look:
+            self._next_look = self._work + _LOOK
+            if time.thread_time() > self._until:
+                raise TooMuch(f"it takes more than {_MOST_SECONDS:g} seconds")
+
+    def turn(self, outputs: int) -> None:
+        """A turn of a loop, or a call of a macro, whose body writes this many times."""
+        self.spend(_TURN + _WRITTEN * outputs)
+
+    def seen(self, value: Any) -> Any:
+        """A value that is about to be read as a whole."""
+        self.measure(value)
+        self.spend(_WRITTEN + _new_size(value) // _READ)
+        return value
+
+    def made(self, value: Any) -> Any:
+        """A value that is new."""
+        self.measure(value)
+        self.spend(_WRITTEN + _new_size(value))
+        return value
 
     def join(self, *parts: Any) -> str:
-        return join(map(str, parts))
+        return self.concat(str(self.seen(part)) for part in parts)
 
+    def concat(self, parts: Iterable[str]) -> str:
+        """The parts as one text."""
+        found, size = [], 0
+        for part in parts:
+            found.append(part)
+            size += len(part)
+            if size > _LONGEST:
+                raise TooMuch(f"it makes a text of more than {_LONGEST:,} characters")
+        self.spend(size)
+        return "".join(found)
 
-def join(parts: Iterable[str]) -> str:
-    """The parts as one text."""
-    found = list(parts)
-    if sum(map(len, found)) > _LONGEST:
-        raise TooMuch(f"it makes a text of more than {_LONGEST:,} characters")
-    return "".join(found)
+    def check_reach(self, name: str, value: Any, arguments: Iterable[Any]) -> None:
+        """Before a filter or a method is called.
+
+        Raises:
+          TooMuch: the result may be too large, or take too long.
+        """
+        size, levels = self.measure(value)
+        self.spend(_TURN + _new_size(value) // _READ)
+        short = name in _SLOW or (name in _OF_ELEMENTS and isinstance(value, str))
+        if short and size > _SLOW_LONGEST:
+            raise TooMuch(f"it gives {name} a value of more than {_SLOW_LONGEST:,} characters")
+        if name not in _IN_PROPORTION:
+            self._check_product(max(size, 1) * levels, sum(map(self._counted, arguments)))
+
+    def _check_product(self, size: int, times: int) -> None:
+        if size * max(times, 1) > _MOST_REACH:
+            raise TooMuch(f"it makes a value of more than {_LONGEST:,} characters")
+
+    def check_percent(self, text: str, arguments: Any) -> None:
+        """Before `text % arguments`. Raises TooMuch as `check_reach`."""
+        self._check_widths(text, _WIDTH.findall(text), arguments)
+
+    def check_braces(self, text: str, arguments: Any) -> None:
+        """Before `text.format(arguments)`. Raises TooMuch as `check_reach`."""
+        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
+        widths = [width for spec in specs for width in re.findall(r"\d+|\{", spec)]
+        self._check_widths(text, widths, arguments)
+
+    def _check_widths(self, text: str, widths: Sequence[str], arguments: Any) -> None:
+        """`widths`: digits, or a sign that stands for an argument."""
+        self.spend(_TURN)
+        if any(len(w) > 4 or not w.isdecimal() for w in widths):
+            raise TooMuch(f"it fills a text up to a width of {_WIDEST:,} or more")
+        widest = max(map(int, widths), default=1)
+        self._check_product(max(len(text), 1), max(widest, self.measure(arguments)[0]))
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox whose templates come from `limited_template`."""
+    """A sandbox whose templates come from `limited_template`.
+
+    Args:
+      filters: further ones, or others of a name that there is.
+      options: of the environment.
+    """
 
     # Not computed while a template is compiled, either.
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(join)  # type: ignore[assignment]
 
-    def __init__(self, **options: Any):
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
         super().__init__(**options)
         self.add_extension(Limits)
         limits = self.extensions[Limits.identifier]
         assert isinstance(limits, Limits)
         self.limits = limits
-        del self.globals["lipsum"]  # makes as much text as it is asked for
+        self.concat = limits.concat  # type: ignore[misc, assignment]
+        self.finalize = limits.seen  # of every value that is written
+        del self.globals["lipsum"], self.filters["random"]
+        for name, function in (self.filters | filters).items():
+            self.filters[name] = self._limited(name, function)
+        for name, function in self.tests.items():
+            self.tests[name] = self._limited("", function)
+
+    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that is measured before and after; a test, without a name, is only counted."""
+        first = int(getattr(function, "jinja_pass_arg", None) is not None)  # behind a context
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            value, *others = args[first:]
+            if not name:
+                self.limits.seen(value)
+                return function(*args, **kwargs)
+            self.limits.check_reach(name, value, (*others, *kwargs.values()))
+            if name == "format":
+                self.limits.check_percent(str(value), kwargs or others)
+            return self.limits.made(function(*args, **kwargs))
+
+        return limited
+
+    def call(__self, __context, __obj, *args: Any, **kwargs: Any) -> Any:
+        # Jinja's own names: an argument of a template may have any other.
+        owner, limits = getattr(__obj, "__self__", None), __self.limits
+        if owner is limits:
+            return __obj(*args)  # Jinja adds names of its own
+        limits.spend(_TURN)
+        if isinstance(owner, _DATA):
+            name = __obj.__name__
+            given = [v for k, v in kwargs.items() if not k.startswith("_")]  # not Jinja's
+            limits.check_reach(name, owner, (*args, *given))
+            if name in ("encode", "decode") and not all(
+                isinstance(codec, str) and _CODECS.fullmatch(codec) for codec in (*args, *given)
+            ):
+                raise TooMuch(f"it calls {name} with another codec than utf-8")
+        return limits.made(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @functools.wraps(wrapped)
+        def limited(*args: Any, **kwargs: Any) -> str:
+            self.limits.check_braces(value.__self__, [args, kwargs])
+            return self.limits.made(wrapped(*args, **kwargs))
+
+        return limited
 
     def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(x) if isinstance(x, str | list | tuple) else 0 for x in (left, right)]
-        if operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-            raise TooMuch("it fills a text up to a large width")
-        if operator == "+" and sum(sizes) > _LONGEST:
-            raise TooMuch(f"it makes a value of more than {_LONGEST:,} parts")
-        if operator == "*" and any(sizes):
-            times = [x for x in (left, right) if isinstance(x, int)]
-            if times and max(sizes) * times[0] > _LONGEST:
-                raise TooMuch(f"it makes a value of more than {_LONGEST:,} parts")
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        limits, numbers = self.limits, isinstance(left, int) and isinstance(right, int)
+        if operator == "%" and isinstance(left, str):
+            limits.check_percent(left, right)
+        elif operator == "*" and not numbers:
+            if isinstance(left, int):
+                limits.check_reach(operator, right, [left])
+            else:
+                limits.check_reach(operator, left, [right])
+        elif operator in ("*", "**") and numbers:
             bits = left.bit_length() + right.bit_length()
-            if (left.bit_length() * abs(right) if operator == "**" else bits) > _LARGEST_POWER:
+            if (left.bit_length() * abs(right) if operator == "**" else bits) > _LARGEST_NUMBER:
                 raise TooMuch("it makes a number that is too large")
-        return super().call_binop(context, operator, left, right)
+        return limits.made(super().call_binop(context, operator, left, right))
 
     def limited_template(self, source: str) -> jinja2.Template:
-        """A template whose loops and macros are counted, and whose `~` is `join`."""
+        """A template whose loops, macros and values are counted, and whose `~` is `join`."""
+        if len(source) > _LONGEST_SOURCE:
+            raise TooMuch(f"it has more than {_LONGEST_SOURCE:,} characters")
+        self.limits.start()
         tree = self.parse(source)
+        _measure_values(tree, self.limits)
         nodes = jinja2.nodes
-        for node in tree.find_all(nodes.Node):
-            if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
-                count = self.limits.call_method("turn", lineno=node.lineno)
-                node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
-        _replace_joins(tree, self.limits)
+        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+            outputs = sum(len(output.nodes) for output in node.find_all(nodes.Output))
+            count = self.limits.call_method("turn", [nodes.Const(outputs)], lineno=node.lineno)
+            node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
         tree.set_environment(self)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
 
-def _replace_joins(node: jinja2.nodes.Node, limits: jinja2.ext.Extension) -> None:
-    """`a ~ b` anywhere below a node -> `limits.join(a, b)`."""
+def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
+    """Anywhere below a node: `a ~ b` becomes `limits.join(a, b)`; literals and slices are measured
+    as what is new, what a loop or a comparison reads as a whole as what is seen."""
     for name, value in node.iter_fields():
         values = value if isinstance(value, list) else [value]
         for i, child in enumerate(values):
             if not isinstance(child, jinja2.nodes.Node):
                 continue
-            _replace_joins(child, limits)
-            if isinstance(child, jinja2.nodes.Concat):
-                values[i] = limits.call_method("join", child.nodes, lineno=child.lineno)
+            _measure_values(child, limits)
+            method = _method(node, name, child)
+            if method:
+                parts = child.nodes if isinstance(child, jinja2.nodes.Concat) else [child]
+                values[i] = limits.call_method(method, parts, lineno=child.lineno)
         if not isinstance(value, list):
             setattr(node, name, values[0])
+
+
+def _method(parent: jinja2.nodes.Node, name: str, child: jinja2.nodes.Node) -> str | None:
+    """The method of Limits that a value goes through."""
+    nodes = jinja2.nodes
+    if isinstance(child, nodes.Concat):
+        return "join"
+    literal = isinstance(child, nodes.List | nodes.Tuple | nodes.Dict)
+    if literal and getattr(child, "ctx", "load") == "load":
+        return "made"
+    if isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
+        return "made"
+    read = (isinstance(parent, nodes.For) and name == "iter") or (
+        isinstance(parent, nodes.Compare) and name == "expr"
+    )
+    return "seen" if read else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import pathlib
+import re
+import resource
 
 import pytest
 import tiny_checkpoint
@@ -107,36 +110,143 @@ def test_arithmetic_and_joins_are_those_of_jinja():
     assert text == "2-None 1024 3   2.5% [1, 2] abab 3.0 0.5 one2True 34!"
 
 
+# Text of 4 million characters is too long, of 2 million is not.
+_LONG = "{% set x = 'a' * 1000 * 2000 %}"
+_SHORT = "{% set x = 'a' * 1000 * 60 %}"
+_LIST = "{% set x = range(60000) | list %}"
+_HOSTILE = [
+    # Loops, macros, blocks.
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% macro f() %}" + "a{% if 1 %}{% endif %}" * 500
+    + "{% endmacro %}{% for i in range(99999) %}{% set y = f() %}{% endfor %}",
+    "{% block z %}a{% endblock %}" + "".join(
+        f"{{% block b{i} %}}{{% if messages | length < {i + 99} %}}{{{{ self.b{i + 1}() }}}}"
+        f"{{{{ self.b{i + 1}() }}}}{{% endif %}}{{% endblock %}}" for i in range(60)
+    ) + "{% block b60 %}{% endblock %}",
+    # Text and lists that double.
+    "{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set q %}{{ n.x }}"
+    "{{ n.x }}{% endset %}{% set n.x = q %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    "{{ n.x }}",
+    "{% set n = namespace(x=(1,)) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}"
+    "{{ {n.x: 1} }}",
+    "{% set n = namespace(x={}) %}{% for i in range(40) %}{% set n.x = {'a': n.x, 'b': n.x} %}"
+    "{% endfor %}{{ n.x == n.x }}",
+    "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = namespace(a=n.x, b=n.x) %}"
+    "{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=1) %}{% set n.x = n %}{{ n }}{{ [n] | string }}",
+    "{% set n = namespace(x=[]) %}{% for i in range(400) %}{% set n.x = [n.x] %}{% endfor %}",
+    _LONG + "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+    "{% set n.x = n.x + [x[1:] | length] %}{% endfor %}",
+    _LONG + "{{ x }}{{ x }}{{ x }}", _LONG + "{{ [x, x, x] }}",
+    # Operators.
+    "{{ 'a' * 10**12 }}", "{{ 10**12 * 'a' }}", "{{ [1] * 10**9 }}", "{{ 9**(9**9) }}",
+    "{{ '%999999999d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '%9999d' * 9999 % ((1,) * 9999) }}",
+    _SHORT + "{{ '%s' * 99999 % ((x,) * 99999) }}",
+    # Filters.
+    "{{ lipsum(10**9) }}", "{{ 'a' | center(10**9) }}", "{{ ('a\nb' * 9999) | indent(10**6) }}",
+    "{{ ('a\n' * 10**6) | indent(10**4) }}", "{{ ('a\n' * 10**6) | indent('b' * 10**4) }}",
+    _SHORT + "{{ x | replace('a', x) }}", "{{ '%999999999d' | format(1) }}",
+    "{{ '%99999s%s' | format(1, 2) }}", _SHORT + "{{ range(99999) | join(x) }}",
+    "{{ [1] | slice(10**9) | list }}", "{{ [1] | batch(10**9, 1) | list }}",
+    "{{ [[[1]]] | tojson(indent=10**9) }}", _LIST + "{{ x | tojson(indent=10**4) }}",
+    _SHORT + "{{ range(99999) | list | tojson(separators=(x, x)) }}",
+    "{% set n = namespace(x=[1] * 9999) %}{% for i in range(60) %}{% set n.x = [n.x] %}{% endfor %}"
+    "{{ n.x | tojson(indent=99) }}",
+    _LONG + "{{ x | wordwrap(1, wrapstring=x) }}", _LONG + "{{ x | title }}",
+    "{{ ('<!--x-->' * 200000) | striptags }}", "{{ ('http://a.b ' * 200000) | urlize }}",
+    "{{ ([[1]] * 200000) | sum(start=[]) }}", _LIST + "{{ x | pprint }}",
+    "{{ 1.5 | round(10**9) }}", "{{ messages | map(attribute='0.' * 10**7) | list }}",
+    "{{ range(99999) | map('center', 9999) | join }}",
+    _LIST + "{% for i in range(9999) %}{% if x | sort == 1 %}{% endif %}{% endfor %}",
+    _LONG + "{{ x | list }}", _LONG + "{{ x | sort }}", _LONG + "{{ x | groupby('a') }}",
+    _LONG + "{{ x | trim(x) }}", "{% filter center(10**9) %}{% endfilter %}",
+    _LIST + "{{ ((x | map('string') | list) * 1) | unique | list }}",
+    "{{ ('9' * 3000000) | int(base=16) }}", "{{ ('a' * 4000) | urlize(rel='b' * 10**6) }}",
+    # Methods.
+    "{{ 'a'.center(10**9) }}", "{{ 'a'.ljust(10**9) }}", "{{ '1'.zfill(10**9) }}",
+    "{{ '\t'.expandtabs(10**9) }}", _SHORT + "{{ x.replace('a', x) }}", _SHORT + "{{ x.join(x) }}",
+    _SHORT + "{{ x.translate({97: x}) }}", "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**9) }}", "{{ '{a:{b}}'.format_map({'a': 1, 'b': 10**9}) }}",
+    "{{ ('{:9999}' * 9999).format(*([1] * 9999)) }}", "{{ (5).to_bytes(10**9) }}",
+    _LONG + "{{ x.strip(x ~ 'b') }}", "{{ ('é' * 99999).encode('punycode') }}",
+    "{{ ('é' * 99999).encode(encoding='idna') }}", "{{ ('a' | safe).ljust(10**9) }}",
+    "{{ ('a' | e).replace('a', 'b' * 10**7 * 10) }}", "{{ 'a' | attr('center')(10**9) }}",
+    "{{ strftime_now('%999999999Y' * 9999) }}",
+    _LONG + "{% for i in range(999) %}{% set y = x.split('a') %}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", _HOSTILE, ids=range(len(_HOSTILE)))
+def test_limits(source, monkeypatch):
+    """A sentence, soon, and within little memory: the limit of the data is 300 MB above now."""
+    monkeypatch.setattr(chat_limits, "_MOST_SECONDS", 0.15)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    held = int(re.search(r"VmData:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + 300 * 2**20, before[1]))
+    try:
+        with time_limit(), pytest.raises(UserError) as raised:
+            _template(source).render(_USER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    said = str(raised.value)
+    assert re.search(r"\(it |\(its |no Jinja|'lipsum' is undefined|OverflowError", said), said
+    assert "MemoryError" not in said
+
+
 @pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "turns"),
-        ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-         "turns"),
-        ("{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
-         "{% endfor %}", "16,777,216 characters"),
-        ("{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set q %}{{ n.x }}"
-         "{{ n.x }}{% endset %}{% set n.x = q %}{% endfor %}", "16,777,216 characters"),
-        ("{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}"
-         "{% endfor %}", "16,777,216 parts"),
-        ("{{ 'a' * 10**12 }}", "16,777,216 parts"), ("{{ 10**12 * 'a' }}", "16,777,216 parts"),
-        ("{{ 9**(9**9) }}", "number"), ("{{ '%999999999d' % 1 }}", "width"),
-        ("{{ '%*d' % (10**9, 1) }}", "width"), ("{{ lipsum(10**9) }}", "lipsum"),
-        ("{{ " + "(" * 5000 + " }}", "no Jinja"), ("{{ " + "1" * 5000 + " }}", "no Jinja"),
-        ("{% if 1 %}" * 300 + "{% endif %}" * 300, "no Jinja"),
-    ],
-    ids=range(14),
+    "source",
+    ["{{ " + "(" * 5000 + " }}", "{{ " + "1" * 5000 + " }}",
+     "{% if 1 %}" * 300 + "{% endif %}" * 300, "{{ [1, 2] | random }}", "{{ a }}" * 99_999],
+    ids=range(5),
 )  # fmt: skip
-def test_limits(source, words, monkeypatch):
-    monkeypatch.setattr(chat_limits, "_MOST_TURNS", 10_000)
-    with pytest.raises(UserError, match=words), time_limit():
-        _template(source).render(_USER)
+def test_what_is_no_jinja(source):
+    with time_limit(), pytest.raises(UserError, match="no Jinja"):
+        _template(source)
 
 
-def test_turns_are_counted_anew_for_each_conversation(monkeypatch):
-    monkeypatch.setattr(chat_limits, "_MOST_TURNS", 150)
+def test_limits_are_far_from_long_conversations():
+    """A quarter of a million characters in 200 messages with calls, through what templates do."""
+    text = "A line of text, 100 % {of it}.\n" * 40
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text, "calls": [{"a": {"b": i}}]}
+        for i in range(200)
+    ]
+    source = (
+        "{% set ns = namespace(last=-1, n=[]) %}{% for m in messages[::-1] %}"
+        "{% set i = loop.index0 %}"
+        "{% if m.role == 'user' and '<x>' not in m.content and ns.last < 0 %}"
+        "{% set ns.last = i %}{% endif %}{% set ns.n = ns.n + [i] %}{% endfor %}"
+        "{{ messages | tojson(indent=4) | length }}"
+        "{{ messages | map(attribute='content') | join('-') | length }}{% for m in messages %}"
+        "{{ m.role | title ~ ': ' ~ m.content | trim }}"
+        "{{ m.content.replace('line', 'word').split('</think>')[-1].lstrip('\\n') | length }}"
+        "{{ m.content | indent(4) | length }}{{ '%s %5d' % (m.role, loop.index) }}"
+        "{{ '{:>9}'.format(m.role) }}{% for c in m.calls %}{{ c | tojson }}{% endfor %}"
+        "{{ (messages | selectattr('role', 'equalto', 'user') | list)[:2] | length }}"
+        "{{ m.content | replace('text', m.role) | default('x' * 1000) | length }}{% endfor %}"
+    )
+    text = _template(source).render(messages)
+    assert len(text) > 250_000 and "    user" in text and "User: A line" in text
+
+
+def test_limits_begin_anew_for_each_conversation(monkeypatch):
+    monkeypatch.setattr(chat_limits, "_MOST_WORK", 10_000)
     template = _template("{% for i in range(100) %}{% endfor %}done")
     assert [template.render(_USER) for _ in range(3)] == ["done"] * 3
+
+
+def test_computing_has_a_limit_of_time(monkeypatch):
+    """What is within all other limits ends by the clock."""
+    monkeypatch.setattr(chat_limits, "_MOST_SECONDS", 0.05)
+    source = "{% for i in range(9999) %}{% for j in range(99) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"it takes more than 0\.05 seconds"):
+        _template(source).render(_USER)
 
 
 def test_format_of_a_question():
