@@ -79,7 +79,7 @@ class TooMuch(Exception):
 
 def _own_size(x: Any) -> int:
     """Of a value without what is inside it."""
-    if type(x) is _NAMESPACE:
+    if type(x) is _NAMESPACE or isinstance(x, jinja2.Undefined):
         return _ELEMENT
     if isinstance(x, str | bytes | range):
         return len(x)
@@ -368,7 +368,9 @@ def _method(parent: jinja2.nodes.Node, name: str, child: jinja2.nodes.Node) -> s
         return "made"
     if isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
         return "made"
-    read = (isinstance(parent, nodes.For) and name == "iter") or (
-        isinstance(parent, nodes.Compare) and name == "expr"
-    )
-    return "seen" if read else None
+    if isinstance(parent, nodes.Compare) and name == "expr":
+        [first, *others] = parent.ops
+        equal = not others and first.op not in ("in", "notin")
+        literal = isinstance(child, nodes.Const) or isinstance(first.expr, nodes.Const)
+        return None if equal and literal else "seen"  # a literal is small, so little is read
+    return "seen" if isinstance(parent, nodes.For) and name == "iter" else None
