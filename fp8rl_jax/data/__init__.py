@@ -15,6 +15,6 @@ from fp8rl_jax.data.demonstrations import (
     pad_demonstrations,
     with_turn_end,
 )
-from fp8rl_jax.data.load import load_tokenizer, tokenizer_files
+from fp8rl_jax.data.load import load_tokenizer, tokenizer_files, tokenizer_path
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer

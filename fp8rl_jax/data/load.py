@@ -10,7 +10,7 @@ from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from fp8rl_jax.errors import UserError
 
 
-def _path(name: str, checkpoint: str = "") -> str:
+def tokenizer_path(name: str, checkpoint: str = "") -> str:
     """What `data.tokenizer` names, with 'checkpoint' resolved to `model.checkpoint`.
 
     Raises:
@@ -37,7 +37,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
     Raises:
       UserError: it cannot be read.
     """
-    path = _path(config.tokenizer, checkpoint)
+    path = tokenizer_path(config.tokenizer, checkpoint)
     if path == "byte":
         return ByteTokenizer()
     if os.path.isdir(path):
@@ -47,7 +47,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
 
 def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
     """The files that the tokenizer of `load_tokenizer` depends on."""
-    path = _path(name, checkpoint)
+    path = tokenizer_path(name, checkpoint)
     if path == "byte":
         return []
     if not os.path.isdir(path):

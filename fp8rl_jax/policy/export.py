@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import pathlib
 from collections.abc import Callable, Collection
 
@@ -10,6 +12,9 @@ import jax
 
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
+from fp8rl_jax.data import tokenizer_path
+from fp8rl_jax.data.tokenizer import read_reader
+from fp8rl_jax.errors import refused
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target
@@ -32,7 +37,7 @@ def export_run(
     permitted: Collection[str],
     note: Callable[[str], None],
 ) -> pathlib.Path:
-    """Writes the parameters of a run's newest checkpoint, and the tokenizer that it began with.
+    """Writes the parameters of a run's newest checkpoint, and the tokenizer of the run.
 
     One array of parameters is in memory at a time, and nothing of the optimiser.
     Under 'fp8' the file's bytes are those that the sampler serves under the recipe `fp8`.
@@ -59,12 +64,13 @@ def export_run(
     note(f"weights of {path} after {found.phase} step {found.step}")
     if not found.checkpoints.has_checksums(found.number):
         note("it has no checksums of single arrays, so that none is verified")
-    begun = pathlib.Path(config.model.checkpoint)
-    also, fields = None, pretrained_config(begun) if config.model.checkpoint else None
-    if fields is not None:
-        also = functools.partial(copy_tokenizer, begun)
-    else:
-        note("without a tokenizer: the run did not begin with a checkpoint that has one")
+    begun = config.model.checkpoint
+    fields = pretrained_config(begun) if begun else None
+    tokenizer = tokenizer_path(config.data.tokenizer, begun)
+    also = functools.partial(_copy_tokenizer, tokenizer, config.data)
+    if tokenizer == "byte":
+        also = None
+        note("without a tokenizer: that of the run is 'byte', which has no file")
     params = jax.tree_util.tree_map_with_path(
         lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
         runtime.param_shapes,
@@ -75,3 +81,23 @@ def export_run(
     )  # fmt: skip
     found.checkpoints.close()
     return target
+
+
+def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:
+    """Copies the files of a tokenizer; of a single one writes a tokenizer.json that puts
+    `data.bos_token` in front, as the run did, and a file with the names that `data` gives."""
+    if os.path.isdir(tokenizer):
+        copy_tokenizer(pathlib.Path(tokenizer), directory)
+        return
+    from tokenizers import processors
+
+    reader = read_reader(pathlib.Path(tokenizer))
+    with refused(f"data.bos_token: {data.bos_token!r} cannot be put in front of a text"):
+        begin = (data.bos_token, reader.token_to_id(data.bos_token))
+        reader.post_processor = processors.TemplateProcessing(
+            single=[data.bos_token, "$A"], special_tokens=[begin]
+        )
+    reader.save(str(directory / "tokenizer.json"))
+    names = {kind: data[kind] for kind in ("bos_token", "eos_token", "pad_token")}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

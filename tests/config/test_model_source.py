@@ -19,8 +19,10 @@ from fp8rl_jax import cli, models, train
 from fp8rl_jax.config import saved_config
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.policy import export
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.run_directory import first_difference
@@ -275,6 +277,23 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
         assert (target / name).read_bytes() == (checkpoint / name).read_bytes()
     fields = json.loads((target / "config.json").read_text())
     assert fields["max_position_embeddings"] == 128
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_run_is_exported_with_its_own_tokenizer(kind, tmp_path):
+    """Not with that of the checkpoint: ids are those that the run was trained with."""
+    path = tiny_checkpoint.write(tmp_path / "tokenizer")
+    target = tmp_path / "out"
+    target.mkdir()
+    names = {"bos_token": "<|turn|>", "eos_token": "<|stop|>", "pad_token": "<|pad|>"}
+    data = ml_collections.ConfigDict({"tokenizer": str(path), **names})
+    if kind == "file":
+        data.tokenizer = str(path / "tokenizer.json")
+    export._copy_tokenizer(data.tokenizer, data, target)
+    trained, exported = load_tokenizer(data), PretrainedTokenizer(target)
+    assert encode_prompt("the cat", exported) == encode_prompt("the cat", trained)
+    assert (exported.eos_id, exported.pad_id) == (trained.eos_id, trained.pad_id)
+    assert (exported.chat_template is None) == (kind == "file")
 
 
 @pytest.mark.slow

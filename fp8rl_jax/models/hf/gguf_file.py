@@ -153,7 +153,8 @@ class GGUF:
             values[name] = self.get(f"tokenizer.ggml.{theirs}_token_id")
         turn = self.get("tokenizer.ggml.eot_token_id")
         if turn not in (None, values["eos_token_id"]):  # a document and a turn have their own ends
-            values["eos_token_id"] = [values["eos_token_id"], turn]
+            ends = (values["eos_token_id"], turn)
+            values["eos_token_id"] = [end for end in ends if end is not None]
         table = self._tensors.get(EMBEDDING)
         if table is not None and table.shape:
             values["vocab_size"] = table.shape[0]
@@ -248,9 +249,10 @@ class GGUF:
                 (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
         begin = self._token("bos")
         if self.get("tokenizer.ggml.add_bos_token") and begin is not None:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
-            )
+            with refused(f"{self.where} has a first token that cannot be used"):
+                tokenizer.post_processor = processors.TemplateProcessing(
+                    single=[begin, "$A"], special_tokens=[(begin, vocabulary[begin])]
+                )
         tokenizer.save(str(directory / "tokenizer.json"))
         about = {"tokenizer_class": "PreTrainedTokenizerFast"}
         about |= {name: token for name, token in named.items() if token is not None}
