@@ -260,10 +260,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.concat = limits.concat  # type: ignore[misc, assignment]
         self.finalize = limits.seen  # of every value that is written
         del self.globals["lipsum"], self.filters["random"]
-        for name, function in (self.filters | filters).items():
+        for name, function in {**self.filters, **filters}.items():
             self.filters[name] = self._limited(name, function)
         for name, function in self.tests.items():
-            self.tests[name] = self._limited("", function)
+            self.tests[name] = self._limited("", function)  # type: ignore[arg-type]
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that is measured before and after; a test, without a name, is only counted."""
@@ -333,7 +333,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         _measure_values(tree, self.limits)
         nodes = jinja2.nodes
-        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+        for node in tree.find_all(nodes.Stmt):
+            if not isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
+                continue
             outputs = sum(len(output.nodes) for output in node.find_all(nodes.Output))
             count = self.limits.call_method("turn", [nodes.Const(outputs)], lineno=node.lineno)
             node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
@@ -352,7 +354,7 @@ def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
             _measure_values(child, limits)
             method = _method(node, name, child)
             if method:
-                parts = child.nodes if isinstance(child, jinja2.nodes.Concat) else [child]
+                parts: Any = child.nodes if isinstance(child, jinja2.nodes.Concat) else [child]
                 values[i] = limits.call_method(method, parts, lineno=child.lineno)
         if not isinstance(value, list):
             setattr(node, name, values[0])

@@ -70,7 +70,7 @@ def pad_demonstrations(
       UserError: a prompt, or an answer with its end, needs more slots.
     """
     pairs = [encode_demonstration(*example, tokenizer, chat) for example in examples]
-    prompts, responses = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+    prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
     check_prompts(prompts, [question for question, _ in examples], prompt_slots)
     longest = max(responses, key=len, default=[])
     if len(longest) > response_slots:

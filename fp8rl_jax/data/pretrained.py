@@ -165,8 +165,8 @@ def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(name of a list, token) of the special tokens that have no name of their own."""
     for kind in ("extra_special_tokens", "additional_special_tokens"):
         listed = settings.get(kind)
-        values = listed.values() if isinstance(listed, dict) else listed
-        for value in values if isinstance(listed, dict | list) else ():
+        values = list(listed.values()) if isinstance(listed, dict) else listed
+        for value in values if isinstance(values, list) else ():
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str):
                 yield kind, token
@@ -211,14 +211,14 @@ def _listed_tokens(
     if not isinstance(decoder, dict):
         raise UserError(f"{file}: added_tokens_decoder is no object: put the file back")
     for number, token in decoder.items():
-        content = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(content, str):
+        text = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(text, str):
             raise UserError(
                 f"{file}: added_tokens_decoder has no content for {number!r}: put the file back"
             )
         flags = {name: bool(token[name]) for name in _FLAGS if name in token}
         whole = number.isdecimal() and len(number) < 12
-        yield _id_in(file, int(number) if whole else number), content, flags
+        yield _id_in(file, int(number) if whole else number), text, flags
 
 
 def _id_in(file: pathlib.Path, number: Any) -> int:

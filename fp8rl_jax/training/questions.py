@@ -56,12 +56,12 @@ class _Lengths:
 
     def fit(self, split: str, question: Question) -> bool:
         """Whether the prompt, and a demonstration with its end token, have room."""
-        prompt = encode_prompt(question.prompt, self._tokenizer, self._chat)
-        lengths = {"max_prompt_tokens": len(prompt)}
         if split == "sft":
             example = question.prompt, question.demonstration
-            response = encode_demonstration(*example, self._tokenizer, self._chat)[1]
-            lengths["max_new_tokens"] = len(response)
+            prompt, response = encode_demonstration(*example, self._tokenizer, self._chat)
+        else:
+            prompt, response = encode_prompt(question.prompt, self._tokenizer, self._chat), []
+        lengths = {"max_prompt_tokens": len(prompt), "max_new_tokens": len(response)}
         for field, length in lengths.items():
             if length > self._rollout[field]:
                 self.too_long.setdefault(field, []).append(length)

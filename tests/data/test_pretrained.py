@@ -142,6 +142,25 @@ def test_options_of_a_call_have_no_effect(option, directory, write):
     ]
 
 
+def test_options_of_a_call_in_the_settings_have_no_effect(write):
+    """What `save_pretrained` writes of the arguments that its tokenizer was made with."""
+    plain = PretrainedTokenizer(write())
+    tokenizer = PretrainedTokenizer(
+        write(
+            tokenizer_config={
+                "split_special_tokens": True, "model_max_length": 4, "max_length": 4, "stride": 1,
+                "padding_side": "left", "truncation_side": "left", "pad_to_multiple_of": 8,
+                "truncation_strategy": "longest_first", "add_eos_token": True,
+                "clean_up_tokenization_spaces": True, "return_token_type_ids": True,
+            }
+        )
+    )  # fmt: skip
+    text = "<|turn|>What is 5 + 6 ? The answer is 11 .<|stop|>"
+    assert tokenizer.encode(text) == plain.encode(text)
+    ids = plain.encode("the cat . 5 ?")
+    assert tokenizer.decode(ids) == plain.decode(ids) == "the cat . 5 ?"
+
+
 _PLAIN = {
     "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False
 }  # fmt: skip
