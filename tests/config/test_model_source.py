@@ -27,7 +27,7 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.run_directory import first_difference
 from fp8rl_jax.training.runtime import make_runtime
-from fp8rl_jax.training.sft import cache_directory
+from fp8rl_jax.training.sft import _demonstrations, cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +277,25 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
         assert (target / name).read_bytes() == (checkpoint / name).read_bytes()
     fields = json.loads((target / "config.json").read_text())
     assert fields["max_position_embeddings"] == 128
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_fine_tuning_ends_and_a_rollout_stops_as_the_template_ends_a_turn(chat, tmp_path):
+    """The end of a document is <|end|> (0); the template ends a turn with <|stop|> (2)."""
+    path = tiny_checkpoint.write(
+        tmp_path / "model", tokenizer_config={"eos_token": "<|end|>"},
+        generation_config={"eos_token_id": None},
+    )  # fmt: skip
+    sections = {"data": {"chat": chat}, "sft": {"steps": 1, "questions": 4, "batch_size": 4}}
+    sections["data"]["tokenizer"] = "checkpoint"
+    sections["rollout"] = {"max_prompt_tokens": 90, "max_new_tokens": 6}
+    runtime = make_runtime(_pretrained(path, tmp_path, **sections))
+    assert runtime.tokenizer.eos_ids == ((0, 2) if chat else (0,))
+    questions = runtime.questions["sft"]
+    batch = _demonstrations(runtime, questions)
+    for question, targets, mask in zip(questions, batch.targets, batch.mask, strict=True):
+        taught = np.asarray(targets)[np.asarray(mask) > 0].tolist()
+        assert taught == [*runtime.tokenizer.encode(question.answer), 2 if chat else 0]
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
