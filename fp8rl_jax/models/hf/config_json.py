@@ -86,7 +86,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate": (None, True),
     "partial_rotary_factor": (None, 1, 1.0),
 }
-_NAMES = {"rope_type", "type", "rope_theta", _ORIGINAL}
+_NAMES = {"rope_type", "rope_theta", _ORIGINAL}
 # Fields of a source that another form, or another file, stands for.
 _DROPPED = {
     "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
@@ -187,19 +187,22 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
 def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
     """The rope_* fields of ModelConfig, from either form; `latent`: of the model's attention."""
     parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
+    stated = [("rope_theta", fields.values.get("rope_theta"))]
+    stated += [item for part in parts if part for item in part.values.items()]
     values: dict[str, Any] = {}
-    for name, value in ((n, v) for part in parts if part for n, v in part.values.items()):
-        if values.setdefault(name, value) != value:
-            raise fields.error(
-                "rope_scaling", f"{name} is {value!r} in rope_parameters: {_TAKE_ONE_OUT}"
+    for name, value in stated:
+        name = "rope_type" if name == "type" else name
+        if value is not None and values.setdefault(name, value) != value:
+            raise UserError(
+                f"{fields.where}: {name} is {values[name]!r} in one place and {value!r} in another "
+                f"(rope_scaling, rope_parameters): {_TAKE_ONE_OUT}"
             )
-    theta = values.get("rope_theta", fields.values.get("rope_theta"))
     where = next((part.where for part in reversed(parts) if part), fields.where)
-    rope = Fields({**values, "rope_theta": theta}, where)
-    kind = values.get("rope_type", values.get("type", "default"))
-    name = "type" if "rope_type" not in values and "type" in values else "rope_type"
+    rope, kind = Fields(values, where), values.get("rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise rope.error(name, f"only {', '.join(ROPE_TYPES)} are supported: take another model")
+        raise rope.error(
+            "rope_type", f"only {', '.join(ROPE_TYPES)} are supported: take another model"
+        )
     settings = _SETTINGS[kind]
     for setting in sorted(set(values) - _NAMES - set(settings)):
         if values[setting] not in _NEUTRAL.get(setting, ()):

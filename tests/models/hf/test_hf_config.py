@@ -176,7 +176,9 @@ def _rope(**changes) -> dict:
         (_DEEPSEEK, {"kv_lora_rank": None}, ["kv_lora_rank"]),
         (_DEEPSEEK, {"n_routed_experts": None}, ["n_routed_experts"]),
         (_QWEN3_MOE, {"num_local_experts": 64}, ["num_experts", "128", "num_local_experts", "64"]),
-        (_LLAMA, {"rope_parameters": {"factor": 4.0}}, ["rope_scaling", "factor", "4.0"]),
+        (_LLAMA, {"rope_parameters": {"factor": 4.0}}, ["factor", "8.0", "4.0"]),
+        (_LLAMA, {"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta", "500000.0", "10000.0"]),
+        (_LLAMA, _rope(type="yarn"), ["rope_type", "'llama3'", "'yarn'"]),
     ],
 )  # fmt: skip
 def test_refused_by_name(fields, changes, words):
