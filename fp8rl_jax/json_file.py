@@ -11,11 +11,32 @@ import json
 import os
 import pathlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 LONGEST = 2**24  # bytes; a config.json has thousands
 DEEPEST = 100  # lists and objects within each other
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether this names an entry of a directory, and nothing outside of it."""
+    plain = isinstance(name, str) and 0 < len(name) <= 255 and name not in (".", "..")
+    return plain and not {"/", "\\", "\0"} & set(name)
+
+
+def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
+    """What the system says of a regular file.
+
+    Raises:
+      OSError: it is not there, or is a directory, a FIFO, a socket or a device.
+    """
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a NUL, half of a character
+        raise OSError(errno.EINVAL, str(error)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return status
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
@@ -24,22 +45,27 @@ def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
     Raises:
       OSError: it cannot be read, is no regular file, or has more than `most` bytes.
     """
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+    status = check_regular(path)
     if status.st_size > most:
         raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and {most} is the limit")
     return pathlib.Path(path).read_bytes()
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(
+    content: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """The value of a JSON text; NaN and Infinity are numbers in it, as for `json`.
+
+    Args:
+      content: the text.
+      pairs: makes an object of its keys and values; without it the last of equal keys counts.
 
     Raises:
       ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
     """
+    text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        value = json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except MemoryError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import pathlib
 import sys
 import textwrap
 
 from fp8rl_jax.cli.arguments import Command, argument, whole, words, writable
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, visible
 
 _MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
 
@@ -39,6 +40,7 @@ def _list(values: argparse.Namespace) -> int:
 
 def _prepare(values: argparse.Namespace) -> int:
     from fp8rl_jax.envs import files, tfds, tfds_prepare
+    from fp8rl_jax.envs.rows import without_unreadable
 
     if values.name is None:
         raise UserError("fp8rl data prepare: name a data set, for example gsm8k")
@@ -56,7 +58,10 @@ def _prepare(values: argparse.Namespace) -> int:
     if name == tfds_prepare.GSM8K:
         print(tfds_prepare.prepare_gsm8k(splits, root))
         return 0
-    rows = {split: [row for _, row in files.read([path])] for split, path in splits.items()}
+    rows = {
+        split: [without_unreadable(row) for _, row in files.read([path])]
+        for split, path in splits.items()
+    }
     print(tfds_prepare.prepare_rows(name, rows, root))
     return 0
 
@@ -64,18 +69,20 @@ def _prepare(values: argparse.Namespace) -> int:
 def _files_by_split(text: str) -> dict[str, pathlib.Path]:
     """{split: file} of --from; a single file may have any name."""
     from fp8rl_jax.envs import files
+    from fp8rl_jax.envs.splits import splits_named
 
     names = words(text)
     found: dict[str, pathlib.Path] = {}
     for name in names:
         path = pathlib.Path(name)
-        split = files.split_named(path.name) or ("train" if len(names) == 1 else "")
-        if not split or split in found or path.is_dir():
+        named = splits_named(path.name) or (["train"] if len(names) == 1 else [])
+        split = named[0] if len(named) == 1 else ""
+        if not split or split in found or os.path.isdir(path):
             raise UserError(
                 f"fp8rl data prepare: --from: {name} is not one file of a split of its own; name "
                 "each after its split, such as train.jsonl,test.jsonl"
             )
-        found[split] = files.find(name)["train"][0]
+        (found[split],) = files.find(name).splits["train"]
     return found
 
 
@@ -111,7 +118,7 @@ def _show(values: argparse.Namespace) -> int:
 
 
 def _cut(value: object) -> str:
-    text = str(value)
+    text = visible(str(value))
     more = len(text) - _MOST_CHARACTERS
     return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}... ({more:,} characters more)"
 

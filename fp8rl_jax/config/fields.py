@@ -147,12 +147,12 @@ FIELDS: dict[str, dict[str, Field]] = {
         "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
                                  "a new order each epoch", 1),
         "question_key": Field("", "the data set's column with the question or conversation; '' for "
-                              "the first of question, prompt, problem, input"),
+                              "the first of question, prompt, problem, instruction, input"),
         "answer_key": Field("", "the column with the answer, such as reward_model.ground_truth; '' "
                             "for the first usual one; - for none"),
         "answer_pattern": Field("", "regular expression whose first group, at its last match in "
-                                "that column, is the answer; '' for the text after the last ####, "
-                                "or all"),
+                                "that column, is the answer; '' for what the last #### marks, or "
+                                "all"),
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
         "eval_task": Field("", "held-out questions from another source than task, written "
                            "likewise, or from several with commas; '' for the data set's own "
@@ -161,7 +161,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "data_dir": Field("", "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
                           "else ~/tensorflow_datasets"),
         "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
-        "max_questions": Field(0, "questions of a data set to train on at most; 0 for all", 0),
+        "max_questions": Field(0, "questions of a data set to train on at most; 0 for all; reading "
+                               "of 'module:function' ends there", 0),
         "overlong": Field("drop", "a data set's questions that are too long for max_prompt_tokens: "
                           "drop them, or error", choices=("drop", "error")),
     },

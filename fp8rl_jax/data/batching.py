@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grain
 import numpy as np
@@ -62,10 +62,16 @@ def encode_prompt(
         return _not_empty(tokenizer.encode(chat.render(question) + answer), question)
     if not isinstance(question, str):
         raise UserError(
-            f"env.task: a prompt is a conversation of {len(question)} messages, and data.chat is "
-            "False: set data.chat=True, with a tokenizer that has a chat template"
+            f"env.task: a prompt is a conversation {_of(question)}, and data.chat is False: set "
+            "data.chat=True, with a tokenizer that has a chat template"
         )
     return encode_text(question + _END + answer, tokenizer)
+
+
+def _of(question: Prompt) -> str:
+    if isinstance(question, Mapping):
+        return f"with tools ({len(question['tools'])})"
+    return f"of {len(question)} messages"
 
 
 def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:

@@ -5,7 +5,10 @@ settings and the helpers that templates on the Hugging Face Hub are written agai
 `tojson` without HTML escapes, `raise_exception`, `strftime_now`, loop controls and the tag
 `{% generation %}`, which only marks text for training and does not change it.
 
-Not done: tools, documents, and messages that are no text.
+Messages keep all their fields, and a prompt may have tools (function schemas): both are handed to
+the template as transformers does.
+
+Not done: documents, and messages that are no text.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import jinja2.nodes
 from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 from fp8rl_jax.errors import UserError
 
-Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages: {'role', 'content'} each
+# A text, or messages ({'role', 'content', ...} each), or {'messages', 'tools'}.
+Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+_NEEDED = ("tools", "tool_calls")  # what a prompt makes no sense without
 
 
 # What `render` gives a template, and what it finds there.
@@ -96,6 +101,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
         self._tokens, self._where = dict(special_tokens), where
+        self._unknown = [name for name in _NEEDED if name not in source]
         try:
             environment = _environment()
             self._limits = environment.limits
@@ -108,11 +114,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
         begin_answer: bool = True,
     ) -> str:
-        """Text of messages ({'role', 'content'} each), special tokens written out.
+        """Text of messages ({'role', 'content', ...} each), special tokens written out.
 
         Args:
           messages: the conversation, oldest first.
@@ -120,16 +126,24 @@ class ChatTemplate:
           begin_answer: go on to the beginning of the assistant's answer.
 
         Raises:
-          UserError: the template refuses these messages.
+          UserError: the template refuses these messages, or writes neither their tool calls nor
+            the tools.
         """
+        for name in self._unknown:
+            if variables.get(name) or any(message.get(name) for message in messages):
+                raise UserError(
+                    f"{self._where}: the chat template writes no {name}, and a prompt has them: "
+                    "take a model whose template does, or leave them out of the data"
+                )
         given = [dict(m) for m in messages]
         names = {"tools": None, "documents": None, **self._tokens, **variables}
+        known = [given, variables.get("tools")]  # it lives as long as the rendering
         try:
-            self._limits.start(given)
+            self._limits.start(known)
             return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
         except Exception as error:  # a template runs any code: type errors and so on
-            known = isinstance(error, _Refusal | TooMuch)
-            said = error if known else f"{type(error).__name__}: {error}"
+            plain = isinstance(error, _Refusal | TooMuch)
+            said = error if plain else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self._where}: the chat template refuses the conversation ({said}); change the "
                 "system prompt or the template's variables"
@@ -163,8 +177,9 @@ class ChatFormat:
 
     def render(self, question: Prompt) -> str:
         """The conversation up to the beginning of the answer; one with a message of its own for
-        the system, or from the developer, has no further one."""
-        return self._render(self._messages(question))
+        the system, or from the developer, has no further one, and tools of its own take the place
+        of those among the variables."""
+        return self._render(question)
 
     def answered(self, question: Prompt, answer: str) -> tuple[str, str]:
         """What follows `render(question)` where the assistant has answered.
@@ -176,25 +191,26 @@ class ChatFormat:
         Returns:
           the answer, and what the template writes behind it: '' if nothing.
         """
-        messages, begun = self._messages(question), self.render(question)
-        _, found, behind = self._render(messages, _CONTENT).rpartition(_CONTENT)
+        begun = self.render(question)
+        _, found, behind = self._render(question, _CONTENT).rpartition(_CONTENT)
         ending = behind if found else ""
-        whole = self._render(messages, answer)
+        whole = self._render(question, answer)
         written = whole.removeprefix(begun).removesuffix(ending)
         if whole != begun + written + ending or _letters(answer) not in _letters(written):
             written = answer
         return written, ending
 
-    def _messages(self, question: Prompt) -> Sequence[Mapping[str, str]]:
-        messages = (
-            [{"role": "user", "content": question}] if isinstance(question, str) else question
-        )
+    def _render(self, question: Prompt, answer: str | None = None) -> str:
+        variables = dict(self.variables)
+        messages: Sequence[Mapping[str, Any]]
+        if isinstance(question, str):
+            messages = [{"role": "user", "content": question}]
+        elif isinstance(question, Mapping):
+            messages, variables["tools"] = question["messages"], question["tools"]
+        else:
+            messages = question
         if self.system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
-        return messages
-
-    def _render(self, messages: Sequence[Mapping[str, str]], answer: str | None = None) -> str:
-        variables = dict(self.variables)
         if self.now is not None:
             variables["strftime_now"] = functools.partial(_date, self.now)
         if answer is None:

@@ -1,32 +1,60 @@
 """Data sets in local files: JSONL, parquet, and directories as Hugging Face's datasets has them.
 
 A directory is laid out as on the Hub (parquet or JSONL files whose names say their split) or as
-`save_to_disk` writes it (Arrow files). pyarrow reads both; nothing else is needed.
+`save_to_disk` writes it (Arrow files). pyarrow reads both; nothing else is needed. Files of others
+are read within limits: regular files alone, names that stay in their directory, lines of limited
+length and depth. Links are followed, since Hugging Face's cache is made of them.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import difflib
 import gzip
-import json
+import itertools
+import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
-from fp8rl_jax.envs.rows import Rows
+from fp8rl_jax.envs import arrow_rows
+from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import LONGEST, check_regular, is_file_name, parse_json, read_json
 
-# Kinds of files, in the order of preference within a directory.
-_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".arrow")
+_JSONL, _GZ, _ARROW = ".jsonl", ".jsonl.gz", ".arrow"
+_HUB = (arrow_rows.PARQUET, _JSONL, _GZ)
 _FORMS = "a .jsonl, .jsonl.gz or .parquet file, or a directory of such files"
-_WORDS = {
-    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
-    "evaluation": "test", "validation": "validation", "valid": "validation", "val": "validation",
-    "dev": "validation",
-}  # fmt: skip
+# Data in kinds of files that are not read: they are named where they lie beside others.
+_OTHER_KINDS = (
+    ".json", ".json.gz", ".ndjson", ".csv", ".csv.gz", ".tsv", ".txt", ".arrow", ".feather",
+    ".orc", ".avro", ".tfrecord", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".tgz", ".gz",
+    ".pkl", ".npy", ".npz", ".db", ".sqlite", ".xlsx",
+)  # fmt: skip
+_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
+_NO_NAME = re.compile(r"(data|part|shard)?[-_.]?\d+(-of-\d+)?")  # of a shard in its split's folder
+_MOST_ENTRIES = 100_000  # of a directory
 _ERRORS = (OSError, EOFError, zlib.error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The files of a data set.
+
+    Attributes:
+      splits: {split: files}.
+      named: the split that the name which the user wrote speaks of; '' for none.
+      unread: names of data files beside them that are not read.
+    """
+
+    splits: dict[str, list[pathlib.Path]]
+    named: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -35,86 +63,193 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def _suffix(name: str) -> str:
-    return next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
+    return next((s for s in (*_HUB, _ARROW) if name.lower().endswith(s)), "")
 
 
-def find(name: str) -> dict[str, list[pathlib.Path]]:
-    """{split: files} of a file or a directory; a single file is the split 'train'.
+def find(name: str) -> Found:
+    """The files of a file or a directory; a single file is the split 'train'.
 
     Raises:
       UserError: it does not exist, or holds no data, or several data sets.
     """
-    path = pathlib.Path(name).expanduser()
-    if path.is_dir():
-        return _find_in_directory(path)
-    if not path.exists():
-        there = [str(p) for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), there, 1, 0.8)
+    path = pathlib.Path(os.path.expanduser(name))
+    if os.path.isdir(path):
+        found = _find_in_directory(path)
+    elif not os.path.exists(path):
+        near = difflib.get_close_matches(str(path)[-300:], _beside(path), 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"name {_FORMS}"
         raise UserError(f"{name} does not exist; {hint}")
-    if not _suffix(path.name):
+    elif not _suffix(path.name):
         raise UserError(f"{name} is of a kind that is not known; name {_FORMS}")
-    return {"train": [path]}
-
-
-def split_named(name: str) -> str | None:
-    """The split that a file or a directory is named after, such as 'test-00000-of-00001'."""
-    words = re.split("[^a-z]+", name.lower())
-    return next((_WORDS[word] for word in words if word in _WORDS), None)
-
-
-def _find_in_directory(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    saved = root / "dataset_dict.json"
-    if saved.exists():
+    else:
+        stem = _stem(path)
+        words = path.parent.name if _NO_NAME.fullmatch(stem) else stem
+        found = Found({TRAIN: [path]}, _held_out_name(words))
+    for file in itertools.chain(*found.splits.values()):
         try:
-            names = json.loads(saved.read_bytes())["splits"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{saved} is damaged: save the data set again") from None
-        return {name: _arrow_files(root / name) for name in names}
-    if (root / "state.json").exists():
-        return {"train": _arrow_files(root)}
-    there = sorted(p for depth in ("*", "*/*", "*/*/*") for p in root.glob(depth))
-    found = [p for p in there if p.is_file() and "/." not in f"/{_in(p, root)}"]
-    for suffixes in (_SUFFIXES[:1], _SUFFIXES[1:3]):
-        if files := [p for p in found if p.name.endswith(suffixes)]:
-            return _by_split(root, files)
+            check_regular(file)
+        except OSError as error:
+            raise _unreadable(file, error) from None
+    return found
+
+
+def _beside(path: pathlib.Path) -> list[str]:
+    """Some of what is in the directory of a path."""
+    try:
+        with os.scandir(path.parent) as entries:
+            return [str(path.parent / entry.name) for entry in itertools.islice(entries, 1000)]
+    except (OSError, ValueError):
+        return []
+
+
+def _stem(path: pathlib.Path) -> str:
+    return path.name[: -len(_suffix(path.name))]
+
+
+def _held_out_name(name: str) -> str:
+    """'test' or 'validation' where a name speaks of that, and not of 'train'."""
+    words = splits_named(name)
+    return next((word for word in words if word in HELD_OUT and TRAIN not in words), "")
+
+
+def _unreadable(path: pathlib.Path, error: BaseException) -> UserError:
+    return UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+def _find_in_directory(root: pathlib.Path) -> Found:
+    files = _walk(root)
+    data = [path for path in files if path.name.lower().endswith(_HUB)]
+    saved, state = root / "dataset_dict.json", root / "state.json"
+    own_name = os.path.basename(os.path.abspath(root))
+    if os.path.lexists(saved) or os.path.lexists(state):
+        if data:
+            raise UserError(
+                f"{root} holds what save_to_disk writes, and {_some(_in(p, root) for p in data)}: "
+                "name the one that is meant, or move the other elsewhere"
+            )
+        if os.path.lexists(saved):
+            return Found({split: _arrow_files(root / split)[0] for split in _saved_splits(saved)})
+        paths, split = _arrow_files(root)
+        if splits_named(own_name) or not _held_out_name(split):
+            return Found({TRAIN: paths}, _held_out_name(own_name))
+        return Found({split: paths})
+    unread = tuple(
+        _in(path, root) for path in files
+        if path.name.lower().endswith(_OTHER_KINDS) and path not in data
+        and path.name not in _ABOUT
+    )  # fmt: skip
+    if data:
+        splits, said = _by_split(root, data)
+        return Found(splits, "" if said else _held_out_name(own_name), unread)
     raise UserError(
-        f"the directory {root} holds no data (parquet or JSONL files, or what "
-        f"save_to_disk writes); name {_FORMS}"
+        f"the directory {root} holds no data (parquet or JSONL files, or what save_to_disk "
+        f"writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
     )
+
+
+def _walk(root: pathlib.Path) -> list[pathlib.Path]:
+    """What is below a directory and is no directory, hidden entries aside, in order of names."""
+    found: list[pathlib.Path] = []
+    seen: set[tuple[int, int]] = set()
+    entries = 0
+    try:
+        for folder, folders, files in os.walk(root, onerror=_raise, followlinks=True):
+            status = os.stat(folder)
+            entries += len(folders) + len(files)
+            if entries > _MOST_ENTRIES:
+                raise UserError(
+                    f"{root} holds more than {_MOST_ENTRIES:,} files: name the directory of one "
+                    "data set"
+                )
+            if (status.st_dev, status.st_ino) in seen:  # links in a circle
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [pathlib.Path(folder, name) for name in files if not name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(pathlib.Path(error.filename or root), error) from None
+    return sorted(found)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _in(path: pathlib.Path, root: pathlib.Path) -> str:
     return path.relative_to(root).as_posix()
 
 
-def _by_split(root: pathlib.Path, files: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+def _some(names: Iterable[str]) -> str:
+    """At most six names."""
+    names = list(names)
+    more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
+
+
+def _by_split(
+    root: pathlib.Path, files: list[pathlib.Path]
+) -> tuple[dict[str, list[pathlib.Path]], bool]:
+    """{split: files}, and whether a name below the directory says one.
+
+    Raises:
+      UserError: one split has files of several data sets, or one file has two splits' names.
+    """
     splits: dict[str, list[pathlib.Path]] = {}
     names: dict[str, set[str]] = {}
+    said = False
     for path in files:
-        folders = _in(path, root).split("/")[:-1]
-        stem = path.name.removesuffix(_suffix(path.name))
-        split = split_named(stem) or next(filter(None, map(split_named, folders[::-1])), "train")
+        *folders, _ = _in(path, root).split("/")
+        words = next(filter(None, map(splits_named, [_stem(path), *folders[::-1]])), [])
+        if len(words) > 1:
+            raise UserError(
+                f"{_in(path, root)} in {root} is named after the splits {' and '.join(words)}: "
+                "name the file itself, or give it another name"
+            )
+        said = said or bool(words)
+        split = words[0] if words else TRAIN
         splits.setdefault(split, []).append(path)
-        names.setdefault(split, set()).add("/".join([*folders, _SHARD.sub("", stem)]))
+        name = "/".join([*folders, _SHARD.sub("", _stem(path))])
+        names.setdefault(split, set()).add(name + _suffix(path.name))
     for split, different in names.items():
         if len(different) > 1:
+            plain = {name.removesuffix(_suffix(name)) for name in different}
+            several = sorted(plain if len(plain) == len(different) else different)
             raise UserError(
-                f"{root} holds several data sets for the split {split!r} "
-                f"({', '.join(sorted(different)[:6])}): name the directory or the file of one"
+                f"{root} holds several data sets for the split {split!r} ({_some(several)}): name "
+                "the directory or the file of one"
             )
-    return splits
+    return splits, said
 
 
-def _arrow_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a data set that `save_to_disk` wrote, in their order."""
+def _saved_splits(path: pathlib.Path) -> list[str]:
+    """The names in dataset_dict.json, each of a directory beside it."""
+    names = _of_json(path, "splits")
+    if not (isinstance(names, list) and names and all(map(is_file_name, names))):
+        raise UserError(f"{path} is damaged: save the data set again")
+    return names
+
+
+def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
+    """The files of a data set that `save_to_disk` wrote, in their order, and its split's name."""
+    state = directory / "state.json"
+    files = _of_json(state, "_data_files")
     try:
-        state = json.loads((directory / "state.json").read_bytes())
-        return [directory / file["filename"] for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{directory / 'state.json'} is missing or damaged: save the data set again"
-        ) from None
+        names = [file["filename"] for file in files]
+        if not all(map(is_file_name, names)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{state} is missing or damaged: save the data set again") from None
+    split = _of_json(state, "_split")
+    return [directory / name for name in names], split if isinstance(split, str) else ""
+
+
+def _of_json(path: pathlib.Path, key: str) -> Any:
+    """A key's value in an object in a file; None if it is not there."""
+    try:
+        return read_json(path).get(key)
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"{path} is missing or damaged: save the data set again") from None
 
 
 def read(paths: list[pathlib.Path]) -> Rows:
@@ -125,19 +260,40 @@ def read(paths: list[pathlib.Path]) -> Rows:
     """
     for path in paths:
         try:
-            yield from _read_jsonl(path) if ".jsonl" in path.name else _read_arrow(path)
+            check_regular(path)
+            yield from (
+                _read_jsonl(path)
+                if _suffix(path.name) in (_JSONL, _GZ)
+                else (arrow_rows.read(path))
+            )
         except _ERRORS as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{path} cannot be read ({reason})") from None
+            raise _unreadable(path, error) from None
 
 
 def _read_jsonl(path: pathlib.Path) -> Rows:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    doubled: list[str] = []  # keys that stand in one object twice, of the line
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            twice = [key for key, count in counts.items() if count > 1]
+            found |= dict.fromkeys(twice, Unreadable("the key stands there twice"))
+            doubled.extend(twice)
+        return found
+
+    with gzip.open(path) if _suffix(path.name) == _GZ else path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             place = f"{path}:{number}"
+            if len(line) > LONGEST:
+                raise UserError(
+                    f"{place} has more than {LONGEST:,} bytes: write one object a line, and no "
+                    "larger ones"
+                )
+            doubled.clear()
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = json.loads(text) if text else None
+                row = parse_json(text, as_object) if text else None
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"{place} is not UTF-8 (byte {error.start + 1} of the line): save it as UTF-8"
@@ -148,29 +304,4 @@ def _read_jsonl(path: pathlib.Path) -> Rows:
                 continue
             if not isinstance(row, dict):
                 raise UserError(f"{place} is {type(row).__name__}; write one object a line")
-            yield place, row
-
-
-def _read_arrow(path: pathlib.Path) -> Rows:
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in _batches(path):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
-
-
-def _batches(path: pathlib.Path) -> Iterator:
-    import pyarrow
-    import pyarrow.parquet
-
-    if path.suffix == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=1024)
-        return
-    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-        yield from stream
+            yield place, PartlyReadable(row) if doubled else row

@@ -1,7 +1,9 @@
 """The questions of a run: read or generated, split, and counted.
 
-A data set's own split 'test' (else 'validation') is held out; without one its questions are split
-by the hash of their text. A question counts once, and one that is held out is never trained on.
+A data set's own split 'test' (else 'validation') is held out, and never trained on unasked; without
+one its questions are split by the hash of their text. A prompt counts once: two that differ in
+white space, roles or tools are two. A question that is held out is never trained on, whatever its
+white space.
 
 All rows are read at the start and kept in memory. Not done: streaming data sets that do not fit.
 """
@@ -10,19 +12,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import itertools
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fp8rl_jax.envs.digest import digest_of
 from fp8rl_jax.envs.question import SPLITS, Question, split_of, subset, with_template
-from fp8rl_jax.envs.rows import RowForm, recognise
-from fp8rl_jax.envs.sources import about, eval_tasks, is_generated, read_rows
+from fp8rl_jax.envs.rows import RowForm, is_json_of_messages, names_of, recognise
+from fp8rl_jax.envs.sources import DataSet, about, eval_tasks, is_generated, read_rows
+from fp8rl_jax.envs.splits import roles
 from fp8rl_jax.envs.tasks import make_questions
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, visible
 
-_HELD_OUT = ("test", "validation")  # a data set's own split for evaluation, the first that it has
+_AHEAD = 1000  # rows by which the form of a data set is recognised
+_MOST_ROWS = 1_000_000  # of a user's function, and ten for each of `env.max_questions`
 Fits = Callable[[str, Question], bool]
 
 
@@ -32,7 +35,8 @@ class Data(NamedTuple):
     Attributes:
       questions: by split, no question in two of them.
       note: what was read and left out, in one line; '' where all questions were generated.
-      digest: of the questions, to notice that a data set has changed; '' likewise.
+      digest: of the questions and their rows, to notice that a data set has changed; ''
+        likewise.
     """
 
     questions: dict[str, list[Question]]
@@ -66,7 +70,9 @@ class _Loader:
         self._env, self._seed, self._fits = env, seed, fits
         self._counts = {split: counts.get(split, 0) for split in SPLITS}
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._forms: dict[str, RowForm] = {}  # by source
+        self._forms: dict[str, list[RowForm]] = {}  # by source
+        self._not_shown: dict[str, dict[str, None]] = {}  # columns, by source
+        self._said: list[str] = []  # what else the first line says
         self._held_out_of: list[str] = []  # of each evaluation set
 
     def load(self) -> Data:
@@ -74,112 +80,169 @@ class _Loader:
         separate = eval_tasks(env) if own["eval"] else []
         if separate:
             own["eval"] = 0
-        found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
-        if is_generated(env.task):
-            if any(own.values()):
-                found = self._generated(env.task, env.task_options.to_dict(), own)
-        elif any(own.values()):
+        found: dict[str, list[Question]] = {split: [] for split in SPLITS}
+        source: DataSet | None = None
+        if not any(own.values()):
+            pass
+        elif is_generated(env.task):
+            found = make_questions(env.task, env.task_options.to_dict(), own, self._seed)
+        else:
             with about("env.task"):
-                found = self._data_set(own, bool(separate))
+                source = read_rows(env.task, env)
+                found["eval"] = [] if separate else self._own_held_out(source)
         sets = [found["eval"]]
         if separate:
             with about("env.eval_task"):
                 sets = [self._separate(task) for task in separate]
         if len(sets) > 1:
-            for task, part in zip(separate, sets, strict=True):
-                part.update({k: dataclasses.replace(q, set=task) for k, q in part.items()})
-        held_out = set().union(*sets)
-        for split in ("sft", "train"):
-            for key in held_out & found[split].keys():
-                del found[split][key]
-                self._left_out["training", "held out too"] += 1
-        questions = {split: self._taken(split, found[split].values()) for split in ("sft", "train")}
-        evaluated = [self._taken("eval", part.values()) for part in sets]
+            sets = [
+                [dataclasses.replace(question, set=task) for question in part]
+                for task, part in zip(separate, sets, strict=True)
+            ]
+        held_out = {_key(question.text) for part in sets for question in part}
+        trains = own["sft"] or own["train"]
+        if source is not None and (trains or not held_out):
+            with about("env.task"):
+                questions = self._training(source, held_out, bool(separate))
+        else:
+            questions = {s: self._kept(s, found[s], held_out) for s in ("sft", "train")}
+        evaluated = [self._kept("eval", part) for part in sets]
+        if source is not None and not held_out:  # a share of the data set
+            evaluated = [questions["eval"]]
+        evaluated = [self._drawn("eval", part) for part in evaluated]
+        questions = {split: self._drawn(split, questions[split]) for split in ("sft", "train")}
         questions["eval"] = list(itertools.chain(*evaluated))
         if not self._forms:
             return Data(questions)
-        return Data(questions, self._note(questions, evaluated), _digest(questions))
+        note = self._note([env.task, *separate], questions, evaluated)
+        return Data(questions, visible(note), digest_of(questions))
 
-    def _generated(self, task: str, options: dict, counts: dict[str, int]):
-        made = make_questions(task, options, counts, self._seed)
-        return {split: {_key(q.text): q for q in part} for split, part in made.items()}
+    def _own_held_out(self, source: DataSet) -> list[Question]:
+        """The questions of the split of `env.task` that is held out; [] without one."""
+        split = roles(self._env.task, source.rows).held_out
+        if not split:
+            return []
+        self._held_out_of = [f"its split {split!r}"]
+        return list(self._distinct(self._env.task, source, split, "evaluation"))
 
-    def _data_set(self, counts: dict[str, int], separate: bool) -> dict[str, dict[str, Question]]:
-        """The questions of `env.task` by split and key."""
+    def _training(
+        self, source: DataSet, held_out: Collection[str], separate: bool
+    ) -> dict[str, list[Question]]:
+        """The questions of `env.task` to train on, and under 'eval' the share of them that is held
+        out where there is nothing else to evaluate on."""
         task, env = self._env.task, self._env
-        rows = read_rows(task, env)
-        own = next((split for split in _HELD_OUT if split in rows and len(rows) > 1), "")
-        main = "train" if "train" in rows else next(iter(rows)) if len(rows) == 1 else ""
+        main, own, unused = roles(task, source.rows)
         if not main:
-            raise UserError(
-                f"{task} has the splits {', '.join(rows)}, and none is called 'train': "
-                "name a file, or one by env.task and the other by env.eval_task"
-            )
-        found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
-        if own and not separate:
-            self._held_out_of = [f"its split {own!r}"]
-            found["eval"] = self._read(task, rows[own], "evaluation")
-            if not counts["sft"] and not counts["train"]:
-                return found
+            raise _no_training_split(task, source, own)
         fraction = 0.0 if own or separate else env.eval_fraction
         if fraction:
             self._held_out_of = [f"{fraction:g} of all, by the hash of the question"]
-        for key, question in self._read(task, rows[main], "training").items():
-            split = split_of(key, fraction)
-            found["train" if split == "sft" and not counts["sft"] else split][key] = question
+        if source.named and (self._counts["sft"] or self._counts["train"]):
+            self._said.append(f"trained on although its name says {source.named!r}")
+        if own and separate:
+            unused = (own, *unused)
+        if unused:
+            self._said.append(f"splits not used: {names_of(unused)}")
+        found: dict[str, list[Question]] = {split: [] for split in SPLITS}
+        for question in self._distinct(task, source, main, "training"):
+            split = split_of(_key(question.text), fraction)
+            split = "train" if split == "sft" and not self._counts["sft"] else split
+            found[split] += self._kept(split, [question], held_out)
+            if source.a_function and len(found["train"]) == env.max_questions > 0:
+                break
         return found
 
-    def _separate(self, task: str) -> dict[str, Question]:
+    def _separate(self, task: str) -> list[Question]:
         """The questions of a source for evaluation: its own held-out split if it has one, else
-        all."""
+        all of it."""
         if is_generated(task):
             self._held_out_of.append(task)
-            return self._generated(task, {}, {"eval": self._counts["eval"]})["eval"]
-        rows = read_rows(task, self._env)
-        split = next((s for s in (*_HELD_OUT, *rows) if s in rows), "")
-        self._held_out_of.append(f"{task}, split {split!r}" if len(rows) > 1 else task)
-        return self._read(task, rows[split], "evaluation")
+            return make_questions(task, {}, {"eval": self._counts["eval"]}, self._seed)["eval"]
+        source = read_rows(task, self._env)
+        train, held_out, unused = roles(task, source.rows)
+        split = held_out or train
+        if not split:
+            raise UserError(
+                f"{task} has the splits {names_of(source.rows)}, and none is called 'test': name "
+                "the directory or the files of one"
+            )
+        if unused and held_out:
+            self._said.append(f"splits of {task} not used: {names_of(unused)}")
+        self._held_out_of.append(f"{task}, split {split!r}" if len(source.rows) > 1 else task)
+        return list(self._distinct(task, source, split, "evaluation"))
 
-    def _read(self, task: str, rows: Iterable, use: str) -> dict[str, Question]:
-        """Distinct questions of rows by key, in order."""
-        form: RowForm | None = None
-        found: dict[str, Question] = {}
-        place = ""
-        for place, row in rows:
-            if form is None:
-                form = self._forms[task] = recognise(place, row, self._env)
-            question = form.question(place, row)
+    def _distinct(self, task: str, source: DataSet, split: str, use: str) -> Iterator[Question]:
+        """The questions of a split with text and answer, each prompt once, in order."""
+        rows, most = source.rows[split], self._env.max_questions
+        ahead = min(_AHEAD, most) if source.a_function and most else _AHEAD
+        head = list(itertools.islice(rows, ahead))
+        if not head:
+            raise UserError(f"{task} has no rows: name another file, or other columns")
+        form = recognise(head[0][0], [row for _, row in head], self._env)
+        if source.unread and task not in self._forms:
+            self._said.append(f"not read: {names_of(source.unread)}")
+        self._forms.setdefault(task, []).append(form)
+        not_shown = self._not_shown.setdefault(task, {})
+        answers: dict[str, str] = {}  # by prompt
+        json_texts = 0
+        for number, (place, row) in enumerate(itertools.chain(head, rows), 1):
+            if source.a_function and number > _MOST_ROWS + 10 * most:
+                way = ", or set env.max_questions to fewer than it has" if use == "training" else ""
+                raise UserError(f"{task} has given {number:,} rows and goes on: let it end{way}")
+            try:
+                question = form.question(place, row)
+                not_shown.update(dict.fromkeys(form.not_shown(row, not_shown)))
+            except RecursionError:
+                raise UserError(f"{place} is nested too deeply: write flatter rows") from None
             if not question.text.strip():
                 self._left_out[use, "without a question"] += 1
             elif form.has_answer and not question.answer.strip():
                 self._left_out[use, "without an answer"] += 1
-            elif (key := _key(question.text)) in found:
-                self._left_out[use, "repeated"] += 1
+            elif (before := answers.get(question.identity)) is not None:
+                other = "" if before.strip() == question.answer.strip() else " with another answer"
+                self._left_out[use, f"repeated{other}"] += 1
             else:
-                found[key] = question
-        if not found:
-            what = "rows" if not place else "rows with both question and answer"
-            raise UserError(f"{task} has no {what}: name another file, or other columns")
-        return found
+                answers[question.identity] = question.answer
+                json_texts += is_json_of_messages(question)
+                yield question
+        if json_texts:
+            self._said.append(
+                f"{json_texts:,} questions of {task} are JSON of messages and asked as that text"
+            )
+        if not answers:
+            raise UserError(
+                f"{task} has no rows with both question and answer: name another file, or other "
+                "columns"
+            )
 
-    def _taken(self, split: str, questions: Iterable[Question]) -> list[Question]:
-        """The questions in `env.prompt_template`; where there are data sets, those that are short
-        enough, at most as many as are asked for."""
-        filled = [with_template(question, self._env.prompt_template) for question in questions]
-        if not self._forms:
-            return filled
+    def _kept(
+        self, split: str, questions: Iterable[Question], held_out: Collection[str] = ()
+    ) -> list[Question]:
+        """The questions in `env.prompt_template` that are not held out and, where there are data
+        sets, short enough."""
+        use = "evaluation" if split == "eval" else "training"
         kept = []
-        for question in filled:
-            if self._fits(split, question):
-                kept.append(question)
+        for question in questions:
+            filled = with_template(question, self._env.prompt_template)
+            if _key(question.text) in held_out:
+                self._left_out[use, "held out too"] += 1
+            elif self._forms and not self._fits(split, filled):
+                self._left_out[use, "too long"] += 1
             else:
-                self._left_out["evaluation" if split == "eval" else "training", "too long"] += 1
+                kept.append(filled)
+        return kept
+
+    def _drawn(self, split: str, questions: list[Question]) -> list[Question]:
+        """At most as many as are asked for, where there are data sets."""
         count = self._counts[split]
         if split == "train" and count:
-            count = self._env.max_questions or len(kept)
-        return subset(kept, count)
+            count = self._env.max_questions or len(questions)
+        return subset(questions, count) if self._forms else questions
 
-    def _note(self, questions: dict[str, list[Question]], evaluated: list[list[Question]]) -> str:
+    def _note(
+        self, tasks: Iterable[str], questions: dict[str, list[Question]],
+        evaluated: list[list[Question]],
+    ) -> str:  # fmt: skip
         counted = {split: f"{len(questions[split]):,}" for split in SPLITS}
         parts = []
         if self._counts["sft"]:
@@ -189,24 +252,39 @@ class _Loader:
         if self._counts["eval"]:
             for part, source in zip(evaluated, self._held_out_of, strict=False):
                 parts.append(f"{len(part):,} held out ({source})")
-        note = "; ".join(f"{task}: {form}" for task, form in self._forms.items())
+        read = [task for task in dict.fromkeys(tasks) if task in self._forms]
+        note = "; ".join(
+            f"{task}: {' and '.join(dict.fromkeys(map(str, self._forms[task])))}" for task in read
+        )
         note += f"; {', '.join(parts)}"
         for use, reasons in itertools.groupby(sorted(self._left_out), lambda key: key[0]):
             counts = (f"{self._left_out[key]:,} {key[1]}" for key in reasons)
             note += f"; left out of {use}: {', '.join(counts)}"
-        return note
+        for task in read:
+            if columns := self._not_shown[task]:
+                of = f" of {task}" if len(read) > 1 else ""
+                note += f"; columns{of} not shown: {names_of(columns)}"
+        return "; ".join([note, *self._said])
+
+
+def _no_training_split(task: str, source: DataSet, held_out: str) -> UserError:
+    """Why a data set without a split to train on is not trained on."""
+    beside = f", and {names_of(source.unread)}, which is not read" if source.unread else ""
+    if not held_out or len(source.rows) > 1:
+        return UserError(
+            f"{task} has the splits {names_of(source.rows)}, and none is called 'train'{beside}: "
+            "name a file, or one by env.task and the other by env.eval_task"
+        )
+    if source.a_function:
+        way = "return its rows without a split's name"
+    else:
+        way = "name its files themselves by env.task"
+    return UserError(
+        f"{task} has the split {held_out!r} alone, which is held out and not trained on{beside}: "
+        f"name it by env.eval_task, or, to train on it, {way}"
+    )
 
 
 def _key(text: str) -> str:
-    """A question's text without differences in white space."""
+    """A question's text without differences in white space, by which it is held out."""
     return " ".join(text.split())
-
-
-def _digest(questions: Mapping[str, Iterable[Question]]) -> str:
-    """A hash of all that training and evaluation take from a data set."""
-    digest = hashlib.sha256()
-    for split in SPLITS:
-        for q in questions[split]:
-            line = [split, q.text, q.answer, q.solution, [dict(m) for m in q.messages]]
-            digest.update(json.dumps(line).encode())
-    return digest.hexdigest()

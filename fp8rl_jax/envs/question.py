@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,23 +24,36 @@ class Question:
       text: what is asked; of a conversation, the contents of its messages.
       answer: what rewards compare with.
       solution: the row's whole answer, where `answer` is a part of it.
-      messages: a conversation that is more than one message of the user's: {'role', 'content'}
-        each.
+      messages: a conversation that is more than one plain message of the user's: {'role',
+        'content'} each, with what else the source says of it (tool_calls, name, ...).
       row: all that the source says of the question, for rewards that ask for it.
       set: the held-out source that it is of, where there are several.
+      tools: function schemas for the chat template.
     """
 
     text: str
     answer: str
     solution: str = ""
-    messages: Sequence[Mapping[str, str]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     set: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def prompt(self) -> str | Sequence[Mapping[str, str]]:
-        """What the policy is given: a text, or messages for a chat template."""
+    def prompt(self) -> str | Sequence[Mapping[str, Any]] | Mapping[str, Any]:
+        """What the policy is given: a text, or messages for a chat template, or {'messages',
+        'tools'} for one."""
+        if self.tools:
+            messages = self.messages or [{"role": "user", "content": self.text}]
+            return {"messages": messages, "tools": self.tools}
         return self.messages or self.text
+
+    @property
+    def identity(self) -> str:
+        """Equal for two questions whose prompts are."""
+        if not (self.messages or self.tools):
+            return self.text
+        return json.dumps([self.text, self.messages, self.tools], default=repr)
 
     @property
     def demonstration(self) -> str:
@@ -66,18 +80,19 @@ def subset(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def with_template(question: Question, template: str) -> Question:
-    """The question within `template`, in the place of '{question}'; of a conversation its last
-    message."""
+    """The question within `template`, in the place of '{question}'; of a conversation the user's
+    last message."""
     if template == "{question}":
         return question
-    text = question.messages[-1]["content"] if question.messages else question.text
-    filled = template.replace("{question}", text)
     if not question.messages:
+        filled = template.replace("{question}", question.text)
         return dataclasses.replace(question, text=filled)
-    messages = [*question.messages[:-1], {**question.messages[-1], "content": filled}]
+    messages = [dict(message) for message in question.messages]
+    asked = [m for m in messages if m["role"] == "user"] or messages[-1:]
+    asked[-1]["content"] = template.replace("{question}", asked[-1].get("content") or "")
     return dataclasses.replace(question, text=joined(messages), messages=messages)
 
 
-def joined(messages: Sequence[Mapping[str, str]]) -> str:
+def joined(messages: Sequence[Mapping[str, Any]]) -> str:
     """The contents of a conversation, one paragraph each."""
-    return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(m["content"] for m in messages if m.get("content") is not None)

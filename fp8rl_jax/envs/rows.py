@@ -1,34 +1,60 @@
 """Rows of a data set become questions: which form they have, and where question and answer are.
 
-Three forms are known by their first row. Plain columns: a text and its answer. verl's: `prompt` is
-a conversation and `reward_model.ground_truth` the answer. TRL's: `prompt` is a conversation, and
-the answer a column.
+Four forms are known. Plain columns: a text and its answer. The instruction form: `instruction`,
+and `input` below it where there is one. verl's: `prompt` is a conversation and
+`reward_model.ground_truth` the answer. TRL's: `prompt` is a conversation, and the answer a column.
+Messages keep all their fields, and a column `tools` of function schemas goes to the chat template.
 
-Not done: pictures and tools in a conversation; a question in several columns.
+Not done: pictures in a conversation; a question in several other columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import numbers
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from fp8rl_jax.envs.answers import answer_text, text_of_json
 from fp8rl_jax.envs.question import Question, joined
+from fp8rl_jax.envs.written_number import whole_number
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import parse_json
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # where a row is, for an error, and the row
 
-QUESTION_KEYS = ("question", "prompt", "problem", "input")
+_INSTRUCTION, _INPUT = "instruction", "input"
+QUESTION_KEYS = ("question", "prompt", "problem", _INSTRUCTION, _INPUT)
 _VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_KEYS = (
     _VERL_ANSWER, "answer", "solution", "target", "ground_truth", "label", "output", "completion",
+    "response",
 )  # fmt: skip
 NO_ANSWER = "-"
+_TOOLS = "tools"
+_VERL_COLUMNS = ("data_source", "ability", "reward_model", "extra_info")  # no part of a prompt
 _MARK = "####"
 _GROUPED_DIGITS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
+_MISSING = object()
+_PLAIN = {"role", "content"}  # what any message has
+_LAST_ROLES = ("user", "tool")  # of a prompt
+_MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A value that Python cannot hold, in its place in a row.
+
+    Attributes:
+      reason: of it.
+    """
+
+    reason: str
+
+
+class PartlyReadable(dict):
+    """A row with an `Unreadable` somewhere in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +63,21 @@ class RowForm:
 
     Attributes:
       question_key, answer_key: names of columns; a dot goes into a column; '-' for no answer.
-      conversation: the question is a list of messages.
-      pattern: finds the answer in its column; None for the text after the last '####', if there
+      input_key: a column whose text is put below the question's; '' for none.
+      conversation: the first question is a list of messages.
+      pattern: finds the answer in its column; None for the text after the last '####', if that
         is one.
-      marked: the first row's answer has that mark.
+      mark: what the text behind the last '####' has to be: 'line', as the rows all end with a line
+        that the mark begins; 'number', as some rows do; '' where none was seen, which is as
+        'number'.
     """
 
     question_key: str
     answer_key: str
+    input_key: str
     conversation: bool
     pattern: re.Pattern | None
-    marked: bool
+    mark: str
 
     @property
     def has_answer(self) -> bool:
@@ -58,12 +88,36 @@ class RowForm:
         answer = f"answer in {self.answer_key}" if self.has_answer else "no answer"
         if self.pattern is not None:
             answer += " by env.answer_pattern"
-        elif self.marked:
+        elif self.mark:
             answer += f" after {_MARK}"
         kind = "rows"
         if self.conversation:
             kind = "verl's rows" if self.answer_key == _VERL_ANSWER else "TRL's conversational rows"
-        return f"{kind} (question in {self.question_key}, {answer})"
+        below = f" and {self.input_key}" if self.input_key else ""
+        return f"{kind} (question in {self.question_key}{below}, {answer})"
+
+    @functools.cached_property
+    def _used(self) -> set[str]:
+        """The columns that are shown, are the answer, or are none that a prompt shows."""
+        used = {self.question_key, self.answer_key, self.input_key}
+        used |= {key.partition(".")[0] for key in (self.question_key, self.answer_key)}
+        return used.union(_VERL_COLUMNS if self.answer_key == _VERL_ANSWER else ())
+
+    def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
+        """The columns of a row, beside those that are known, that have a value and are neither in
+        the prompt nor the answer; of an answer that is a conversation what is not its last text."""
+        found = [
+            str(key) for key, value in row.items()
+            if key not in known and key not in self._used and _has_value(value)
+            and not (key == _TOOLS and _tools(row))
+        ]  # fmt: skip
+        answer = _find(row, self.answer_key)
+        if _is_conversation(answer):
+            last = [k for k, v in answer[-1].items() if k not in _PLAIN and _has_value(v)]
+            rest = [f"{self.answer_key}.{name}" for name in last]
+            rest += [f"{self.answer_key} before its last message"] if len(answer) > 1 else []
+            found += [name for name in rest if name not in known]
+        return found
 
     def question(self, place: str, row: Mapping[str, Any]) -> Question:
         """The row as a question; its text or answer may be empty.
@@ -76,32 +130,66 @@ class RowForm:
           UserError: the row lacks a column, or a column is no text or conversation.
         """
         value = _column(row, self.question_key, place, "env.question_key")
-        messages = _messages(value, place, self.question_key) if self.conversation else []
-        if messages and messages[-1]["role"] != "user":
-            raise UserError(
-                f"{place}: {self.question_key!r} ends with a message of the role "
-                f"{messages[-1]['role']!r}; a prompt ends with one of 'user'"
-            )
-        text = joined(messages) if self.conversation else _text(value, place, self.question_key)
+        messages: list[dict[str, Any]] = []
+        if isinstance(value, list | tuple):
+            messages = _messages(value, place, self.question_key)
+            if messages[-1]["role"] not in _LAST_ROLES:
+                raise UserError(
+                    f"{place}: {self.question_key!r} ends with a message of the role "
+                    f"{messages[-1]['role']!r}; a prompt ends with one of 'user' or 'tool'"
+                )
+            text = joined(messages)
+        else:
+            text = _text(value, place, self.question_key)
+        if self.input_key and (below := _text(_find(row, self.input_key), place, self.input_key)):
+            if messages:
+                raise UserError(
+                    f"{place}: {self.question_key!r} is a conversation, and {self.input_key!r} has "
+                    "a text: name the column of the question by env.question_key"
+                )
+            text = "\n\n".join(filter(str.strip, (text, below)))
         whole = answer = ""
         if self.has_answer:
-            whole = _answer_text(
-                _column(row, self.answer_key, place, "env.answer_key"), place, self.answer_key
-            )
+            whole = self._whole_answer(place, row)
             answer = self._part(whole, place)
-        return Question(
-            text, answer, whole if whole != answer else "", messages if len(messages) > 1 else (),
-            row,
+        plain = not messages or (
+            len(messages) == 1 and messages[0].keys() == _PLAIN
+            and messages[0]["role"] == "user"
         )  # fmt: skip
+        kept = without_unreadable(row)
+        tools = _tools(row)
+        if tools:
+            _text(text_of_json(tools), place, _TOOLS)
+        return Question(
+            text, answer, whole if whole != answer else "", () if plain else messages, kept,
+            tools=tools or (),
+        )  # fmt: skip
+
+    def _whole_answer(self, place: str, row: Mapping[str, Any]) -> str:
+        value = _column(row, self.answer_key, place, "env.answer_key")
+        if _is_conversation(value):
+            return _text(_messages(value, place, self.answer_key)[-1].get("content"), place,
+                         self.answer_key)  # fmt: skip
+        try:
+            value = answer_text(value)
+        except (ValueError, RecursionError) as error:
+            reason = str(error) or "it is nested too deeply"
+            raise UserError(
+                f"{place}: {self.answer_key!r} cannot be written as a text ({reason})"
+            ) from None
+        return _text(value, place, self.answer_key)
 
     def _part(self, whole: str, place: str) -> str:
         """The answer within its column."""
         if self.pattern is None:
-            _, mark, tail = whole.rpartition(_MARK)
-            tail = tail.strip()
-            if _GROUPED_DIGITS.fullmatch(tail):
-                tail = tail.replace(",", "")
-            return tail if mark else whole
+            tail = _behind_mark(whole)
+            if tail is None:
+                return whole
+            if whole_number(tail):
+                return tail.replace(",", "") if _GROUPED_DIGITS.fullmatch(tail) else tail
+            if self.mark and (not tail or (self.mark == "line" and _begins_line(whole))):
+                return tail
+            return whole
         found = None if not whole else [*self.pattern.finditer(whole)]
         if found == []:
             raise UserError(
@@ -111,50 +199,125 @@ class RowForm:
         return found[-1].group(1 if self.pattern.groups else 0) or "" if found else ""
 
 
-def recognise(place: str, row: Mapping[str, Any], env: Any) -> RowForm:
-    """The form of a data set by its first row; `env` is the section of a configuration.
+def _behind_mark(whole: str) -> str | None:
+    """What is behind the last mark, if that is one line; None if not, or without a mark."""
+    _, mark, tail = whole.rpartition(_MARK)
+    tail = tail.strip()
+    return tail if mark and len(tail.splitlines()) <= 1 else None
+
+
+def _begins_line(whole: str) -> bool:
+    """Whether the last mark begins a line."""
+    before = whole.rpartition(_MARK)[0]
+    return not before or before.endswith("\n")
+
+
+def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowForm:
+    """The form of a data set.
+
+    Args:
+      place: of the first row, for errors.
+      rows: the first rows. Of the usual columns the first with a value in any of them counts; if
+        there is none, the first that is there.
+      env: the section of a configuration.
 
     Raises:
       UserError: no column for the question or the answer.
     """
-    question = env.question_key or _first(row, QUESTION_KEYS, place, "question")
-    answer = env.answer_key or _first(row, ANSWER_KEYS, place, "answer")
-    conversation = isinstance(_column(row, question, place, "env.question_key"), list | tuple)
+    question = env.question_key or _first(rows, QUESTION_KEYS, place, "question")
+    with_input = question == _INSTRUCTION and not env.question_key
+    answer = env.answer_key or _first(rows, ANSWER_KEYS, place, "answer")
+    asked = next((v for row in rows if _has_value(v := _find(row, question))), None)
+    if asked is None and question in rows[0]:
+        asked = rows[0][question]
     pattern = re.compile(env.answer_pattern) if env.answer_pattern else None
-    marked = answer != NO_ANSWER and _MARK in str(_column(row, answer, place, "env.answer_key"))
-    return RowForm(question, answer, conversation, pattern, marked)
+    answers = [] if answer == NO_ANSWER else [_find(row, answer) for row in rows]
+    mark = _mark([value for value in answers if isinstance(value, str) and value.strip()])
+    return RowForm(
+        question, answer, _INPUT if with_input else "", isinstance(asked, list | tuple), pattern,
+        mark,
+    )  # fmt: skip
 
 
-def _first(row: Mapping[str, Any], keys: tuple[str, ...], place: str, what: str) -> str:
+def _mark(answers: list[str]) -> str:
+    """`RowForm.mark` of some answers."""
+    tails = [_behind_mark(answer) for answer in answers]
+    if tails and all(t and _begins_line(a) for t, a in zip(tails, answers, strict=True)):
+        return "line"
+    return "number" if any(tail is not None and whole_number(tail) for tail in tails) else ""
+
+
+def _has_value(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, what: str) -> str:
     for key in keys:
-        if _find(row, key) is not None:
+        if any(_has_value(_find(row, key)) for row in rows):
+            return key
+    for key in keys:
+        if any(key in row for row in rows):
             return key
     none = ", or write '-' for rows without one" if what == "answer" else ""
     raise UserError(
         f"{place}: no column is known as the {what} ({', '.join(keys)}); the row has "
-        f"{', '.join(map(str, row))}: name one by env.{what}_key{none}"
+        f"{names_of(rows[0])}: name one by env.{what}_key{none}"
     )
 
 
-def _find(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or of 'column.key' in it; None if there is none."""
+def names_of(names: Any) -> str:
+    """The names of columns, at most twelve of them."""
+    shown = [str(name)[:60] for name in names]
+    more = f" and {len(shown) - 12:,} more" if len(shown) > 12 else ""
+    return (", ".join(shown[:12]) + more) or "nothing"
+
+
+def _find(row: Mapping[str, Any], key: str, missing: Any = None) -> Any:
+    """The value of a column, or of 'column.key' in it; `missing` if there is none. What is in a
+    column that is None is None."""
     if key in row:
         return row[key]
     head, dot, rest = key.partition(".")
-    inner = row.get(head) if dot else None
-    return _find(inner, rest) if isinstance(inner, Mapping) else None
+    if not dot or head not in row:
+        return missing
+    inner = row[head]
+    if isinstance(inner, Mapping):
+        return _find(inner, rest, missing)
+    return inner if inner is None or isinstance(inner, Unreadable) else missing
 
 
 def _column(row: Mapping[str, Any], key: str, place: str, field: str) -> Any:
-    if key == NO_ANSWER:
-        return None
-    value = _find(row, key)
-    if value is None and key not in row:
+    value = _find(row, key, _MISSING)
+    if value is _MISSING:
         raise UserError(
-            f"{place}: the row has no {key!r}, only {', '.join(map(str, row)) or 'nothing'}: put "
-            f"it there, or name another column by {field}"
+            f"{place}: the row has no {key!r}, only {names_of(row)}: put it there, or name another "
+            f"column by {field}"
         )
+    if isinstance(row, PartlyReadable):
+        _refuse_unreadable(value, place, key)
     return value
+
+
+def _refuse_unreadable(value: Any, place: str, key: str) -> None:
+    if isinstance(value, Unreadable):
+        raise UserError(f"{place}: {key!r} cannot be read ({value.reason}): save the data anew")
+    parts = value.values() if isinstance(value, Mapping) else value
+    for part in parts if isinstance(value, Mapping | list | tuple) else ():
+        _refuse_unreadable(part, place, key)
+
+
+def _readable(value: Any) -> Any:
+    """A value without what cannot be read: no such key in a mapping, None elsewhere."""
+    if isinstance(value, Mapping):
+        return {k: _readable(v) for k, v in value.items() if not isinstance(v, Unreadable)}
+    if type(value) in (list, tuple):
+        return type(value)(map(_readable, value))
+    return None if isinstance(value, Unreadable) else value
+
+
+def without_unreadable(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with the values alone that could be read."""
+    return _readable(row) if isinstance(row, PartlyReadable) else row
 
 
 def _text(value: Any, place: str, key: str) -> str:
@@ -177,31 +340,71 @@ def _text(value: Any, place: str, key: str) -> str:
     return value
 
 
-def _answer_text(value: Any, place: str, key: str) -> str:
-    """An answer as text: numbers as Python writes them, other values as JSON."""
-    if isinstance(value, numbers.Number):
-        return str(value)
-    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
-        return _messages(value, place, key)[-1]["content"]
-    if isinstance(value, list | tuple | Mapping):
-        value = json.dumps(value, ensure_ascii=False, default=str)
-    return _text(value, place, key)
+def _is_conversation(value: Any) -> bool:
+    """Whether an answer is a list of messages."""
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(message, Mapping) and "role" in message for message in value
+    )  # fmt: skip
 
 
-def _messages(value: Any, place: str, key: str) -> list[dict[str, str]]:
-    """A conversation: [{'role', 'content'}, ...], not empty."""
+def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
+    """A conversation: [{'role', 'content', ...}, ...], not empty. Other fields than these two are
+    kept where they have a value; a message of tool calls need not have a content."""
     good = isinstance(value, list | tuple) and value and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in value
+        isinstance(m, Mapping) and isinstance(m.get("role"), str)
+        and ("content" in m or m.get("tool_calls")) for m in value
     )  # fmt: skip
     if not good:
         raise UserError(
             f"{place}: {key!r} is {_kind(value)}; write a conversation, [{{'role': 'user', "
             "'content': TEXT}}]"
         )
-    return [
-        {"role": m["role"], "content": _text(m["content"], place, f"{key}.content")} for m in value
-    ]
+    return [_message(m, place, key) for m in value]
+
+
+def _message(message: Mapping[str, Any], place: str, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": _text(message["role"], place, f"{key}.role")}
+    if "content" in message:
+        content = message["content"]
+        calls = content is None and message.get("tool_calls")
+        found["content"] = None if calls else _text(content, place, f"{key}.content")
+    for name, part in message.items():
+        if name not in found and (part := without_none(part)) is not None:
+            _text(text_of_json(part), place, f"{key}.{name}")
+            found[name] = part
+    return found
+
+
+def without_none(value: Any) -> Any:
+    """A value without the keys whose value is None: Arrow's files give each message, and each
+    tool, the keys of all others."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The function schemas in the column `tools`, a list or its JSON; [] if there are none."""
+    tools = row.get(_TOOLS)
+    if isinstance(tools, list | tuple):
+        tools = without_none(_readable(list(tools)))
+    elif isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = parse_json(tools)
+        except ValueError:
+            return []
+    if not isinstance(tools, list):
+        return []
+    return tools if all(isinstance(tool, dict) and tool for tool in tools) else []
+
+
+def is_json_of_messages(question: Question) -> bool:
+    """Whether a question is a text that looks like the JSON of a conversation."""
+    return not question.messages and _MESSAGES_AS_TEXT.match(question.text) is not None
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
+    try:
+        return f"{type(value).__name__} {str(value)[:60]!r}"
+    except (ValueError, RecursionError):  # a whole number of thousands of digits
+        return type(value).__name__

@@ -7,6 +7,7 @@ user's function that returns rows.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -20,6 +21,23 @@ from fp8rl_jax.envs.tasks import check_task
 from fp8rl_jax.errors import UserError
 
 _TFDS = "tfds:"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+    """The rows of a data set.
+
+    Attributes:
+      rows: by split, each row with its place.
+      named: the held-out split that the name which the user wrote speaks of; '' for none.
+      unread: names of data files that lie beside those that are read.
+      a_function: rows come from a user's function, and may never end.
+    """
+
+    rows: dict[str, Rows]
+    named: str = ""
+    unread: tuple[str, ...] = ()
+    a_function: bool = False
 
 
 def _kind(task: str) -> str:
@@ -113,11 +131,11 @@ def _check_data_set(task: str, env: Any) -> None:
 
 
 def _path(task: str) -> pathlib.Path:
-    return pathlib.Path(task).expanduser()
+    return pathlib.Path(os.path.expanduser(task))
 
 
-def read_rows(task: str, env: Any) -> dict[str, Rows]:
-    """{split: rows} of a data set, each row with its place; downloads what is missing.
+def read_rows(task: str, env: Any) -> DataSet:
+    """The rows of a data set; downloads what is missing.
 
     Raises:
       UserError: of `check_source`, or there is no network.
@@ -125,13 +143,16 @@ def read_rows(task: str, env: Any) -> dict[str, Rows]:
     _check_data_set(task, env)
     kind = _kind(task)
     if kind == "function":
-        return _rows_of_function(task)
+        return DataSet(_rows_of_function(task), a_function=True)
     if kind == "tfds":
         name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
-        return tfds.read(tfds.find(name, root) or tfds_prepare.prepare(name, root))
+        rows = tfds.read(tfds.find(name, root) or tfds_prepare.prepare(name, root))
+        return DataSet(rows, unread=(f"./{task}",) if os.path.exists(task) else ())
     if tfds.is_prepared(_path(task)):
-        return tfds.read(_path(task))
-    return {split: files.read(paths) for split, paths in files.find(task).items()}
+        return DataSet(tfds.read(_path(task)))
+    found = files.find(task)
+    rows = {split: files.read(paths) for split, paths in found.splits.items()}
+    return DataSet(rows, found.named, found.unread)
 
 
 def _function(task: str) -> Callable:
@@ -146,13 +167,13 @@ def _rows_of_function(task: str) -> dict[str, Rows]:
     function = _function(task)
     try:
         value = function()
-    except Exception as error:  # whatever a user's code raises
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
         raise UserError(
             f"{task!r} fails with {type(error).__name__}: {error}; it takes no argument and "
             "returns rows"
         ) from None
     parts = value if isinstance(value, Mapping) else {"train": value}
-    return {split: _checked(f"{task} {split}", rows) for split, rows in parts.items()}
+    return {str(split): _checked(f"{task} {split}", rows) for split, rows in parts.items()}
 
 
 def _checked(place: str, rows: Any) -> Rows:
@@ -164,8 +185,8 @@ def _checked(place: str, rows: Any) -> Rows:
                     f"{place}, row {number} is {type(row).__name__}; return dicts, such as "
                     "{'question': TEXT, 'answer': TEXT}"
                 )
-            yield f"{place}, row {number}", row
+            yield f"{place}, row {number}", dict(row)  # the function may change its own
     except UserError:
         raise
-    except Exception as error:  # not iterable, or the user's generator fails
+    except (Exception, SystemExit) as error:  # not iterable, or the user's generator fails
         raise UserError(f"{place} fails with {type(error).__name__}: {error}") from None

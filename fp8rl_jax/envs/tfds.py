@@ -6,15 +6,15 @@ One is found by its directory, DATA_DIR/NAME[/CONFIG]/VERSION, without importing
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.envs.rows import Rows
+from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import check_regular, parse_json, read_json
 
 FORMAT = "array_record"
 JSON_COLUMNS = "fp8rl_json_columns"  # of the metadata: columns that are kept as JSON
@@ -27,12 +27,14 @@ def data_dir(setting: str) -> pathlib.Path:
     """Where prepared data sets are: `env.data_dir`, else $TFDS_DATA_DIR, else
     ~/tensorflow_datasets."""
     default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    return pathlib.Path(setting or default).expanduser()
+    return pathlib.Path(os.path.expanduser(setting or default))
 
 
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
     """{NAME or NAME/CONFIG: directory of the newest version} of all data sets below `root`."""
     found: dict[str, pathlib.Path] = {}
+    if not os.path.isdir(root):  # False for a name that cannot be
+        return found
     for depth in ("*/*", "*/*/*"):
         for info in root.glob(f"{depth}/dataset_info.json"):
             name = info.parent.parent.relative_to(root).as_posix()
@@ -49,7 +51,7 @@ def _version(directory: pathlib.Path | None) -> tuple[int, ...]:
 
 def is_prepared(directory: pathlib.Path) -> bool:
     """Whether this is the directory of a prepared data set: DATA_DIR/NAME[/CONFIG]/VERSION."""
-    return (directory / "dataset_info.json").exists() and (directory / "features.json").exists()
+    return all(os.path.isfile(directory / name) for name in ("dataset_info.json", "features.json"))
 
 
 def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
@@ -80,9 +82,15 @@ def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
 def check_format(directory: pathlib.Path) -> None:
     """Raises UserError if a prepared data set is in a format that only TensorFlow reads."""
     try:
-        form = json.loads((directory / "dataset_info.json").read_bytes()).get("fileFormat")
+        form = read_json(directory / "dataset_info.json").get("fileFormat")
     except (OSError, ValueError, AttributeError):
         raise UserError(f"{directory}/dataset_info.json is damaged: prepare it again") from None
+    for path in sorted(directory.iterdir()):
+        try:
+            if not os.path.isdir(path):
+                check_regular(path)  # tensorflow-datasets would wait for a FIFO
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): prepare it again") from None
     if form != FORMAT:
         raise UserError(
             f"{directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "
@@ -102,12 +110,13 @@ def read(directory: pathlib.Path) -> dict[str, Rows]:
 
     try:
         builder = tfds.builder_from_directory(str(directory))
+        encoded = list((builder.info.metadata or {}).get(JSON_COLUMNS, ()))
+        splits = list(builder.info.splits)
     except Exception as error:  # whatever a damaged file makes protobuf and others raise
         raise UserError(
             f"{directory} cannot be read ({first_line(error)}): prepare it again"
         ) from None
-    encoded = (builder.info.metadata or {}).get(JSON_COLUMNS, ())
-    return {split: _rows(builder, split, encoded) for split in builder.info.splits}
+    return {split: _rows(builder, split, encoded) for split in splits}
 
 
 def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
@@ -117,20 +126,32 @@ def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
         for number in range(len(source)):
             place = f"{builder.data_dir} {split}, row {number + 1}"
             row = _plain(source[number])
-            yield place, {k: json.loads(v) if k in encoded else v for k, v in row.items()}
-    except UnicodeDecodeError:
-        raise UserError(f"{place} has a text that is not UTF-8: prepare it again") from None
+            row = {k: parse_json(v) if k in encoded else v for k, v in row.items()}
+            yield place, row if _is_whole(row) else PartlyReadable(row)
     except Exception as error:  # array_record raises RuntimeError and others on a damaged file
         raise UserError(f"{place} cannot be read ({first_line(error)}): prepare it again") from None
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether all of a value could be read."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_whole, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, Unreadable)
+
+
 def _plain(value: Any) -> Any:
-    """Python's own types for numpy's, text for bytes."""
+    """Python's own types for numpy's, text for bytes; a float32 is the float with the same
+    shortest decimal."""
     if isinstance(value, bytes):
-        return value.decode()
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            return Unreadable(first_line(error))
     if isinstance(value, Mapping):
         return {name: _plain(v) for name, v in value.items()}
     if hasattr(value, "tolist"):
+        if str(getattr(value, "dtype", "")) in ("float16", "float32"):
+            value = value.astype(str).astype(float)
         value = value.tolist()
         return _plain(value) if isinstance(value, bytes | list) else value
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

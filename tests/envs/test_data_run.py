@@ -22,7 +22,8 @@ _TINY = pathlib.Path(__file__).parent / "tiny.jsonl"
 
 def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
     """The first line names the form; samples have the rows' answers; every reward is logged; a
-    file that has changed is refused. The programs are those of `tiny_run`."""
+    file that has changed, if only in what a reward reads, is refused. The programs are those of
+    `tiny_run`."""
     monkeypatch.setattr(train, "write_report", lambda directory: None)
     (tmp_path / "row_rewards.py").write_text(
         "def digits(prompt, response, answer, row):\n    return row['digits'] + len(answer)\n"
@@ -36,7 +37,7 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
     assert train.train(config).finished
     assert capsys.readouterr().out.startswith(
         f"{data}: rows (question in question, answer in answer after ####); 22 to train on, 2 held "
-        "out (0.1 of all, by the hash of the question)\n"
+        "out (0.1 of all, by the hash of the question); columns not shown: digits\n"
     )
     answers = {row["question"]: row["answer"].split("#### ")[1] for row in read_jsonl(_TINY)}
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -49,8 +50,8 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
         assert record["reward_mean"] == pytest.approx(weighted) and record["reward_errors"] == 0
     assert all(r["accuracy_greedy"] <= 1 for r in read_jsonl(tmp_path / "run" / "eval.jsonl"))
 
-    lines = pathlib.Path(data).read_text().splitlines(keepends=True)
-    pathlib.Path(data).write_text("".join([*lines[1:], lines[0]]))
+    rows = read_jsonl(_TINY)
+    jsonl(pathlib.Path(data), [{**row, "digits": row["digits"] + 1} for row in rows])
     with pytest.raises(UserError, match="the data set has changed since the run in"):
         train.train(config, resume=True)
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pathlib
+import sys
 
+import numpy as np
 import pytest
 from data_files import ROWS, arrow, arrow_dict, env, jsonl, parquet, trl, verl
 
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
-from fp8rl_jax.envs import Question, check_source, is_generated, load_questions, split_of
+from fp8rl_jax.envs import (
+    Question,
+    check_source,
+    is_generated,
+    load,
+    load_questions,
+    split_of,
+)  # fmt: skip
+from fp8rl_jax.envs.digest import digest_of
 from fp8rl_jax.errors import UserError
 
 _ALL = {"train": 1, "eval": 1000}
@@ -305,3 +316,70 @@ def test_generated_questions_are_as_before():
     data = _load("chain_sum", {"train": 2, "eval": 1})
     assert (data.note, data.digest) == ("", "")
     assert json.dumps(data.questions["train"][0].row["metadata"])
+
+
+# What has changed, and what does not end.
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_digest_covers_what_a_reward_gets(suffix, tmp_path):
+    """A column that only the reward reads; not the order of keys in another file."""
+    write = jsonl if suffix == "jsonl" else parquet
+    digests = []
+    for level in (1, 2, 1):
+        rows = [{**row, "level": {"of": [level]}} for row in ROWS]
+        digests.append(_load(write(tmp_path / f"a.{suffix}", rows)).digest)
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_digest_of_any_rows():
+    """Objects, huge numbers, circles: the same for equal rows."""
+
+    class Thing:
+        pass
+
+    def digest(**row):
+        return digest_of({"sft": [], "train": [Question("a", "b", row=row)], "eval": []})
+
+    circle: list = []
+    circle.append(circle)
+    for make in (lambda: Thing(), lambda: 10**5000, lambda: {(1, 2): circle}, lambda: {"b", "a"},
+                 lambda: np.arange(3.0), lambda: datetime.date(2020, 1, 1)):  # fmt: skip
+        assert digest(x=make()) == digest(x=make()) != digest(x=3)
+
+
+def test_functions_without_end(tmp_path, monkeypatch):
+    """env.max_questions is applied while rows are read; without it there is a bound."""
+    (tmp_path / "endless.py").write_text(
+        "import itertools\n"
+        "taken = 0\n"
+        "def new():\n"
+        "    global taken\n"
+        "    for taken in itertools.count(1):\n"
+        "        yield {'question': str(taken), 'answer': 1}\n"
+        "def same():\n    return itertools.repeat({'question': 'a', 'answer': 1})\n"
+        "def test():\n    return {'train': [{'question': 'b', 'answer': 1}], 'test': new()}\n"
+        "def leaves():\n    raise SystemExit(3)\n"
+        "def one_dict():\n"
+        "    row = {}\n"
+        "    for row['question'] in ('a', 'b'):\n"
+        "        row['answer'] = row['question']\n"
+        "        yield row\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(load, "_MOST_ROWS", 5000)
+    data = _load("endless:new", max_questions=100)
+    assert len(data.questions["train"]) == 100 and sys.modules["endless"].taken < 130
+    assert 5 < len(data.questions["eval"]) < 20
+    fits = lambda split, question: int(question.text) % 3 == 0
+    assert len(_load("endless:new", max_questions=100, fits=fits).questions["train"]) == 100
+    for name, fields in {"new": {}, "same": {"max_questions": 100}, "test": {}}.items():
+        way = "$" if name == "test" else ", or set env.max_questions"
+        with pytest.raises(
+            UserError, match=rf"has given [56],001 rows and goes on: let it end{way}"
+        ):
+            _load(f"endless:{name}", **fields)
+    with pytest.raises(UserError, match="'endless:leaves' fails with SystemExit: 3"):
+        _load("endless:leaves")
+    rows = _load("endless:one_dict", eval_fraction=0.0).questions["train"]
+    assert [q.row["answer"] for q in rows] == ["a", "b"]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import socket
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from data_files import ROWS, env, jsonl, trl
 
 from fp8rl_jax import cli
 from fp8rl_jax.data import Stream
-from fp8rl_jax.envs import Question, check_source, load_questions, tfds_prepare
+from fp8rl_jax.envs import Question, check_source, load_questions, tfds, tfds_prepare
+from fp8rl_jax.envs.rows import Unreadable
 from fp8rl_jax.errors import UserError
 
 
@@ -116,6 +119,36 @@ def test_what_cannot_be_read(task, message, tmp_path):
         (directory / "dataset_info.json").write_text(text)
     with pytest.raises(UserError, match=message):
         _load(task, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "mine.array_record"])
+def test_files_that_would_be_waited_for(name, tmp_path):
+    """A FIFO, or a device, in the place of a file of a prepared data set."""
+    directory = tmp_path / "mine" / "1.0.0"
+    directory.mkdir(parents=True)
+    (directory / "dataset_info.json").write_text('{"fileFormat": "array_record"}')
+    (directory / "features.json").write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    for task in ("tfds:mine", str(directory)):
+        with pytest.raises(UserError, match=r"cannot be read|is damaged|holds no data"):
+            _load(task, tmp_path, download=False)
+
+
+@pytest.mark.parametrize("root", ["a" * 300, "a\0b", "~no_user/sets", __file__])
+def test_places_that_cannot_be(root):
+    with pytest.raises(UserError, match="mine is not prepared in"):
+        _load("tfds:mine", pathlib.Path(root), download=False)
+
+
+def test_values_of_other_types():
+    """A float32 by its shortest decimal; a text that is no UTF-8 is no error of its own."""
+    row = tfds._plain(
+        {"f": np.float32(0.1), "fs": np.array([[0.1, 2]], np.float16), "bad": b"\xff",
+         "i": np.int8(3), "texts": np.array([b"a", "\u00e9".encode()], object)}
+    )  # fmt: skip
+    assert isinstance(row.pop("bad"), Unreadable)
+    assert row == {"f": 0.1, "fs": [[0.1, 2.0]], "i": 3, "texts": ["a", "\u00e9"]}
 
 
 # Without a network.

@@ -1,0 +1,68 @@
+"""Answers of any type as the text that a response is compared with.
+
+A whole number is written without a point, whatever type a file has for it: pandas turns a column
+of integers with a gap into floats. What is not finite is no answer. A list of one value is that
+value; other lists, and mappings, are their JSON.
+"""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+_MOST_DIGITS = 400  # of a whole number that is written out
+
+
+def answer_text(value: Any) -> Any:
+    """An answer as text; a value that is neither number nor list nor mapping is as it was.
+
+    Raises:
+      ValueError, RecursionError: it is too large, or too deeply nested, for a text.
+    """
+    one = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
+    if isinstance(one, str | numbers.Number):
+        value = one
+    if isinstance(value, numbers.Number):
+        return _number_text(value)
+    if isinstance(value, list | tuple | Mapping):
+        return text_of_json(_whole(value))
+    return value
+
+
+def text_of_json(value: Any) -> str:
+    """A value as JSON, other types in it as their texts."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _number_text(value: Any) -> str:
+    if isinstance(value, decimal.Decimal):
+        if not value.is_finite():
+            return ""
+        if abs(value.adjusted()) > _MOST_DIGITS:
+            return str(value)
+        text = format(value, "f")
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        return "0" if text in ("-0", "") else text
+    if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Real):
+        whole = isinstance(value, fractions.Fraction) and value.denominator == 1
+        return str(value.numerator if whole else value)
+    if not math.isfinite(value):
+        return ""
+    text = str(value)  # the shortest decimal of its own type
+    number = decimal.Decimal(text)
+    return _number_text(number) if number == number.to_integral_value() else text
+
+
+def _whole(value: Any) -> Any:
+    """A value with whole floats as integers, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _whole(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(part) for part in value]
+    whole = isinstance(value, float) and value.is_integer()
+    return int(decimal.Decimal(str(value))) if whole else value

@@ -1,0 +1,189 @@
+"""Rows of Arrow's columns, whatever else is in them: a column that nobody asked for ends no run.
+
+Each type has one kind of Python's values, with pandas installed or not. Times are kept to the
+microsecond, as Python has them. A float32 or float16 becomes the float with the same shortest
+decimal: 0.1, not 0.10000000149011612. What Python cannot hold (a year after 9999, bytes that are
+no UTF-8 in a text, two columns of one name) is an `Unreadable`, which is an error where a question
+or an answer is in it, and is missing in the row that a reward gets.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.tfds import first_line
+from fp8rl_jax.errors import UserError
+
+_BATCH = 1024  # rows
+PARQUET = ".parquet"
+
+
+def read(path: pathlib.Path) -> Rows:
+    """The rows of a parquet file, or of an Arrow stream, each with its place.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    number, parquet = 0, _is_parquet(path)
+    batches = _batches(path)
+    while True:
+        try:
+            batch = next(batches, None)
+            rows = [] if batch is None else _rows(batch, trusted=parquet)
+        except Exception as error:  # damage: Arrow's own errors, and Python's of what it has read
+            raise UserError(f"{path} cannot be read ({first_line(error)})") from None
+        if batch is None:
+            return
+        for row in rows:
+            number += 1
+            yield f"{path}, row {number}", row
+
+
+def _is_parquet(path: pathlib.Path) -> bool:
+    return path.name.lower().endswith(PARQUET)
+
+
+def _batches(path: pathlib.Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if _is_parquet(path):
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=_BATCH)
+        return
+    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+        for batch in stream:
+            yield from (batch.slice(i, _BATCH) for i in range(0, batch.num_rows, _BATCH))
+
+
+def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
+    """The rows of a record batch.
+
+    Args:
+      batch: of pyarrow.
+      trusted: the buffers are known to fit together, as what a parquet reader made: Arrow's files
+        hold the buffers themselves, and a damaged one would be read outside of its bounds.
+    """
+    names = batch.schema.names
+    columns, whole = [], True
+    for index, name in enumerate(names):
+        if names.count(name) > 1:
+            twice = Unreadable("the file has several columns of that name")
+            values, readable = [twice] * batch.num_rows, False
+        else:
+            values, readable = _values(batch.column(index), trusted)
+        columns.append(values)
+        whole = whole and readable
+    make = dict if whole else PartlyReadable
+    return [make(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: Any, trusted: bool) -> tuple[list[Any], bool]:
+    """Python's values of a column, and whether all of them can be read."""
+    try:
+        if not trusted:
+            _with_bytes(column).validate(full=True)
+    except Exception as error:  # damage, or a text within another column that is no UTF-8
+        return [Unreadable(first_line(error))] * len(column), False
+    try:
+        return _cast(column).to_pylist(), True
+    except Exception:  # whatever conversions to Python's types raise
+        return [_value(scalar) for scalar in column], False
+
+
+def _with_bytes(column: Any) -> Any:
+    """A column of texts as one of bytes: whether they are UTF-8 is asked of each by itself."""
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type):
+        return column.view(pa.binary())
+    return column.view(pa.large_binary()) if pa.types.is_large_string(column.type) else column
+
+
+def _cast(column: Any) -> Any:
+    """The column in types that Python has, where Arrow can make them."""
+    import pyarrow as pa
+
+    if _holds_half(column.type):
+        raise NotImplementedError("Arrow has no shortest decimal of it")
+    # A float32's shortest decimal by way of a text.
+    texts = _mapped(column.type, lambda t: pa.string() if pa.types.is_float32(t) else _micro(t))
+    plain = _mapped(column.type, lambda t: pa.float64() if pa.types.is_float32(t) else _micro(t))
+    if texts != column.type:
+        column = column.cast(texts, safe=False)
+    return column if plain == texts else column.cast(plain)
+
+
+def _micro(kind: Any) -> Any:
+    """A type of nanoseconds in microseconds."""
+    import pyarrow as pa
+
+    if getattr(kind, "unit", "") != "ns":
+        return kind
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
+
+
+def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The type with `leaf` applied to what it is made of, as far as Arrow casts it."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_mapped(field.type, leaf)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_mapped(kind.value_type, leaf)))
+    if pa.types.is_fixed_size_list(kind):
+        field = kind.value_field.with_type(_mapped(kind.value_type, leaf))
+        return pa.list_(field, kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf))
+    if pa.types.is_dictionary(kind):
+        inner = _mapped(kind.value_type, leaf)
+        return kind if inner == kind.value_type else inner
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        inner = _mapped(kind.value_type, leaf)
+        return kind if inner == kind.value_type else pa.large_list(inner)
+    return leaf(kind) if pa.types.is_primitive(kind) else kind
+
+
+def _holds_half(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _holds_half(kind.value_type)
+    fields = [kind.field(i).type for i in range(kind.num_fields)]
+    return pa.types.is_float16(kind) or any(map(_holds_half, fields))
+
+
+def _value(scalar: Any) -> Any:
+    """One value, with an `Unreadable` in the place of each part that Python cannot hold."""
+    import numpy as np  # late, and so is pyarrow: workers of rewards do without
+    import pyarrow as pa
+
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.ExtensionScalar | pa.DictionaryScalar):
+        return _value(scalar.value)
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        if len(set(names)) < len(names):
+            return Unreadable("it has several parts of one name")
+        return {name: _value(part) for name, part in scalar.items()}
+    if pa.types.is_map(kind):
+        parts = scalar.values
+        return [(_value(key), _value(part)) for key, part in zip(*parts.flatten(), strict=True)]
+    if isinstance(scalar, pa.ListScalar):
+        return [_value(part) for part in scalar.values]
+    try:
+        if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+            type_ = np.float16 if pa.types.is_float16(kind) else np.float32
+            return float(str(type_(scalar.as_py())))
+        return scalar.cast(_micro(kind), safe=False).as_py()
+    except Exception as error:  # what Python's types say of values that they cannot hold
+        return Unreadable(first_line(error))

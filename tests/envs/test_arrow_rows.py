@@ -1,0 +1,158 @@
+"""Columns of every type of Arrow: what nobody asked for ends no run, what is needed is named."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import pathlib
+import struct
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from data_files import env
+
+from fp8rl_jax.envs import load_questions
+from fp8rl_jax.errors import UserError
+
+
+def _array(type_: pa.DataType, values: list[int]) -> pa.Array:
+    return pa.array(values, pa.int64()).view(type_)
+
+
+def _texts(*values: bytes) -> pa.Array:
+    """An array of texts, whatever their bytes."""
+    return pa.array(values, pa.binary()).view(pa.string())
+
+
+_BAD = _texts(b"\xff\xfe", b"x")
+_NS = _array(pa.timestamp("ns"), [1_700_000_000_123_456_789, 0])
+_F32 = pa.array([0.1, 2.0], pa.float32())
+_TIME = datetime.datetime(2023, 11, 14, 22, 13, 20, 123456)
+# Column -> what the reward's rows have of it; None where the first row lacks it.
+COLUMNS: dict[str, tuple[pa.Array, object]] = {
+    "ns": (_NS, _TIME),
+    "duration": (_array(pa.duration("ns"), [123_456_789, 0]), datetime.timedelta(0, 0, 123_456)),
+    "time": (_array(pa.time64("ns"), [123_456_789, 0]), datetime.time(0, 0, 0, 123_456)),
+    "bad": (_BAD, None),
+    "bad dictionary": (_BAD.dictionary_encode(), None),
+    "far": (_array(pa.timestamp("s"), [10**15, 0]), None),
+    "far day": (pa.array([10**8, 0], pa.int32()).view(pa.date32()), None),
+    "long": (_array(pa.duration("s"), [2**60, 0]), None),
+    "zone": (_array(pa.timestamp("s", tz="Mars/Phobos"), [1, 0]), None),
+    "float": (_F32, 0.1),
+    "half": (pa.array([0.1, 2.0], pa.float16()), 0.1),
+    "list": (pa.array([[0.1], []], pa.list_(pa.float32())), [0.1]),
+    "fixed": (pa.array([[0.1, 1], [0, 0]], pa.list_(pa.float32(), 2)), [0.1, 1]),
+    "struct": (pa.StructArray.from_arrays([_NS, _F32, _BAD], ["t", "f", "bad"]),
+               {"t": _TIME, "f": 0.1}),
+    "structs": (pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([_BAD], ["a"])),
+                [{}]),
+    "views of floats": (pa.array([[0.1], []], pa.list_view(pa.float32())), [0.1]),
+    "map of times": (pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), _NS), [("a", _TIME)]),
+    "map of bad": (pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), _BAD), [("a", None)]),
+    "map": (pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int32())), [("a", 1)]),
+    "binary": (pa.array([b"\xff", b""]), b"\xff"),
+    "decimal": (pa.array([decimal.Decimal("1.50"), None]), decimal.Decimal("1.50")),
+    "null": (pa.nulls(2), None),
+    "views": (pa.array(["a", "b"], pa.string_view()), "a"),
+    "uint": (pa.array([2**64 - 1, 0], pa.uint64()), 2**64 - 1),
+    "extension": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "1"])), "{}"),
+}  # fmt: skip
+
+
+def _load(path: pathlib.Path, **fields):
+    section = env(path, eval_fraction=0.0, **fields)
+    return load_questions(section, {"train": 1}, 0).questions["train"]
+
+
+@pytest.fixture(scope="module", params=["parquet", "arrow"])
+def path(request, tmp_path_factory) -> pathlib.Path:
+    """A file with all of these columns beside question and answer."""
+    path = tmp_path_factory.mktemp("columns") / f"a.{request.param}"
+    columns = {"question": pa.array(["a", "b"]), "answer": pa.array(["1", "2"])}
+    table = pa.table(columns | {name: column for name, (column, _) in COLUMNS.items()})
+    if request.param == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+def test_columns_that_nobody_asked_for(path):
+    """They end no run; the rows that a reward gets have what Python can hold."""
+    (first, second) = _load(path)
+    assert [first.answer, second.answer] == ["1", "2"]
+    for name, (_, expected) in COLUMNS.items():
+        found = first.row.get(name)
+        if path.suffix == ".arrow" and name in ("struct", "structs", "map of bad"):
+            assert found is None  # a column of an Arrow file is sound as a whole, or not read
+        else:
+            assert found == expected and type(found) is type(expected), name
+    assert (second.row["float"], second.row["half"], second.row["bad"]) == (2.0, 2.0, "x")
+
+
+@pytest.mark.parametrize("name", ["bad", "far", "far day", "long", "zone", "bad dictionary"])
+def test_a_needed_column(name, path):
+    """Question or answer that cannot be read is named with its row."""
+    for field in ("answer_key", "question_key"):
+        with pytest.raises(UserError, match=rf"a\.\w+, row 1: '{name}' cannot be read \(\w+"):
+            _load(path, **{field: name})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("float", "0.1"), ("half", "0.1"), ("decimal", "1.5"), ("uint", 2**64 - 1)]
+)
+def test_numbers_as_answers(name, answer, path):
+    assert _load(path, answer_key=name)[0].answer == str(answer)
+
+
+def test_a_part_of_a_column(tmp_path):
+    """What is needed in a struct is read, whatever is beside it."""
+    struct = pa.StructArray.from_arrays([_BAD, pa.array(["1", "2"])], ["style", "ground_truth"])
+    table = pa.table({"prompt": ["a", "b"], "reward_model": struct})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    (first, second) = _load(tmp_path / "a.parquet")
+    assert (first.answer, second.answer) == ("1", "2")
+    assert first.row["reward_model"] == {"ground_truth": "1"}
+    with pytest.raises(UserError, match=r"row 1: 'reward_model.style' cannot be read"):
+        _load(tmp_path / "a.parquet", answer_key="reward_model.style")
+
+
+def test_two_columns_of_one_name(tmp_path):
+    """They end a run only where they are needed."""
+    for name in ("answer", "other"):
+        table = pa.table([["a"], ["1"], ["2"], ["3"]], names=["question", "answer", name, name])
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    (question,) = _load(tmp_path / "other.parquet")
+    assert question.row == {"question": "a", "answer": "1"}
+    with pytest.raises(UserError, match=r"'answer' cannot be read \(the file has several columns"):
+        _load(tmp_path / "answer.parquet")
+
+
+def test_whole_numbers_that_pandas_made_floats(tmp_path):
+    table = pa.table({"question": ["a", "b", "c"], "answer": pa.array([2.0, 4.0, None])})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    assert [q.answer for q in _load(tmp_path / "a.parquet")] == ["2", "4"]
+
+
+def test_a_damaged_arrow_file_is_read_within_its_bounds(tmp_path):
+    """An offset that leads out of its buffer: the column is not read, and no memory beside it."""
+    path = tmp_path / "a.arrow"
+    table = pa.table({"question": [str(i) for i in range(50)], "answer": ["8 letters"] * 50})
+    with pa.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+    content = path.read_bytes()
+    offsets = struct.pack("<3i", 81, 90, 99)
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<3i", 81, 2**31 - 1, 99)))
+    with pytest.raises(UserError, match="row 1: 'answer' cannot be read"):
+        _load(path)
+
+
+def test_rows_go_to_workers(path):
+    """They can be written as a reward's worker gets them, and hold nothing of Arrow's."""
+    assert json.dumps([dict(q.row) for q in _load(path)], default=str)
+    assert "Unreadable" not in repr([q.row for q in _load(path)])

@@ -1,0 +1,242 @@
+"""Files and directories: which split a file is, what is not read, and what leads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import pytest
+from data_files import ROWS, arrow, arrow_dict, env, jsonl, parquet
+
+from fp8rl_jax.envs import check_source, load_questions
+from fp8rl_jax.envs.splits import splits_named
+from fp8rl_jax.errors import UserError
+
+_TRAIN, _TEST = ROWS[:30], ROWS[30:]
+
+
+def _load(task, counts=None, **fields):
+    section = env(task, **fields)
+    check_source(section)
+    return load_questions(section, counts or {"train": 1, "eval": 1000}, 0)
+
+
+def _write(root: pathlib.Path, name: str, rows=ROWS) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.lower().endswith(".parquet"):
+        parquet(path, rows)
+    elif ".jsonl" in name.lower():
+        jsonl(path, rows)
+    else:
+        path.write_text("question,answer\n")
+
+
+# Splits.
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.jsonl", "test.parquet"), ("train.parquet", "test.jsonl"),
+        ("train.jsonl.gz", "eval/0000.parquet"), ("data/train-00000-of-00001.parquet", "dev.jsonl"),
+        ("TRAIN.JSONL", "Test.Parquet"), ("part-0.jsonl", "a/b/c/d/validation.parquet"),
+        ("train.parquet/part-0.parquet", "test.parquet/part-0.parquet"),
+    ],
+)  # fmt: skip
+def test_splits_in_files_of_several_kinds(train, test, tmp_path):
+    """Each split is what its file says, whatever kind of file another one is."""
+    _write(tmp_path, train, _TRAIN)
+    _write(tmp_path, test, _TEST)
+    data = _load(tmp_path)
+    assert [q.text for q in data.questions["train"]] == [row["question"] for row in _TRAIN]
+    assert [q.text for q in data.questions["eval"]] == [row["question"] for row in _TEST]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train.jsonl", "train.parquet"], r"for the split 'train' \(train.jsonl, train.parquet\)"),
+        (["a.jsonl", "a.jsonl.gz"], r"for the split 'train' \(a.jsonl, a.jsonl.gz\)"),
+        (["train-test.jsonl"], "named after the splits train and test: name the file itself"),
+        (["test-00000-of-00001.parquet"], "has the split 'test' alone, which is held out and not"),
+        (["validation/0000.parquet"], "has the split 'validation' alone"),
+        (["test.jsonl", "train.csv"], "trained on, and train.csv, which is not read: name it by"),
+        (["train.csv", "train.json"], "holds no data .*, but train.csv, train.json;"),
+    ],
+)
+def test_what_is_not_trained_on_unasked(names, message, tmp_path):
+    """Two sources of one split, a held-out split alone, other kinds of files: by name."""
+    for name in names:
+        _write(tmp_path, name)
+    with pytest.raises(UserError, match=message):
+        _load(tmp_path)
+
+
+def test_a_held_out_split_alone_is_for_evaluation(tmp_path):
+    """All of it, where nothing is trained on or as env.eval_task."""
+    _write(tmp_path, "sets/test.jsonl", _TEST)
+    _write(tmp_path, "train.jsonl", _TRAIN)
+    assert len(_load(tmp_path / "sets", {"eval": 1000}).questions["eval"]) == len(_TEST)
+    data = _load(tmp_path / "train.jsonl", eval_task=str(tmp_path / "sets"))
+    assert {split: len(part) for split, part in data.questions.items()} == {
+        "sft": 0, "train": len(_TRAIN), "eval": len(_TEST),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("test-00000-of-00001.parquet", "trained on although its name says 'test'"),
+        ("test/0000.parquet", "trained on although its name says 'test'"),
+        ("math_dev.jsonl", "trained on although its name says 'validation'"),
+        ("train.jsonl", ""), ("my_train_and_test.jsonl", ""), ("test/mine.jsonl", ""),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_named_by_the_user(name, said, tmp_path):
+    """It is trained on, as its user says, and the first line speaks of its name."""
+    _write(tmp_path, name)
+    data = _load(tmp_path / name)
+    assert data.questions["train"] and data.note.endswith(f"; {said}" if said else "question)")
+    if said and "/" in name:
+        (folder, _) = name.split("/")
+        assert _load(tmp_path / folder).note.endswith(said)
+
+
+def test_what_is_not_used_is_said(tmp_path):
+    """Other kinds of data, and splits that are neither trained on nor held out."""
+    for name, rows in {"train.jsonl": _TRAIN, "test.jsonl": _TEST, "dev.jsonl": _TEST[:5]}.items():
+        _write(tmp_path, name, rows)
+    for name in ("more.csv", "a/b.json", "README.md", "dataset_infos.json", ".hidden.csv"):
+        _write(tmp_path, name)
+    said = "; not read: a/b.json, more.csv; splits not used: validation"
+    assert _load(tmp_path).note.endswith(f"(its split 'test'){said}")
+    assert "; splits not used: test, validation" in _load(tmp_path, eval_task="chain_sum").note
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"train": _TRAIN, "dev": _TEST}, "30 to train on, 10 held out (its split 'dev')"),
+        ({"train_sft": _TRAIN, "test_sft": _TEST}, "10 held out (its split 'test_sft')"),
+        ({"train": _TRAIN, "train_b": _TEST, "val": _TEST}, "splits not used: train_b"),
+        ({"train_a": _TRAIN, "train_b": _TEST}, "several splits for 'train' (train_a, train_b)"),
+        ({"eval": _TEST}, "has the split 'eval' alone"),
+        ({"a": _TRAIN, "b": _TEST}, "has the splits a, b, and none is called 'train'"),
+    ],
+)
+def test_names_of_saved_splits(parts, message, tmp_path):
+    """The words that say a split in a file's name say it in save_to_disk's, too."""
+    arrow_dict(tmp_path / "disk", parts)
+    try:
+        said = _load(tmp_path / "disk").note
+    except UserError as error:
+        said = str(error)
+    assert message in said
+
+
+def test_a_saved_split_knows_its_name(tmp_path):
+    """`load_dataset(..., split="test").save_to_disk("mine")` is a test split under any name."""
+    for name, refused in {"mine": True, "test": False, "train": False}.items():
+        state = arrow(tmp_path / name, ROWS) / "state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"_split": "test"}))
+        if refused:
+            with pytest.raises(UserError, match="has the split 'test' alone"):
+                _load(tmp_path / name)
+        else:
+            assert (name == "test") == ("its name says 'test'" in _load(tmp_path / name).note)
+    jsonl(tmp_path / "train" / "more.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"what save_to_disk writes, and more\.jsonl: name the one"):
+        _load(tmp_path / "train")
+
+
+def test_words_of_splits():
+    names = {"test-00000-of-00001": ["test"], "latest": [], "eval_train": ["test", "train"]}
+    assert {name: splits_named(name) for name in names} == names
+
+
+# Files of others.
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"splits": [5]}', '{"splits": "train"}', '{"splits": {"a": 1}}', '{"splits": []}', "[]",
+        '{"splits": [".."]}', '{"splits": ["../train"]}', '{"splits": ["/etc"]}', "[" * 5000,
+        '{"splits": ["a\\u0000"]}', '{"splits": ["%s"]}' % ("a" * 300), '{"splits": ["\\ud800"]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_dataset_dict(content, tmp_path):
+    """One sentence, and nothing outside of the directory is opened."""
+    arrow(tmp_path / "train", ROWS)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/dataset_dict.json").write_text(content)
+    with pytest.raises(UserError, match="damaged: save the data set again"):
+        _load(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("name", ["../a.arrow", "/etc/passwd", "..", "", "a" * 300, 5, None, "\0"])
+def test_a_damaged_state(name, tmp_path):
+    arrow(tmp_path / "disk", ROWS)
+    (tmp_path / "a.arrow").write_bytes(next((tmp_path / "disk").glob("*.arrow")).read_bytes())
+    (tmp_path / "disk/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(UserError, match=r"state\.json is missing or damaged"):
+        _load(tmp_path / "disk")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.parquet", "d/test.jsonl", "d/dataset_dict.json", "d/state.json"]
+)
+def test_fifos_are_not_waited_for(name, tmp_path):
+    _write(tmp_path, "d/train.jsonl")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"no regular file|save_to_disk"):
+        _load(tmp_path / name.partition("/")[0])
+
+
+@pytest.mark.parametrize("name", ["/" + "a" * 300, "a" * 300 + ".jsonl", "a\0.jsonl", "~no_user/a"])
+def test_names_that_cannot_be(name):
+    with pytest.raises(UserError, match="does not exist"):
+        _load(name)
+
+
+def test_links(tmp_path):
+    """Links to files are followed, as Hugging Face's cache has them; one that leads nowhere, in
+    which a shard is missing, is named, and a circle ends."""
+    _write(tmp_path, "blobs/x.jsonl", _TRAIN)
+    root = tmp_path / "snapshot"
+    root.mkdir()
+    (root / "train-0.jsonl").symlink_to(tmp_path / "blobs/x.jsonl")
+    (root / "circle").symlink_to(root)
+    assert len(_load(root, eval_fraction=0.0).questions["train"]) == len(_TRAIN)
+    (root / "train-1.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"train-1.jsonl cannot be read \(No such file"):
+        _load(root)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[" * 1500 + b"]" * 1500, "nested too deeply"),
+        (b'{"question": "a", "answer": "b", "x": ' + b"[" * 200_000, "nested too deeply"),
+        (b'{"question": "a", "answer": "b", "x": ' + b'{"a":' * 120 + b"1" + b"}" * 121, "deeply"),
+        (b'{"question": "a", "answer": ' + b"1" * 5000 + b"}", "is not JSON .*4300 digits"),
+        (b'{"question": "a", "answer": "' + b"b" * 2**24 + b'"}', "has more than 16,777,216 bytes"),
+    ],
+)
+def test_lines_beyond_limits(line, message, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "a", "answer": "b"}\n' + line + b"\n")
+    with pytest.raises(UserError, match=rf"a\.jsonl:2 .*{message}"):
+        _load(tmp_path / "a.jsonl")
+
+
+def test_keys_that_stand_in_an_object_twice(tmp_path):
+    """They end a run only where they are needed, as two columns of a file do."""
+    good = b'{"question": "a", "answer": "1", "x": 1, "x": 2, "y": {"z": 3, "z": 4, "w": 5}}'
+    (tmp_path / "a.jsonl").write_bytes(good)
+    data = _load(tmp_path / "a.jsonl", eval_fraction=0.0)
+    assert data.questions["train"][0].row == {"question": "a", "answer": "1", "y": {"w": 5}}
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "a", "answer": "b", "question": "c"}')
+    with pytest.raises(UserError, match=r"a\.jsonl:1: 'question' cannot be read \(the key stands"):
+        _load(tmp_path / "a.jsonl")

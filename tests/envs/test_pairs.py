@@ -1,0 +1,134 @@
+"""Pairs of an answer and a response: what the rewards of mathematics pay, beside their peers.
+
+pairs.json has for each pair the right value, what the scorers of TRL, verl and math-verify pay
+(tests/helpers/peer_rewards.py), and why where that is not right.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+
+import peer_rewards
+import pytest
+from peer_rewards import PEERS
+
+from fp8rl_jax.envs import load_reward
+from fp8rl_jax.envs.final_number import gsm8k
+from fp8rl_jax.envs.math_answer import math_answer, math_equal
+from fp8rl_jax.envs.written_number import last_number, whole_number
+
+_ALL = json.loads(peer_rewards.FILE.read_text())
+_PAIRS = _ALL["pairs"]
+
+
+def _wrong(reward, pairs, expected) -> list:
+    found = [(p, reward("question", p["response"], p["answer"])) for p in pairs]
+    return [(p["answer"], p["response"], value) for p, value in found if value != expected(p)]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_math_equal(part):
+    assert not _wrong(math_equal, _PAIRS[part::4], lambda p: p["right"])
+
+
+def test_gsm8k():
+    """The same, where the answer is a number: it is the number alone that counts, not its name, and
+    a box that is not closed is no mark."""
+    numbers = [p for p in _PAIRS if whole_number(p["answer"])]
+    assert len(numbers) > 100
+    assert not _wrong(gsm8k, numbers, lambda p: p.get("gsm8k", p["right"]))
+
+
+def test_every_difference_from_a_peer_has_its_reason():
+    for pair in _PAIRS:
+        differ = {n for n, v in zip(PEERS, pair["peers"], strict=True) if v != pair["right"]}
+        assert differ == {*pair.get("why", {})}, pair
+        assert {*pair.get("why", {}).values()} <= {*_ALL["reasons"]}
+
+
+def test_the_page_of_pairs_is_what_the_rewards_pay():
+    scripts = pathlib.Path(__file__).parents[2] / "docs/scripts"
+    page = runpy.run_path(str(scripts / "reward_table.py"))
+    assert page["FILE"].read_text() == page["table"]()
+
+
+@pytest.mark.slow
+def test_peers_pay_what_is_recorded():
+    try:
+        scorers = peer_rewards.scorers()
+    except ImportError as error:
+        pytest.skip(f"needs trl, verl and math-verify ({error})")
+    for pair in _PAIRS:
+        found = [scorers[name](pair["answer"], pair["response"]) for name in PEERS]
+        assert found == pair["peers"], pair
+
+
+@pytest.mark.parametrize(
+    ("votes", "count"),
+    [
+        ([r"\boxed{5}", r"\boxed{x=5}", r"\boxed{5.0}", "The answer is 5.", "#### 5"], 1),
+        ([r"\boxed{50\%}", r"\boxed{0.5}", r"\boxed{\frac12}", r"\boxed{1/2}"], 1),
+        ([r"\boxed{2\sqrt{5}}", r"\boxed{\sqrt{20}}"], 1),
+        ([r"\boxed{(x+1)^2}", r"\boxed{x^2+2x+1}"], 1),
+        ([r"\boxed{1, 2}", r"\boxed{\{2,1\}}", r"\boxed{x=1, x=2}"], 1),
+        ([r"\boxed{\text{East}}", r"\boxed{east}", "The answer is east."], 1),
+        ([r"\boxed{(1,2)}", r"\boxed{(2,1)}"], 2),
+        ([r"\boxed{5}", r"\boxed{-5}", r"\boxed{5x}"], 3),
+    ],
+)
+def test_one_vote_for_one_value(votes, count):
+    found = {math_answer(vote) for vote in votes}
+    assert len(found) == count and None not in found
+
+
+@pytest.mark.parametrize("answer", ["", "?", r"\lim", "We add the numbers and " * 5])
+def test_an_answer_that_cannot_be_read_is_an_error(answer):
+    with pytest.raises(ValueError, match="is neither mathematics nor a few words"):
+        math_equal("question", r"\boxed{5}", answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("-₹72", "-72"), ("$-72", "-72"), ("US$ 72", "72"), ("Rs. 72", "72"), ("USD 72", "72"),
+        ("1'072", "1072"), ("1_072", "1072"), ("₹1,00,000", "100000"), ("2.5e-3", "1/400"),
+        (r"3 \times 10^{-2}", "3/100"), ("10⁵", "100000"), ("2½", "5/2"), ("12 and 1/2", "25/2"),
+        (r"-\frac{1}{2}", "-1/2"), ("72 m^2", "72"), ("72 km/h", "72"), ("**72**", "72"),
+        (r"\text{72 apples}", "72"), (r"x \approx 72", "72"), ("5 m", "5"),
+        *((text, None) for text in (
+            "5x", "5i", r"2\pi", "5!", "72^2", "72 or 73", "72 - y", "10:30", "1, 2", "8/2", "7+8",
+            "5 4/2", "x=5, y=72", "72 million", "2 dozen", "72 hours and 30 minutes", "[72]", "A",
+            "9" * 300,
+        )),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_a_number(text, number):
+    found = whole_number(text)
+    assert (None if found is None else str(found.value)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("No.72", "72"), ("v1.2: 72", "72"), ("in 2024, H2O and x2", "2024"), ("1, 2 3/4", "11/4")],
+)
+def test_the_last_number(text, number):
+    assert str(last_number(text).value) == number
+
+
+def test_another_right_answer_of_a_task():
+    """Scored by the task's own scorer; tasks without one compare texts."""
+    import reasoning_gym
+
+    score = load_reward("task_score")
+    item = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
+    (first, *rest) = item["answer"].split(" - ")
+    others = [" - ".join([f"({first})", *reversed(rest)]), f"<answer>{item['answer']}</answer>"]
+    assert [score("", text, item["answer"], item) for text in others] == [1.0, 1.0]
+    assert score("", "1 + 1", item["answer"], item) < 0.1
+    equation = reasoning_gym.create_dataset("polynomial_equations", size=9, seed=1)
+    item = next(x for x in equation if x["answer"].count(",") == 1)
+    assert score("", ", ".join(item["answer"].split(", ")[::-1]), item["answer"], item) == 1.0
+    assert score("", " 5 ", "5", {"metadata": {"source_dataset": "basic_arithmetic"}}) == 1.0
+    assert score("", "5", "6", {}) == 0.0
