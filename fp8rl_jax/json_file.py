@@ -1,4 +1,5 @@
-"""JSON that others wrote, read within limits: a regular file, of limited size and depth, in UTF-8.
+"""JSON: what others wrote, read within limits (a regular file, of limited size and depth, in
+UTF-8), and what is written for others.
 
 Without them a file decides how a command ends: a FIFO is waited for, a device never ends, deep
 nesting is a RecursionError. The callers make one sentence of an OSError or a ValueError.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pathlib
 import stat
@@ -76,6 +78,23 @@ def parse_json(
         if not level:
             return value
     raise ValueError("it is nested too deeply")
+
+
+def strict_json(value: Any) -> str:
+    """A value as one line of JSON that any reader takes: NaN and infinities, which JSON lacks, are
+    null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _inside(value: list | dict) -> Iterable[Any]:

@@ -16,6 +16,7 @@ exist for one chunk of response tokens at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,8 @@ from fp8rl_jax.models import (
     update_scaling,
     with_kv_scales,
 )
-from fp8rl_jax.models.router import load_balance_loss
-from fp8rl_jax.models.taps import LOGITS, batch_axis
+from fp8rl_jax.models.router import expert_tokens, load_balance_loss
+from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl.aggregation import token_mean
@@ -232,6 +233,28 @@ def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
     return exact_jit(score)
 
 
+def count_experts(
+    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, kv_scales: KVScales | None
+) -> jax.Array:
+    """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
+
+    A replayed choice (`batch.routing`) is counted as it is; without one, a forward pass is run.
+
+    Args:
+      weights: `quantize_params` of the masters.
+      batch, model, recipe, rope, kv_scales: as for `response_logprobs`.
+    """
+    if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
+        valid = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        of_layer = functools.partial(expert_tokens, model, valid=valid)
+        return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
+    out = forward(
+        weights, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
+        rope=rope, output="hidden",
+    )  # fmt: skip
+    return out.aux["expert_tokens"]
+
+
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
     """Counts that the probes brought back: {operand class: {site: {count: (L,) or (L, E)}}}."""
     health: dict = {}
@@ -288,7 +311,9 @@ def make_gradients(
     Args:
       model, recipe: shapes and numerics.
       loss: static choices of the loss.
-      micro_batches: the batch is split into this many parts along B, gradients are added.
+      micro_batches: the batch is split into this many parts along B, gradients are added. With
+        `router_aux_coef` and more than one part, experts' tokens are counted over all parts
+        before, which costs a forward pass unless the routing is replayed.
       remat: of `forward`.
       health: also count what quantisation lost, by operand class, site and layer.
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
@@ -303,9 +328,12 @@ def make_gradients(
     T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.
     """
     recipe = get_recipe(recipe)
+    # The share of tokens that an expert gets is that of the whole update, and multiplies what each
+    # micro-batch adds: it must be known before the first of them.
+    counts_first = loss.router_aux_coef > 0 and micro_batches > 1
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
-    def objective(params, probes, weights, state: TrainState, part: Batch, rope):
+    def objective(params, probes, weights, state: TrainState, part: Batch, rope, loads):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
             paired, part, model, recipe, rope, remat, state.kv_scales, collect, taps
@@ -320,8 +348,9 @@ def make_gradients(
         value = jnp.where(counts, each * part.weights, 0.0).sum()
         sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
-            balance = load_balance_loss(model, aux["expert_tokens"], aux["expert_probability"])
-            sums["router_aux_loss"] = balance / micro_batches
+            loads = aux["expert_tokens"] if loads is None else loads
+            balance = load_balance_loss(model, loads, aux["expert_probability"])
+            sums["router_aux_loss"] = balance
             value = value + loss.router_aux_coef * sums["router_aux_loss"]
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
@@ -330,9 +359,9 @@ def make_gradients(
         probes = init_probes(state.params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
-        def run(part: Batch):
+        def run(part: Batch, loads: jax.Array | None = None):
             (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
-                state.params, probes, weights, state, part, rope
+                state.params, probes, weights, state, part, rope, loads
             )
             return (value, grads, seen, sums), (tokens, finite, tapped)
 
@@ -344,8 +373,17 @@ def make_gradients(
                 lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch
             )
 
+            def count(total, part):
+                found = count_experts(weights, part, model, recipe, rope, state.kv_scales)
+                return total + found, None
+
+            loads = None
+            if counts_first:
+                shape = model.num_hidden_layers - model.dense_layers, model.num_experts
+                loads = lax.scan(count, jnp.zeros(shape, jnp.int32), parts)[0]
+
             def accumulate(total, part):
-                result, rest = run(part)
+                result, rest = run(part, loads)
                 return _add(total, result), rest
 
             zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0]

@@ -42,7 +42,7 @@ from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.memory import check_train_memory
-from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.run_directory import (
     WRITE_ERRORS,
@@ -366,7 +366,7 @@ class _Run:
         """The responses of a step, with their rewards."""
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
         show = functools.partial(self.display.rollout, step + 1)
         try:
             samples = sample_step(self.runtime, weights, stream, key, record, show)
@@ -408,6 +408,7 @@ class _Run:
         rt, algo = self.runtime, self.config.algo
         rows = len(batch.mask) // algo.num_minibatches
         updates, first = [], None
+        record["lr"] = float(self.schedule(updates_made(state.opt_state)))
         with record.timed("learner"):
             for index in range(algo.epochs * algo.num_minibatches):
                 begin = index % algo.num_minibatches * rows
@@ -421,7 +422,6 @@ class _Run:
                 updates.append(metrics | {"counts": part.weights != 0})
                 first = processes.fetch(logp) if first is None else first
         record.add_updates(updates, float(batch.mask.sum()), rt)
-        record["lr"] = float(self.schedule(step * len(updates)))
         return state, first, updates
 
     def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
@@ -467,7 +467,7 @@ class _Run:
             return
         if (self.directory / DRIFT_FILE).exists():
             return
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
         programs = Programs(rt, state, weights, affordable(rt, questions), key)
         try:
             result = {"step": step} | analyse(programs)

@@ -20,6 +20,7 @@ import jax
 
 import fp8rl_jax
 from fp8rl_jax import kernels
+from fp8rl_jax.jax_settings import recorded_settings
 from fp8rl_jax.kernels.reference.probe import cpu_features, surroundings
 from fp8rl_jax.kernels.reference.probe import user_cache as user_cache
 
@@ -55,6 +56,7 @@ def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) 
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "source": library_digest(),
         "devices": [jax.default_backend(), jax.device_count(), machine(), *surroundings()],
+        "settings": recorded_settings(),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -91,7 +91,9 @@ def test_forward(model, recipe):
         scaled = scaled_logits(out.logits[:, -1], temperature)
         return scaled - scaled.max(-1, keepdims=True)
 
-    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    params = jax.eval_shape(
+        functools.partial(init_params, model), jax.random.key(0, impl="threefry2x32")
+    )
     cache = jax.eval_shape(lambda: init_cache(model, get_recipe(recipe), 2, 150))
     tokens = jnp.zeros((2, 3), jnp.int32)
     traced = jax.make_jaxpr(run)(

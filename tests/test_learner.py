@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from balance_steps import COEFFICIENT, MODEL, TAPS, balance_batch
+from balance_steps import run as balance_gradients
+from devices import run_script
 from random_model import initial_params
 
 from fp8rl_jax import learner, models
@@ -96,3 +100,54 @@ def test_an_update_follows_the_advantages(batch):
     after = _run(1, signed, params)[1]
     gain = ((after - before) * batch.mask).sum(1) * signs
     assert gain[batch.mask.sum(1) >= 5].min() > 0 and gain.sum() > 0
+
+
+def _balance(taps: dict[str, np.ndarray]):
+    """(loss, its gradient by the last router's kernel, tokens of each expert), token by token in
+    float64, from what the routers read, computed and chose."""
+    batch = balance_batch({})
+    lengths = batch.prompt_lengths + batch.mask.sum(1).astype(int)
+    rows, logits, chosen = (taps[name] for name in TAPS)
+    layers, experts = len(logits), MODEL.num_experts
+    tokens = [(row, place) for row, length in enumerate(lengths) for place in range(length)]
+    loss, counts = 0.0, np.zeros((layers, experts), int)
+    for layer in range(layers):
+        share, mean = np.zeros(experts), np.zeros(experts)
+        for at in tokens:
+            weights = np.exp(logits[layer][at].astype(np.float64))
+            mean += weights / weights.sum() / len(tokens)
+            for expert in chosen[layer][at]:
+                counts[layer, expert] += 1
+                share[expert] += 1 / len(tokens)
+        loss += experts / MODEL.num_experts_per_tok * (share @ mean) / layers
+    kernel = np.zeros((MODEL.hidden_size, experts))
+    for at in tokens:  # d(share . p) / d logits = p * (share - share . p)
+        weights = np.exp(logits[-1][at].astype(np.float64))
+        p = weights / weights.sum()
+        slope = p * (share - share @ p) / len(tokens)
+        kernel += np.outer(rows[-1][at], slope)
+    return loss, COEFFICIENT * experts / MODEL.num_experts_per_tok / layers * kernel, counts
+
+
+def test_experts_are_balanced_over_the_whole_update():
+    """The loss of four micro-batches whose loads differ, and its gradient, are those of all
+    tokens at once."""
+    grads, metrics = balance_gradients(1, 4, {}, TAPS)
+    loss, kernel, counts = _balance(metrics["taps"])
+    np.testing.assert_array_equal(metrics["expert_tokens"], counts)
+    assert metrics["router_aux_loss"] == pytest.approx(loss, rel=1e-6)
+    found = grads["layers"]["router"]["kernel"][-1]
+    np.testing.assert_allclose(found, kernel, rtol=0, atol=1e-6 * np.abs(kernel).max())
+
+
+@pytest.mark.slow
+def test_the_balance_depends_on_no_division(tmp_path):
+    """1, 2, 4 and 8 micro-batches, 1, 2 and 4 devices, and a replayed choice."""
+    cases = [[1, 1, 0], [1, 2, 0], [1, 4, 0], [1, 8, 0], [2, 1, 0], [4, 2, 0], [4, 1, 0], [1, 4, 1]]
+    run_script(4, "balance_steps.py", str(tmp_path / "found.npz"), json.dumps(cases))
+    found = np.load(tmp_path / "found.npz")
+    for name in [name for name in found if name.startswith("0")]:
+        for number in range(1, len(cases)):
+            other = found[f"{number}{name[1:]}"]
+            bound = 1e-6 * np.abs(found[name]).max()
+            np.testing.assert_allclose(other, found[name], rtol=0, atol=bound, err_msg=name)

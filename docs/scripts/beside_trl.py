@@ -114,7 +114,7 @@ def _ours(recipe: str):
     model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
     cell = bench.Cell(rows, PROMPT, NEW, GROUP)
     optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
-    key = jax.random.key(0)
+    key = jax.random.key(0, impl="threefry2x32")
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
     sample = HalvedSampler(model, recipe, cell.settings)
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())

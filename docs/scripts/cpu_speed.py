@@ -123,11 +123,14 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
             advantages=rng.standard_normal(rows).astype(np.float32),
             old_logprobs=numbers - 9,
         )  # fmt: skip
-        params = init_params(model, jax.random.key(0))
+        params = init_params(model, jax.random.key(0, impl="threefry2x32"))
         rope, optimizer = rope_tables(model, before + new), optax.adamw(1e-4)
         for recipe in RECIPES:
             state = learner.new_state(
-                params, optimizer, jax.random.key_data(jax.random.key(1)), recipe
+                params,
+                optimizer,
+                jax.random.key_data(jax.random.key(1, impl="threefry2x32")),
+                recipe,
             )
             step = learner.make_train_step(
                 model, recipe, optimizer, learner.LossConfig(), health=True, donate=False

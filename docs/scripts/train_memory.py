@@ -38,7 +38,7 @@ def temporary_bytes(recipe: str) -> int:
     optimizer = optax.sgd(1e-3)
 
     def start():
-        params = models.init_params(MODEL, jax.random.key(0))
+        params = models.init_params(MODEL, jax.random.key(0, impl="threefry2x32"))
         return learner.new_state(params, optimizer, jnp.zeros(2, jnp.uint32), recipe)
 
     step = learner.make_train_step(MODEL, recipe, optimizer, learner.LossConfig())

@@ -160,7 +160,7 @@ def matrices(model: str) -> list[Product]:
       UserError: no such model.
     """
     config = preset(model)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     layers = {("bf16", config.hidden_size, config.vocab_size): ["lm_head"]}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = [entry.key for entry in path]

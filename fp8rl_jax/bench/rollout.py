@@ -148,7 +148,8 @@ def arguments(
     """What a sampler is called with: `count` sequences of random prompts, temperature 1."""
     prompts = random_prompts(model, cell, count)
     return (
-        weights, prompts, np.full(len(prompts), cell.prompt, np.int32), jax.random.key(0),
+        weights, prompts, np.full(len(prompts), cell.prompt, np.int32),
+        jax.random.key(0, impl="threefry2x32"),
         np.arange(count, dtype=np.int32), np.ones(count, np.float32), limits,
         tuple(jnp.asarray(t) for t in rope_tables(model, cell.prompt + cell.new)),
     )  # fmt: skip
@@ -262,7 +263,9 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
     rows: dict[str, list[dict[str, Any]]] = {lengths: [] for lengths in LENGTHS}
     shapes = {}
     for name, model in models.items():
-        params = exact_jit(lambda key, model=model: init_params(model, key))(jax.random.key(0))
+        params = exact_jit(lambda key, model=model: init_params(model, key))(
+            jax.random.key(0, impl="threefry2x32")
+        )
         shapes[name] = {
             "parameters": parameter_counts(model).total, "shape": dataclasses.asdict(model)
         }  # fmt: skip

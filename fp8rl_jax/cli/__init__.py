@@ -29,6 +29,11 @@ def entry() -> None:
             raise
         print(f"error: JAX does not start on this CPU: {error}", file=sys.stderr)
         sys.exit(2)
+    except ValueError as error:  # JAX does not know the value of a setting
+        if "JAX" not in str(error).upper():
+            raise
+        print(f"error: {error}: correct that variable, or unset it", file=sys.stderr)
+        sys.exit(2)
 
     signal.signal(signal.SIGINT, before)
     try:

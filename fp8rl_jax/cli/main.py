@@ -32,6 +32,7 @@ from fp8rl_jax.cli.arguments import (
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
 from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
+from fp8rl_jax.jax_settings import hold_settings
 
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
 
@@ -279,6 +280,7 @@ def run(arguments: Sequence[str]) -> int:
             print(command.help())
             return 0
         values = command.parse(words)
+        hold_settings()
         _join(command)
         status = command.run(values)
         if found := found_programs():

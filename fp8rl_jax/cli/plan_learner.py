@@ -76,9 +76,10 @@ def workload(planned: Planned) -> Workload:
     config = planned.config
     rollout, parts = config.rollout, config.learner.gradient_accumulation_steps
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches // parts
+    balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
         rows // sharding.batch_divisor(planned.mesh), rollout.max_prompt_tokens,
-        rollout.max_new_tokens, parts, config.learner.remat,
+        rollout.max_new_tokens, parts, config.learner.remat, balanced and parts > 1,
     )  # fmt: skip
 
 

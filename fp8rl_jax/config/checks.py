@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.config.fields import all_fields
+from fp8rl_jax.bounds import BOUNDS, check_number, shown
+from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.envs import NO_ANSWER, is_generated
 from fp8rl_jax.errors import UserError
@@ -23,34 +23,33 @@ from fp8rl_jax.rl import Algorithm
 if TYPE_CHECKING:
     from fp8rl_jax.config.resolve import Resolved
 
-# Fields are used in float32, whose subnormal numbers compiled programs take for 0.
-_TINY, _HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+_ESTIMATOR = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
 
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first field whose value is out of bounds."""
     flat = flatten(config)
-    for path, value in flat.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            span = " in (0, 1]" if path.endswith(".top_p") else ""
-            raise UserError(f"{path} is {value}; write a finite number{span}")
-        if isinstance(value, float) and value and not _TINY <= abs(value) <= _HUGE:
-            found = "infinite" if abs(value) > _HUGE else "0"
-            raise UserError(
-                f"{path} is {value}, which is {found} in float32; write 0, or a number from "
-                f"{_TINY:.2g} to {_HUGE:.2g} in size"
-            )
     for path, field in all_fields().items():
         value = flat[path]
-        if field.least is not None and value < field.least:
-            raise UserError(f"{path} is {value}; write a number of at least {field.least}")
-        if field.most is not None and value > field.most:
-            raise UserError(f"{path} is {value}; write a number of at most {field.most}")
+        if path in BOUNDS:
+            check_number(path, value)
+        if field.is_free:
+            _check_options(path, value)
         if field.choices and value not in field.choices:
             raise UserError(f"{path} is {value!r}; write one of {', '.join(field.choices)}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
+
+
+def _check_options(name: str, value) -> None:
+    """Raises UserError for a number among options of others that no float64 holds exactly."""
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_options(f"{name}.{key}", inner)
+    elif isinstance(value, int | float) and not abs(value) <= 2**53:
+        raise UserError(f"{name} is {shown(value)}; write a number of at most 2^53 in size")
 
 
 def check(resolved: Resolved) -> None:
@@ -230,6 +229,8 @@ def check_platform(resolved: Resolved) -> None:
 
 def _check_rollout(resolved: Resolved) -> None:
     rollout, algo = resolved.config.rollout, resolved.config.algo
+    if resolved.config.model.checkpoint or resolved.config.model.name:
+        check_top_k(resolved.config, resolved.model.vocab_size)
     if rollout.group_size == 1 and (
         algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
     ):
@@ -255,15 +256,6 @@ def _check_rollout(resolved: Resolved) -> None:
             f"{resolved.positions} positions of model.checkpoint = "
             f"{resolved.config.model.checkpoint!r}: lower them"
         )
-    for name in ("rollout", "eval"):
-        temperature, top_p = resolved.config[name].temperature, resolved.config[name].top_p
-        if temperature <= 0:
-            raise UserError(
-                f"{name}.temperature is {temperature}; write a number above 0 (evaluation "
-                "decodes greedily, too)"
-            )
-        if not 0 < top_p <= 1:
-            raise UserError(f"{name}.top_p is {top_p}; write a number in (0, 1]")
     if algo.correction not in ("auto", "none") and algo.old_logprobs == "rollout":
         raise UserError(
             f"algo.correction={algo.correction!r} needs the learner's own log-probabilities: set "
@@ -275,7 +267,37 @@ def _check_rollout(resolved: Resolved) -> None:
             f"algo.loss is 'reinforce', which has no ratio to the policy before, and "
             f"num_minibatches x epochs is {updates}: write 1 for both, or take ppo or cispo"
         )
+    _check_ignored(algo)
     _check_functions(resolved.algorithm, algo)
+
+
+def _check_ignored(algo) -> None:
+    """What the other fields would leave without effect."""
+    if algo.kl_in == "reward" and algo.kl_coef and algo.kl_estimator not in ("k1", _ESTIMATOR):
+        raise UserError(
+            f"algo.kl_estimator is {algo.kl_estimator!r} and algo.kl_in 'reward', which takes k1 "
+            "from the advantages: write 'k1', or algo.kl_in='loss'"
+        )
+    if algo.dual_clip and algo.loss.partition("(")[0].strip() != "ppo":
+        raise UserError(
+            f"algo.dual_clip is {algo.dual_clip}, and algo.loss = {algo.loss!r} has no such bound: "
+            "write 0, or algo.loss='ppo'"
+        )
+    if algo.loss_length and algo.loss_aggregation != "seq_mean_token_sum_norm":
+        raise UserError(
+            f"algo.loss_length is {algo.loss_length}, and algo.loss_aggregation = "
+            f"{algo.loss_aggregation!r} divides by no constant: write 0, or "
+            "algo.loss_aggregation='seq_mean_token_sum_norm'"
+        )
+
+
+def check_top_k(config: ml_collections.ConfigDict, vocabulary: int) -> None:
+    """Raises UserError if `rollout.top_k` is more than the tokens of the vocabulary."""
+    if config.rollout.top_k > vocabulary:
+        raise UserError(
+            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of {vocabulary} "
+            "tokens: lower it, or write 0 for all"
+        )
 
 
 def _check_functions(algorithm: Algorithm, algo) -> None:
@@ -355,6 +377,13 @@ def _check_batches(config) -> None:
             f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
+    rounds = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
+    if rows * rounds >= 2**31:
+        raise UserError(
+            f"rollout.prompts_per_step x group_size = {rows:,} responses, in up to {rounds:,} "
+            "rounds (algo.dynamic_sampling_rounds), are more than 2^31, and each has a number of "
+            "32 bits for its random bits: lower one of them"
+        )
     parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     if rows % parts:
         raise UserError(

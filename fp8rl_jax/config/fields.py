@@ -1,6 +1,7 @@
-"""The table of all fields of a configuration: default, meaning, and which values are allowed.
+"""The table of all fields of a configuration: default, meaning, and the choices of a text.
 
-Those of section `model` are the fields of `models.ModelConfig`, which also checks them.
+The bounds of numbers are in `fp8rl_jax.bounds`. Fields of section `model` are those of
+`models.ModelConfig`, which also checks them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,11 @@ class Field(NamedTuple):
     Attributes:
       default: its value where it is not set; its type is the field's.
       meaning: what `--help` says.
-      least, most: bounds of a number.
       choices: of a text; any text if empty.
     """
 
     default: Any
     meaning: str
-    least: float | None = None
-    most: float | None = None
     choices: tuple[str, ...] = ()
 
     @property
@@ -50,26 +48,25 @@ _SHAPES = {
     for field in dataclasses.fields(ModelConfig)
     if field.name != "vocab_size"  # the tokenizer's, or the checkpoint's
 }
-_BELOW_1 = 0.9999999
 
 # section -> field. The order is that of `--help`.
 FIELDS: dict[str, dict[str, Field]] = {
     "run": {
         "dir": Field("runs/default", "directory of the run: metrics, checkpoints, report"),
-        "seed": Field(0, "seed of data, initialisation and sampling", 0, 2**31 - 1),
-        "steps": Field(100, "RL steps; 0 runs supervised fine-tuning only", 0),
+        "seed": Field(0, "seed of data, initialisation and sampling"),
+        "steps": Field(100, "RL steps; 0 runs supervised fine-tuning only"),
         "cache_dir": Field("", "where results of supervised fine-tuning and passed self-checks are "
                            "kept; '' for ~/.cache/fp8rl_jax"),
         "compilation_cache": Field("", "directory of compiled programs, which a second start loads "
                                    "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
                                    "~/.cache/fp8rl_jax/compilation"),
-        "samples": Field(4, "transcripts written at each evaluation", 0),
+        "samples": Field(4, "transcripts written at each evaluation"),
         "loggers": Field("tensorboard", "where numbers go beside JSON lines: tensorboard, wandb, "
                          "mlflow, or several with commas"),
         "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
         "checkpoint_every": Field(20, "RL steps between checkpoints (supervised fine-tuning: at "
-                                  "each evaluation)", 1),
-        "keep_checkpoints": Field(2, "newest checkpoints to keep", 1),
+                                  "each evaluation)"),
+        "keep_checkpoints": Field(2, "newest checkpoints to keep"),
     },
     "model": {
         "checkpoint": Field("", "directory of a Hugging Face model: shapes and initial parameters; "
@@ -92,15 +89,15 @@ FIELDS: dict[str, dict[str, Field]] = {
         "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
         "reference": Field("learner", "recipe that scores the reference policy: learner, or a "
                            "recipe's name"),
-        "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16", 0),
-        "last_layers_bf16": Field(0, "number of last layers, likewise", 0),
+        "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16"),
+        "last_layers_bf16": Field(0, "number of last layers, likewise"),
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
         "kv_cache": Field("recipe", "recipe: as the recipe says; bf16; fp8: a scale per (token, "
                           "head); fp8_calibrated: a scale per layer, measured after each update",
                           choices=("recipe", "bf16", "fp8", "fp8_calibrated")),
         "attention": Field("bf16", "bf16, or fp8: queries too are quantised, as the KV cache is",
                            choices=("bf16", "fp8")),
-        "kv_margin": Field(1.05, "headroom of calibrated scales", 1, 100),
+        "kv_margin": Field(1.05, "headroom of calibrated scales"),
         "kernels": Field("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
                          "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
                          choices=("auto", "reference", "triton", "mosaic")),
@@ -140,12 +137,10 @@ FIELDS: dict[str, dict[str, Field]] = {
                         "function as 'module:function'; several with weights as "
                         "'exact_match, 0.5*module:function', the first of which evaluation counts"),
         "reward_timeout": Field(30.0, "seconds that a call of task_score, math_equal or your own "
-                                "function may take; one that takes longer is not scored", 0.01,
-                                1e6),
-        "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any", 0,
-                                  1e6),
+                                "function may take; one that takes longer is not scored"),
+        "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
         "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
-                                 "a new order each epoch", 1),
+                                 "a new order each epoch"),
         "question_key": Field("", "the data set's column with the question or conversation; '' for "
                               "the first of question, prompt, problem, instruction, input"),
         "answer_key": Field("", "the column with the answer, such as reward_model.ground_truth; '' "
@@ -157,28 +152,28 @@ FIELDS: dict[str, dict[str, Field]] = {
         "eval_task": Field("", "held-out questions from another source than task, written "
                            "likewise, or from several with commas; '' for the data set's own "
                            "split test or validation, else a share of it"),
-        "eval_fraction": Field(0.1, "that share, drawn by a hash of the question", 0, 0.5),
+        "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),
         "data_dir": Field("", "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
                           "else ~/tensorflow_datasets"),
         "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
         "max_questions": Field(0, "questions of a data set to train on at most; 0 for all; reading "
-                               "of 'module:function' ends there", 0),
+                               "of 'module:function' ends there"),
         "overlong": Field("drop", "a data set's questions that are too long for max_prompt_tokens: "
                           "drop them, or error", choices=("drop", "error")),
     },
     "rollout": {
-        "prompts_per_step": Field(16, "questions per RL step", 1),
-        "group_size": Field(8, "samples per question", 1),
-        "max_prompt_tokens": Field(24, "tokens of a prompt at most", 2),
-        "max_new_tokens": Field(8, "tokens of a response at most", 1),
+        "prompts_per_step": Field(16, "questions per RL step"),
+        "group_size": Field(8, "samples per question"),
+        "max_prompt_tokens": Field(24, "tokens of a prompt at most"),
+        "max_new_tokens": Field(8, "tokens of a response at most"),
         "slots": Field(0, "sequences that decode at a time, each replaced when it ends (continuous "
-                       "batching); 0 decodes all samples at once", 0),
+                       "batching); 0 decodes all samples at once"),
         "pages": Field(0, "with slots: pages of 64 tokens in the KV cache; 0 for as many as the "
-                       "slots can fill and the device holds (fp8rl plan --rollout)", 0),
+                       "slots can fill and the device holds (fp8rl plan --rollout)"),
         "prefill_chunk": Field(64, "with slots: tokens of a prompt that are prefilled between two "
-                               "decode steps", 1),
-        "temperature": Field(1.0, "sampling temperature, above 0", most=100.0),
-        "top_k": Field(0, "sample from the k most likely tokens; 0 for all", 0),
+                               "decode steps"),
+        "temperature": Field(1.0, "sampling temperature, above 0"),
+        "top_k": Field(0, "sample from the k most likely tokens; 0 for all"),
         "top_p": Field(1.0, "sample from the most likely tokens that have this much probability; "
                        "1.0 for all"),
     },
@@ -190,15 +185,15 @@ FIELDS: dict[str, dict[str, Field]] = {
         "scale": Field("group_std", "what advantages are divided by", choices=(*SCALES,)),
         "loss": Field("ppo", "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
                       "or 'module:function'"),
-        "clip_low": Field(0.2, "ratio bound 1 - clip_low", 0),
-        "clip_high": Field(0.2, "ratio bound 1 + clip_high", 0),
+        "clip_low": Field(0.2, "ratio bound 1 - clip_low"),
+        "clip_high": Field(0.2, "ratio bound 1 + clip_high"),
         "dual_clip": Field(0.0, "with ppo: a negative advantage's loss is at most this often the "
-                           "advantage; above 1, or 0 for no bound", 0),
+                           "advantage; above 1, or 0 for no bound"),
         "loss_aggregation": Field("token_mean", "how the losses of an update's tokens are added",
                                   choices=(*AGGREGATIONS,)),
         "loss_length": Field(0, "constant divisor of seq_mean_token_sum_norm; 0 for "
-                             "rollout.max_new_tokens", 0),
-        "kl_coef": Field(0.0, "weight of the divergence from the policy before RL", 0),
+                             "rollout.max_new_tokens"),
+        "kl_coef": Field(0.0, "weight of the divergence from the policy before RL"),
         "kl_estimator": Field("k3", "its estimator in the loss; NAME+ has NAME's value and k2's "
                               "gradient", choices=(*ESTIMATORS,)),
         "kl_in": Field("loss", "loss; reward: each token's advantage loses the k1 divergence from "
@@ -206,11 +201,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         "dynamic_sampling": Field(False, "sample more questions until the rewards of every group "
                                   "differ"),
         "overlong_buffer": Field(0, "last tokens before the length limit over which a response "
-                                 "loses reward; -1 for a fifth of rollout.max_new_tokens", -1),
-        "overlong_penalty": Field(1.0, "reward that a response at the length limit loses", 0),
+                                 "loses reward; -1 for a fifth of rollout.max_new_tokens"),
+        "overlong_penalty": Field(1.0, "reward that a response at the length limit loses"),
         "mask_truncated": Field(False, "leave responses out of the loss that the limit cut off"),
         "dynamic_sampling_rounds": Field(10, "rollouts of one step at most; groups that are then "
-                                         "missing are filled with ones that do not count", 1),
+                                         "missing are filled with ones that do not count"),
         "correction": Field("auto", "for a rollout that differs from the learner: none, tis(2.0), "
                             "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
                             "several with commas, or 'module:function'; auto: tis if the recipes "
@@ -219,50 +214,49 @@ FIELDS: dict[str, dict[str, Field]] = {
         "routing_replay": Field("none", "what the learner takes from the rollout's routers: none; "
                                 "experts: which experts, in their order; weights: their weights "
                                 "too", choices=("none", "experts", "weights")),
-        "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load", 0),
+        "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load"),
         "old_logprobs": Field("auto", "learner: recompute before the first update; rollout: take "
                               "the sampler's own; auto: the sampler's where zero drift is in "
                               "force, until a first update shows a difference, and the learner's "
                               "elsewhere", choices=("auto", "learner", "rollout")),
-        "epochs": Field(1, "passes over one rollout", 1),
-        "num_minibatches": Field(1, "optimiser updates, each on an equal part of the rollout",
-                                     1),
+        "epochs": Field(1, "passes over one rollout"),
+        "num_minibatches": Field(1, "optimiser updates, each on an equal part of the rollout"),
     },
     "learner": {
-        "gradient_accumulation_steps": Field(1, "micro-batches of an update", 1),
+        "gradient_accumulation_steps": Field(1, "micro-batches of an update"),
         "remat": Field("none", "none: keep activations; full: recompute each layer",
                        choices=REMAT),
         "offload": Field("none", "moments: the optimiser's moments are in the host's memory; the "
                          "update takes them an array at a time", choices=("none", "moments")),
     },
     "optimizer": {
-        "learning_rate": Field(1e-4, "peak, after warm-up", 0),
-        "warmup_steps": Field(5, "updates of linear warm-up", 0),
-        "b1": Field(0.9, "AdamW's first decay", 0, _BELOW_1),
-        "b2": Field(0.99, "AdamW's second decay", 0, _BELOW_1),
-        "weight_decay": Field(0.0, "AdamW's decoupled decay", 0),
-        "clip_norm": Field(1.0, "largest global norm of a gradient", 1e-6),
+        "learning_rate": Field(1e-4, "peak, after warm-up"),
+        "warmup_steps": Field(5, "updates of linear warm-up"),
+        "b1": Field(0.9, "AdamW's first decay"),
+        "b2": Field(0.99, "AdamW's second decay"),
+        "weight_decay": Field(0.0, "AdamW's decoupled decay"),
+        "clip_norm": Field(1.0, "largest global norm of a gradient"),
     },
     "sft": {
-        "steps": Field(600, "updates of supervised fine-tuning before RL; 0 leaves it out", 0),
-        "questions": Field(4096, "distinct demonstrations", 1),
-        "batch_size": Field(64, "demonstrations per update", 1),
-        "learning_rate": Field(4e-3, "peak", 0),
-        "warmup_steps": Field(30, "updates of linear warm-up", 0),
-        "end_fraction": Field(1.0, "cosine decay to this share of the peak", 0, 1),
-        "b2": Field(0.98, "AdamW's second decay", 0, _BELOW_1),
-        "weight_decay": Field(0.01, "AdamW's decoupled decay", 0),
-        "evaluations": Field(6, "evaluations during the stage, the last at its end", 1),
+        "steps": Field(600, "updates of supervised fine-tuning before RL; 0 leaves it out"),
+        "questions": Field(4096, "distinct demonstrations"),
+        "batch_size": Field(64, "demonstrations per update"),
+        "learning_rate": Field(4e-3, "peak"),
+        "warmup_steps": Field(30, "updates of linear warm-up"),
+        "end_fraction": Field(1.0, "cosine decay to this share of the peak"),
+        "b2": Field(0.98, "AdamW's second decay"),
+        "weight_decay": Field(0.01, "AdamW's decoupled decay"),
+        "evaluations": Field(6, "evaluations during the stage, the last at its end"),
     },
     "eval": {
-        "questions": Field(1024, "held-out questions", 1),
-        "batch_size": Field(256, "questions at a time", 1),
+        "questions": Field(1024, "held-out questions"),
+        "batch_size": Field(256, "questions at a time"),
         "samples": Field(1, "sampled answers per question, beside the greedy one: pass@k up to "
-                         "this k", 1),
-        "temperature": Field(1.0, "of the sampled answers, above 0", most=100.0),
+                         "this k"),
+        "temperature": Field(1.0, "of the sampled answers, above 0"),
         "top_p": Field(1.0, "sampled answers come from the most likely tokens that have this much "
                        "probability; 1.0 for all"),
-        "every": Field(25, "RL steps between evaluations; the last step is always evaluated", 1),
+        "every": Field(25, "RL steps between evaluations; the last step is always evaluated"),
     },
 }  # fmt: skip
 

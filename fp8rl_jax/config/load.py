@@ -23,6 +23,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from fp8rl_jax.bounds import shown
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError
@@ -204,7 +205,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
                 continue
             if not _fits(value, field.default):
                 raise UserError(
-                    f"{where}: {path} is {value!r}, a {type(value).__name__}; write "
+                    f"{where}: {path} is {shown(value)}, a {type(value).__name__}; write "
                     f"{_article(field.default)}"
                 )
             config[section][name] = float(value) if isinstance(field.default, float) else value

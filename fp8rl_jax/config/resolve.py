@@ -80,11 +80,7 @@ class Resolved:
                 f"data.tokenizer: {config.data.tokenizer!r} has ids up to {size - 1}, and the "
                 f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
             )
-        if config.rollout.top_k > model.vocab_size:
-            raise UserError(
-                f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of "
-                f"{model.vocab_size} tokens: lower it, or write 0 for all"
-            )
+        checks.check_top_k(config, model.vocab_size)
         return dataclasses.replace(self, model=model)
 
 

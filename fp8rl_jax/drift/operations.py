@@ -156,7 +156,7 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
 
     no_mesh = jax.sharding.AbstractMesh((), ())  # forward has no taps where a mesh shards layers
     with jax.sharding.use_abstract_mesh(no_mesh):
-        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
         found = jax.eval_shape(run, params)
     return {name: found[name] for name in OPERATIONS if name in found}
 

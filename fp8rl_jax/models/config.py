@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fp8rl_jax.bounds import BOUNDS, check_number
 from fp8rl_jax.errors import UserError
 
 ROPE_TYPES = ("default", "llama3", "yarn")
 SCORING = ("softmax", "sigmoid")
-# Fields that may be 0, and what that stands for.
-_ZERO = {
-    "num_experts": "a dense model",
-    "n_shared_experts": "none",
-    "first_k_dense_replace": "experts in every layer",
-    "q_lora_rank": "none",
-    "kv_lora_rank": "grouped-query attention",
-    "rope_mscale": "none",
-    "rope_mscale_all_dim": "none",
-}
 
 
 def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
@@ -116,22 +107,14 @@ class ModelConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool | str):
-                continue
-            if field.name in _ZERO:
-                if value < 0:
-                    raise UserError(
-                        f"model.{field.name} is {value}; write 0 for {_ZERO[field.name]}, or a "
-                        "number above 0"
-                    )
-            elif value <= 0:
-                raise UserError(f"model.{field.name} is {value}; write a number above 0")
+            if (name := f"model.{field.name}") in BOUNDS:
+                check_number(name, getattr(self, field.name))
         for name, choices in (("rope_type", ROPE_TYPES), ("scoring_func", SCORING)):
             if getattr(self, name) not in choices:
                 raise UserError(
                     f"model.{name} is {getattr(self, name)!r}; write one of {', '.join(choices)}"
                 )
+        self._check_rope()
         self._check_attention()
         if self.num_experts:
             self._check_experts()
@@ -151,6 +134,20 @@ class ModelConfig:
         """First layers that are dense although others have experts."""
         return self.first_k_dense_replace if self.num_experts else 0
 
+    def _check_rope(self):
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_type == "llama3" and low >= high:
+            raise UserError(
+                f"model.rope_low_freq_factor is {low}, not below model.rope_high_freq_factor = "
+                f"{high}: write a smaller number, such as 1.0 with 4.0"
+            )
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if self.rope_type == "yarn" and fast < slow:
+            raise UserError(
+                f"model.rope_beta_fast is {fast}, below model.rope_beta_slow = {slow}: write a "
+                "larger number, such as 32.0 with 1.0"
+            )
+
     def _check_attention(self):
         if self.latent:
             if self.qk_rope_head_dim % 2:
@@ -169,10 +166,9 @@ class ModelConfig:
                 f"model.num_attention_heads = {self.num_attention_heads} is not a multiple of "
                 f"model.num_key_value_heads = {self.num_key_value_heads}; change one of them"
             )
-        if self.head_dim % 2 or self.head_dim > 256:
+        if self.head_dim % 2:
             raise UserError(
-                f"model.head_dim is {self.head_dim}; rotary embeddings need an even number, and "
-                "the kernels of attention take at most 256"
+                f"model.head_dim is {self.head_dim}; rotary embeddings need an even number"
             )
 
     def _check_experts(self):

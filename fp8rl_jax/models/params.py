@@ -352,7 +352,7 @@ class ParameterCounts(NamedTuple):
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Counts of a model's parameters; allocates nothing."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     total = idle = tables = 0
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         path, count = path_of(keys), math.prod(leaf.shape)

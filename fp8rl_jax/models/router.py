@@ -185,9 +185,12 @@ def load_balance_loss(
     probability over the tokens (Switch Transformer, arXiv:2101.03961, equation 4; per k as in
     DeepSeek-V3, equation 17). The gradient flows through P alone.
 
+    With counts of all tokens of an update it is linear in the probabilities: what parts of the
+    tokens give then adds up to what all of them give.
+
     Args:
-      expert_tokens: (S, E) int32, of the S layers with experts.
-      probability: (S, E) float32, of `sum_probability` over the same tokens.
+      expert_tokens: (S, E) int32, of the S layers with experts, over all tokens of the update.
+      probability: (S, E) float32, of `sum_probability` over these tokens, or a part of them.
 
     Returns:
       () float32.

@@ -16,6 +16,7 @@ from fp8rl_jax.quant import Recipe
 DENSE_STACK, STACK = "dense_layers", "layers"
 Path = tuple[str, ...]
 LINEAR, TABLE, SMALL = "linear", "table", "small"
+_MATRICES = ("kernel", "embed_tokens", "lm_head")
 
 
 def path_of(keys) -> Path:
@@ -32,6 +33,12 @@ def role_of(path: Path) -> str:
     if path[-1] == "weight" or path[-2:-1] == ("router",):
         return SMALL
     return LINEAR if path[-1] == "kernel" else TABLE
+
+
+def is_matrix(path: Path) -> bool:
+    """Whether a leaf is a matrix, or a stack of them: of a linear layer, an expert, a router, the
+    embedding or the head. The others are vectors: gains of norms, corrections of routers."""
+    return path[-1] in _MATRICES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax import user_code
+from fp8rl_jax.bounds import bounded
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import formats
 
@@ -93,6 +94,7 @@ def dynamic() -> ScalingPolicy:
     )
 
 
+@bounded
 def delayed(history: int = 1024, margin: float = 0) -> ScalingPolicy:
     """Delayed scaling with TransformerEngine's semantics.
 
@@ -107,10 +109,6 @@ def delayed(history: int = 1024, margin: float = 0) -> ScalingPolicy:
     Raises:
       UserError: an argument outside its range.
     """
-    if history < 1 or not float(history).is_integer():
-        raise UserError(f"delayed(history={history}): write a whole number of steps, at least 1")
-    if not isinstance(margin, int | float) or not -64 <= margin <= 64:
-        raise UserError(f"delayed(margin={margin!r}): write a number between -64 and 64")
     return _delayed(int(history), float(margin))
 
 
@@ -135,14 +133,13 @@ def _delayed(history: int, margin: float) -> ScalingPolicy:
     return ScalingPolicy(init, scale, update, f"delayed(history={history}, margin={margin:g})")
 
 
+@bounded
 def static(amax: float) -> ScalingPolicy:
     """A constant scale that maps `amax` to the largest FP8 value; larger values saturate.
 
     Raises:
       UserError: amax is not between 1e-30 and 1e30.
     """
-    if not 1e-30 <= amax <= 1e30:
-        raise UserError(f"static(amax={amax}): write a positive number between 1e-30 and 1e30")
     return _static(float(amax))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8rl_jax.rl.shaping import informative_groups
+from fp8rl_jax.rl.shaping import equal_rewards, informative_groups
 
 Baseline = Callable[[np.ndarray], np.ndarray]
 Scale = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -21,7 +21,7 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
     """``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2). (P, G) to (P, G)."""
     _require_groups(rewards)
     advantages = rewards - np.nanmean(_scored_groups(rewards), axis=1, keepdims=True)
-    # The mean of equal numbers may differ from them in the last bit.
+    # The mean of equal numbers may differ from them in the last bits.
     return np.where(informative_groups(rewards)[:, None], advantages, 0.0)
 
 
@@ -33,9 +33,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 def batch_mean(rewards: np.ndarray) -> np.ndarray:
     """``r - mean of all rewards of the step``."""
-    if np.isnan(rewards).all() or np.nanmax(rewards) == np.nanmin(rewards):
-        return np.zeros_like(rewards)
-    return rewards - np.nanmean(rewards)
+    return np.zeros_like(rewards) if equal_rewards(rewards) else rewards - np.nanmean(rewards)
 
 
 def no_baseline(rewards: np.ndarray) -> np.ndarray:
@@ -69,7 +67,7 @@ def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
     0 where all are equal."""
     first = np.argmax(mask, axis=1)
     of_rows = advantages[np.arange(len(mask)), first][mask.any(axis=1)]
-    if not of_rows.size or of_rows.max() == of_rows.min():
+    if not of_rows.size or equal_rewards(of_rows):
         return np.zeros_like(advantages)
     return np.where(mask, advantages / (of_rows.std() + 1e-8), 0.0)
 
@@ -78,7 +76,7 @@ def token_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
     """``(A - mean) / (standard deviation + 1e-8)`` over the step's tokens (REINFORCE++,
     arXiv:2501.03262); 0 where all are equal."""
     of_tokens = advantages[mask]
-    if not of_tokens.size or of_tokens.max() == of_tokens.min():
+    if not of_tokens.size or equal_rewards(of_tokens):
         return np.zeros_like(advantages)
     normal = (advantages - of_tokens.mean()) / (of_tokens.std() + 1e-8)
     return np.where(mask, normal, 0.0)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fp8rl_jax.bounds import bounded
+
 Aggregation = Callable[[np.ndarray, int], np.ndarray]
 
 
@@ -38,6 +40,7 @@ def seq_mean_token_sum(mask: np.ndarray, length: int) -> np.ndarray:
     return mask / _sequences(mask)
 
 
+@bounded
 def seq_mean_token_sum_norm(mask: np.ndarray, length: int) -> np.ndarray:
     """``1 / (N length)``, with a constant length (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
     return mask / (_sequences(mask) * length)

@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fp8rl_jax.bounds import bounded
+from fp8rl_jax.errors import UserError
+
 MAX_LOG_RATIO = 20.0
 Correction = Callable[
     [np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
@@ -39,24 +42,26 @@ def _kept(keep: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ones(mask.shape), mask & keep
 
 
+@bounded
 def tis(cap: float = 2.0, low: float = 0.0) -> Correction:
     """Truncated importance sampling: a token's weight is ``clip(e^D, low, cap)`` (FP8-RL, Miles
     and verl: cap 2)."""
-    _require(0 <= low <= cap and cap > 0, "0 <= low <= cap and cap above 0")
+    _require_order(low, cap, "cap")
     return lambda d, mask, advantages: _weighted(np.clip(_ratio(d), low, cap), mask)
 
 
+@bounded
 def seq_tis(cap: float = 5.0) -> Correction:
     """A response's weight is ``min(exp(sum D), cap)``."""
-    _require(cap > 0, "cap above 0")
     return lambda d, mask, advantages: _weighted(
         np.minimum(_ratio(_row_sum(d, mask)), cap) * np.ones(mask.shape), mask
     )
 
 
+@bounded
 def icepop(low: float = 0.5, high: float = 5.0) -> Correction:
     """A token's weight is e^D between the bounds and 0 outside; it stays in the denominators."""
-    _require(0 <= low <= high, "0 <= low <= high")
+    _require_order(low, high, "high")
 
     def correction(d, mask, advantages):
         ratio = _ratio(d)
@@ -65,9 +70,10 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Correction:
     return correction
 
 
+@bounded
 def mask_sequence(low: float = 0.5, high: float = 2.0) -> Correction:
     """Keeps responses with ``low <= exp(sum D) <= high``."""
-    _require(0 <= low <= high, "0 <= low <= high")
+    _require_order(low, high, "high")
 
     def correction(d, mask, advantages):
         ratio = _ratio(_row_sum(d, mask))
@@ -76,9 +82,10 @@ def mask_sequence(low: float = 0.5, high: float = 2.0) -> Correction:
     return correction
 
 
+@bounded
 def mask_geometric(low: float = 0.999, high: float = 1.001) -> Correction:
     """Keeps responses with ``low <= exp(mean D) <= high``."""
-    _require(0 <= low <= high, "0 <= low <= high")
+    _require_order(low, high, "high")
 
     def correction(d, mask, advantages):
         ratio = _ratio(_row_mean(d, mask))
@@ -87,9 +94,9 @@ def mask_geometric(low: float = 0.999, high: float = 1.001) -> Correction:
     return correction
 
 
+@bounded
 def mask_k3(most: float = 0.01) -> Correction:
     """Keeps responses with ``mean(e^D - 1 - D) <= most``."""
-    _require(most >= 0, "most at least 0")
 
     def correction(d, mask, advantages):
         d = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -98,9 +105,9 @@ def mask_k3(most: float = 0.01) -> Correction:
     return correction
 
 
+@bounded
 def veto(least: float = 1e-4) -> Correction:
     """Drops a response with a token whose ``e^D`` is below `least` (Miles, slime)."""
-    _require(least >= 0, "least at least 0")
 
     def correction(d, mask, advantages):
         lowest = np.where(mask, _ratio(d), np.inf).min(axis=1, keepdims=True)
@@ -109,6 +116,7 @@ def veto(least: float = 1e-4) -> Correction:
     return correction
 
 
+@bounded
 def opsm(delta: float = 1e-4) -> Correction:
     """Off-policy sequence masking: in responses with ``mean(-D)`` above `delta`, drops tokens with
     a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
@@ -133,9 +141,9 @@ def chain(*corrections: Correction) -> Correction:
     return correction
 
 
-def _require(good: bool, sentence: str) -> None:
-    if not good:
-        raise ValueError(f"needs {sentence}")
+def _require_order(low: float, high: float, name: str) -> None:
+    if low > high:
+        raise UserError(f"low is {low}, above {name} = {high}; write a smaller number")
 
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {

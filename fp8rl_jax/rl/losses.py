@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
+from fp8rl_jax.bounds import bounded
 from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
 
 Stats = dict[str, jax.Array]
@@ -55,6 +56,7 @@ def _clipped(ratio, advantages, mask, clip_low: float, clip_high: float):
     return value, _clip_stats(ratio, advantages, mask, low, high)
 
 
+@bounded
 def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> TokenLoss:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``, r = exp(logp - old).
 
@@ -62,8 +64,6 @@ def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -
     (arXiv:2503.14476). With `dual_clip` c above 1 the loss of a negative advantage is at most
     ``-c A`` (arXiv:1912.09729); 0 leaves it out.
     """
-    if dual_clip and dual_clip <= 1:
-        raise ValueError("dual_clip is 0 or above 1")
 
     def loss(logp, old, advantages, mask):
         ratio = jnp.exp(_log_ratio(logp, old, mask))
@@ -78,6 +78,7 @@ def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -
     return loss
 
 
+@bounded
 def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """PPO's form with the response's ratio ``s = exp(mean(logp - old))`` at every token.
 
@@ -95,6 +96,7 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     return loss
 
 
+@bounded
 def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
     """``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax-M1, arXiv:2506.13585,
     equations 4 and 5). The largest weight is 1 + clip_high; TRL's epsilon_high is that sum."""
@@ -119,10 +121,9 @@ def reinforce() -> TokenLoss:
     return loss
 
 
+@bounded
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A (arXiv:2511.20347)."""
-    if tau_positive <= 0 or tau_negative <= 0:
-        raise ValueError("temperatures are above 0")
 
     def loss(logp, old, advantages, mask):
         ratio = jnp.exp(_log_ratio(logp, old, mask))
@@ -133,6 +134,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     return loss
 
 
+@bounded
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """``-A exp(mean of clipped log-ratios)``, the response's value at each of its tokens.
 

@@ -1,34 +1,37 @@
 """Drift metrics: how far the learner's log-probabilities are from the rollout's.
 
 All are computed on the host in float64 from the float32 values that the two programs returned;
-nothing is rounded, clamped or assumed on the way, so a single differing last bit shows.
+nothing is rounded or assumed on the way, so a single differing last bit shows. In exponentials a
+difference is clamped to +-20, as in the losses: beyond it e^D says no more, and would overflow.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from fp8rl_jax.bounds import bounded
 from fp8rl_jax.rl.losses import MAX_LOG_RATIO
 
 
+@bounded
 def mismatch_metrics(
     learner_logp: np.ndarray, rollout_logp: np.ndarray, mask: np.ndarray, tis_cap: float = 2.0
 ) -> dict[str, float]:
-    """Metrics of D = learner_logp - rollout_logp over response tokens.
+    """Metrics of D = learner_logp - rollout_logp over response tokens; d is D within +-20.
 
     ======================================  =============================  =====================
     name                                    formula                        also called
     ======================================  =============================  =====================
-    token_mult_prob_error                   mean exp|D|                    (NeMo RL)
+    token_mult_prob_error                   mean exp|d|                    (NeMo RL)
     train_rollout_logprob_abs_diff          mean abs D                     (Miles, slime)
     train_rollout_logprob_abs_diff_max      max abs D
     logprob_equal_frac                      share of D == 0
-    mismatch_kl                             mean exp(D) - D - 1            k3_kl, gen_kl_error
+    mismatch_kl                             mean exp(d) - d - 1            k3_kl, gen_kl_error
     mismatch_k1                             mean -D
-    chi2_token                              mean exp(2 D) - 1
-    ess_ratio                               (sum w)^2 / (n sum w^2)
-    tis_clipfrac                            share of clip(e^D, 0, C) != e^D
-    tis_weight_mean, tis_weight_max         of clip(e^D, 0, C)
+    chi2_token                              mean exp(2 d) - 1
+    ess_ratio                               (sum w)^2 / (n sum w^2), w = e^d
+    tis_clipfrac                            share of clip(w, 0, C) != w
+    tis_weight_mean, tis_weight_max         of clip(w, 0, C)
     drift_tokens                            number of tokens compared
     ======================================  =============================  =====================
 
@@ -48,16 +51,17 @@ def mismatch_metrics(
     rollout = np.asarray(rollout_logp)[mask].astype(np.float64)
     if learner.size == 0:
         raise ValueError("there is no response token to compare")
-    d = learner - rollout
-    w = np.exp(np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    difference = learner - rollout
+    d = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    w = np.exp(d)
     truncated = np.clip(w, 0.0, tis_cap)
     metrics = {
         "token_mult_prob_error": np.exp(np.abs(d)).mean(),
-        "train_rollout_logprob_abs_diff": np.abs(d).mean(),
-        "train_rollout_logprob_abs_diff_max": np.abs(d).max(),
+        "train_rollout_logprob_abs_diff": np.abs(difference).mean(),
+        "train_rollout_logprob_abs_diff_max": np.abs(difference).max(),
         "logprob_equal_frac": (d == 0).mean(),
         "mismatch_kl": (np.exp(d) - d - 1).mean(),
-        "mismatch_k1": (-d).mean() + 0.0,  # + 0.0: -0.0 becomes 0.0
+        "mismatch_k1": (-difference).mean() + 0.0,  # + 0.0: -0.0 becomes 0.0
         "chi2_token": (np.exp(2 * d) - 1).mean(),
         "ess_ratio": w.sum() ** 2 / (w.size * (w**2).sum()),
         "tis_clipfrac": np.nan if np.isnan(d).any() else (truncated != w).mean(),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp8rl_jax.bounds import bounded
 
+
+@bounded
 def overlong_penalty(
     lengths: np.ndarray, max_length: int, buffer: int, factor: float
 ) -> np.ndarray:
@@ -27,10 +30,21 @@ def overlong_penalty(
     return -factor * (excess / buffer)
 
 
-def informative_groups(rewards: np.ndarray) -> np.ndarray:
-    """(P,) bool: groups with rewards (P, G) that differ. The others have no gradient, nor has a
-    group in which fewer than two responses were scored; nan is a response that was not."""
+def equal_rewards(rewards: np.ndarray, axis: int | None = None) -> np.ndarray:
+    """Whether numbers along an axis (None: all of them) are equal up to float32's rounding: the
+    largest and the smallest are at most 2^-23 of the largest magnitude apart. nan, the reward of
+    a response that was not scored, is left out.
+
+    Rewards are added up in float64 by whoever makes them, and 0.1 + 0.2 is not 0.3 there.
+    """
     scored = ~np.isnan(rewards)
-    highest = np.where(scored, rewards, -np.inf).max(axis=1)
-    lowest = np.where(scored, rewards, np.inf).min(axis=1)
-    return scored.any(axis=1) & (highest != lowest)
+    highest = np.where(scored, rewards, -np.inf).max(axis=axis)
+    lowest = np.where(scored, rewards, np.inf).min(axis=axis)
+    magnitude = np.where(scored, np.abs(rewards), 0.0).max(axis=axis)
+    return highest - lowest <= np.finfo(np.float32).eps * magnitude
+
+
+def informative_groups(rewards: np.ndarray) -> np.ndarray:
+    """(P,) bool: groups whose rewards are not all equal (`equal_rewards`). The others have no
+    gradient, nor has a group in which fewer than two responses were scored."""
+    return ~equal_rewards(rewards, axis=1)

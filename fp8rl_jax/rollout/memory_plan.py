@@ -130,7 +130,7 @@ def part_bytes(mesh: Mesh | AbstractMesh, tree, specs) -> int:
 
 
 def _param_shapes(model: ModelConfig):
-    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    return jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
 
 
 def weight_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) -> int:

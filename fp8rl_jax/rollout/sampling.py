@@ -48,9 +48,13 @@ def mask_top_k(logits: jax.Array, top_k: int) -> jax.Array:
 
 
 def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
-    """Keeps the smallest set of most likely tokens whose probability reaches `top_p`.
+    """Keeps the most likely tokens until their probability reaches `top_p`, and what is as likely
+    as the last of them.
 
-    Nucleus sampling (Holtzman et al., arXiv:1904.09751). The most likely token always stays.
+    Nucleus sampling (Holtzman et al., arXiv:1904.09751). The most likely token always stays. The
+    set is the smallest one but for two things: equal logits stay or go together, so that no order
+    of equal tokens decides; and a sum of float32 that is rounded to just below `top_p` lets one
+    more token in.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probability = jax.nn.softmax(ordered, axis=-1)

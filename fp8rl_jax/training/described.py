@@ -62,7 +62,9 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
     def requests(rope):
         ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
         lengths = jnp.ones(prompts, jnp.int32)
-        return Requests(lengths, jax.random.key(0), ids, jnp.ones(samples), ones, rope)
+        return Requests(
+            lengths, jax.random.key(0, impl="threefry2x32"), ids, jnp.ones(samples), ones, rope
+        )
 
     return jax.eval_shape(requests, _rope(runtime))
 

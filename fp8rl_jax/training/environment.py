@@ -23,6 +23,7 @@ from fp8rl_jax import processes
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.jax_settings import hold_settings, recorded_settings
 from fp8rl_jax.json_file import read_json
 from fp8rl_jax.user_cache import files_of_functions, library_digest, machine
 from fp8rl_jax.whole_file import write_whole
@@ -32,6 +33,9 @@ _STARTED = datetime.datetime.now().replace(microsecond=0)
 _LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers",
 )  # fmt: skip
+
+
+_COMPARED = ("versions", "devices", "settings")
 
 
 def _digests(files: Iterable[pathlib.Path]) -> dict[str, str]:
@@ -56,8 +60,8 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
             "kind": device.device_kind,
             "machine": machine(),
             "layout": layout(),
-            "flags": os.environ.get("XLA_FLAGS", ""),
         },
+        "settings": recorded_settings(),
         "tokenizer": _digests(
             file
             for file in tokenizer_files(config.data.tokenizer, config.model.checkpoint)
@@ -81,12 +85,12 @@ def _version(name: str) -> str:
 
 
 def check_process() -> None:
-    """Raises UserError if JAX has no device here, or calculates in float64."""
-    if jax.config.jax_enable_x64:
-        raise UserError(
-            "JAX_ENABLE_X64 is on, and float32 would become float64: unset it, or "
-            "jax.config.update('jax_enable_x64', False)"
-        )
+    """Makes JAX's settings those that runs rely on (`hold_settings`).
+
+    Raises:
+      UserError: one of them is refused, or JAX has no device here.
+    """
+    hold_settings()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -119,7 +123,7 @@ def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | Non
     before = starts[-1]
     changed = [
         f"{name} was {was.get(name)}, is {value}"
-        for was, values in ((_part(before, part), now[part]) for part in ("versions", "devices"))
+        for was, values in ((_part(before, part), now[part]) for part in _COMPARED)
         for name, value in values.items()
         if name in was and was[name] != value
     ]

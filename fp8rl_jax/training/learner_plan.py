@@ -47,6 +47,8 @@ class Workload:
       prompt, response: tokens of a sequence at most.
       micro_batches: of an update, one after the other.
       remat: 'none' or 'full', as `forward`.
+      counts: whether a forward pass before them counts the experts' tokens
+        (`learner.make_gradients`).
     """
 
     rows: int
@@ -54,6 +56,7 @@ class Workload:
     response: int
     micro_batches: int
     remat: str
+    counts: bool = False
 
     @property
     def tokens(self) -> int:
@@ -181,7 +184,7 @@ def _weight_bytes(tree: Any, mesh: Mesh | AbstractMesh) -> WeightBytes:
 @functools.lru_cache(maxsize=8)
 def _shapes(model: ModelConfig, recipe: Recipe) -> tuple[Any, Any, Any]:
     """Shapes of masters, the learner's own weights, and states of scaling policies."""
-    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
     scaling = jax.eval_shape(lambda p: init_scaling(p, recipe), params)
     own = jax.eval_shape(lambda p, s: quantize_params(p, recipe, s), params, scaling)
     return params, own, scaling

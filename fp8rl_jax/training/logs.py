@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_file import strict_json
 from fp8rl_jax.training.sinks import Sink, open_sinks
 
 
@@ -23,8 +24,8 @@ class JsonlWriter:
         self._file = open(path, "ab")  # noqa: SIM115  (held open for the run)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one line and hands it to the operating system."""
-        self._file.write((json.dumps(record) + "\n").encode())
+        """Writes one line of strict JSON and hands it to the operating system."""
+        self._file.write((strict_json(record) + "\n").encode())
         self._file.flush()
 
     def sync(self) -> int:

@@ -21,6 +21,7 @@ import optax
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import Batch, Gradients, TrainState, keep_if
+from fp8rl_jax.models.stacks import is_matrix, path_of
 from fp8rl_jax.training.optimizer import Optimizer
 
 _HOST, _DEVICE = "pinned_host", "device"
@@ -83,14 +84,15 @@ class OffloadedStep:
         """
         self._donate = donate
 
-        def update(gradient, moments, param, norm, changes):
+        def update(decays, gradient, moments, param, norm, changes):
             clipped = optimizer.clip(gradient, norm)  # here: there it would take a second copy
-            step, new = optimizer.by_array.update(clipped, moments, param)
+            step, new = optimizer.by_array(decays).update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
         found = Gradients(shardings.params, whole, shardings.scaling_state)
         self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
-        self._update = exact_jit(update, donate_argnums=(1, 2) if donate else 1)
+        donated = (2, 3) if donate else 2
+        self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
     def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
         """The traced program of the gradients."""
@@ -116,7 +118,8 @@ class OffloadedStep:
     def _by_array(self, gradients: list, moments, params, *scalars):
         """(params, moments) after the update, one array of parameters after the other."""
         structure = jax.tree.structure(params)
-        olds, news = jax.tree.leaves(params), []
+        paths, olds = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+        news = []
 
         def like_params(node) -> bool:
             return jax.tree.structure(node) == structure
@@ -139,7 +142,8 @@ class OffloadedStep:
                 jax.block_until_ready(here)
                 for x in filter(is_on_host, jax.tree.leaves(before)):
                     x.delete()
-            new, after = self._update(gradient, here, olds[index], *scalars)
+            decays = is_matrix(path_of(paths[index]))
+            new, after = self._update(decays, gradient, here, olds[index], *scalars)
             after = jax.tree.map(jax.device_put, after, shardings)
             states.append(jax.block_until_ready(after))  # then there is room for the next
             news.append(new)

@@ -1,4 +1,9 @@
-"""AdamW as the run uses it, in its two phases."""
+"""AdamW as the run uses it, in its two phases.
+
+Decay is on matrices alone: linear layers, experts, routers, embedding and head. Gains of norms are
+not decayed, nor is a sigmoid router's correction bias, which has no gradient and so keeps its bits
+for ever (as in Hugging Face's trainer and Megatron, which leave norms and biases out).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import ml_collections
 import optax
 
 from fp8rl_jax.learner import norm_of_gradients
+from fp8rl_jax.models.stacks import Path, is_matrix, path_of
 
 
 class Optimizer(NamedTuple):
@@ -21,13 +27,14 @@ class Optimizer(NamedTuple):
       init, update: of the chain.
       clip: ``clip(gradient, norm)``: an array's gradient as the chain's first part clips it, of
         the global norm of all gradients.
-      by_array: the second part, which takes each parameter on its own.
+      by_array: ``by_array(decays)``: the second part for one array, which is decayed or not. Its
+        state has the structure of the second part's.
     """
 
     init: Callable
     update: Callable
     clip: Callable[[jax.Array, jax.Array], jax.Array]
-    by_array: optax.GradientTransformation
+    by_array: Callable[[bool], optax.GradientTransformation]
 
 
 def make_optimizer(
@@ -47,7 +54,8 @@ def make_optimizer(
       learning_rate: the peak.
       warmup_steps: updates of linear warm-up; the first has 1 / warmup_steps of the peak, the
         last all of it.
-      b1, b2, weight_decay: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
+      b1, b2: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
+      weight_decay: AdamW's decoupled decay, of matrices.
       clip_norm: largest global norm of the gradient.
       decay_steps: total updates of a cosine that ends at `end_fraction` of the peak; 0 for a
         constant.
@@ -67,7 +75,18 @@ def make_optimizer(
     def schedule(update):
         return from_0(update + 1)  # at 0 it is 0, and an update would change nothing
 
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
+    def adamw(decays: Callable[[Path], bool]) -> optax.GradientTransformation:
+        def decay(updates, params):
+            def one(path, update, param):
+                return update + weight_decay * param if decays(path_of(path)) else update
+
+            return jax.tree_util.tree_map_with_path(one, updates, params)
+
+        return optax.chain(
+            optax.scale_by_adam(b1, b2),
+            optax.stateless(decay) if weight_decay else optax.identity(),
+            optax.scale_by_learning_rate(schedule),
+        )
 
     def clip(gradient: jax.Array, norm: jax.Array) -> jax.Array:
         return jnp.where(norm < clip_norm, gradient, gradient / norm * clip_norm)
@@ -75,7 +94,18 @@ def make_optimizer(
     def clip_all(gradients, _):
         return jax.tree.map(functools.partial(clip, norm=norm(gradients)), gradients)
 
-    return Optimizer(*optax.chain(optax.stateless(clip_all), adamw), clip, adamw), schedule
+    def by_array(decays: bool) -> optax.GradientTransformation:
+        return adamw(lambda path: decays)
+
+    chain = optax.chain(optax.stateless(clip_all), adamw(is_matrix))
+    return Optimizer(*chain, clip, by_array), schedule
+
+
+def updates_made(opt_state: optax.OptState) -> int:
+    """How many updates an optimiser of `make_optimizer` has made; steps that it skipped are not
+    among them."""
+    _, (adam, *_) = opt_state
+    return int(adam.count)
 
 
 def optimizer_of_phase(

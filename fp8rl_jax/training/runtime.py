@@ -97,7 +97,7 @@ class Runtime(Resolved):
     @functools.cached_property
     def keys(self) -> dict[str, jax.Array]:
         """Independent keys for 'init', 'rollout' and 'eval', from the run's seed."""
-        root = jax.random.key(self.config.run.seed)
+        root = jax.random.key(self.config.run.seed, impl="threefry2x32")
         names = ("init", "rollout", "eval")
         return dict(zip(names, jax.random.split(root, len(names)), strict=True))
 
@@ -125,7 +125,9 @@ class Runtime(Resolved):
     @functools.cached_property
     def param_shapes(self):
         """ShapeDtypeStructs of the parameters."""
-        return jax.eval_shape(lambda: init_params(self.model, jax.random.key(0)))
+        return jax.eval_shape(
+            lambda: init_params(self.model, jax.random.key(0, impl="threefry2x32"))
+        )
 
     @functools.cached_property
     def param_shardings(self):

@@ -27,7 +27,7 @@ from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
-from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.runtime import Runtime, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
@@ -168,6 +168,7 @@ def run_sft(
     for step in range(int(state.step), config.sft.steps):
         start = time.perf_counter()
         batch = _demonstrations(runtime, stream.next())
+        rate = float(schedule(updates_made(state.opt_state)))
         state, _, metrics = train_step(state, batch, runtime.rope)
         metrics = jax.device_get(metrics)
         if not metrics["good"]:
@@ -178,7 +179,7 @@ def run_sft(
             "step": step + 1,
             "loss": float(metrics["loss"]),
             "grad_norm": float(metrics["grad_norm"]),
-            "lr": float(schedule(step)),
+            "lr": rate,
             "time_step": time.perf_counter() - start,
         }
         logs.write("sft", record)

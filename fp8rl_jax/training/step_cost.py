@@ -128,7 +128,7 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
     """
     counts = parameter_counts(model)
     linear = counts.active - counts.tables
-    passes = 4 if work.remat == "full" else 3
+    passes = (4 if work.remat == "full" else 3) + work.counts
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
@@ -155,7 +155,8 @@ def _received(
     """(axis, what, bytes that a device receives) in an update."""
     masters, own, _ = weight_bytes(model, recipe, mesh)
     data, fsdp, tensor, expert = (mesh.shape[name] for name in MESH_AXES)
-    times, reads = work.micro_batches, 2  # forward, and backward with what it recomputes
+    times = work.micro_batches
+    reads = 2 + work.counts  # forward, and backward with what it recomputes
     layers, experts = masters.dense + masters.experts, masters.experts
     found = [
         ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
@@ -183,7 +184,7 @@ def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[s
     width, chosen = model.hidden_size, model.num_experts_per_tok
     tokens = work.tokens * work.micro_batches * (model.num_hidden_layers - model.dense_layers)
     again = work.remat == "full" or passes_of(work.tokens, devices) > 1  # passes are recomputed too
-    forward = 1 + again
+    forward = 1 + again + work.counts
     row = width * (1 + 4 / 128) + 4 * chosen  # FP8, scales, choices
     gathered = tokens * (devices - 1) * (forward * row + 2 * width)  # bf16 for wgrad
     results = tokens * chosen * 4 * width * (devices - 1) / devices
@@ -202,7 +203,7 @@ def _columns(model: ModelConfig, work: Workload, devices: int) -> float:
     inputs = model.num_attention_heads * model.head_dim + model.intermediate_size
     forward = inputs * (1 + 4 / 128) + 2 * 2 * model.hidden_size
     backward = 2 * 2 * 4 * model.hidden_size + 4 * inputs + inputs
-    passes = 2 if work.remat == "full" else 1
+    passes = (2 if work.remat == "full" else 1) + work.counts
     return tokens * (passes * forward + backward) * (devices - 1) / devices
 
 
@@ -250,7 +251,8 @@ def step_cost(
     share = 1.0 if recipe.gradient is not None or not fp8 else 0.5
     linear = flops["linear layers"] * (share / peak + (1 - share) / gpu.bf16)
     others = flops["attention"] + flops["output head"]
-    reads = 2 * (own.dense + own.experts) + masters.dense + masters.experts  # a micro-batch
+    reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch
+    reads += masters.dense + masters.experts
     moved = _ADAM_BYTES // 4 * masters.stored + work.micro_batches * (2 * reads + masters.stored)
     seconds = {
         "linear layers": linear / EFFICIENCY["products"],

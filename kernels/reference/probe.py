@@ -62,6 +62,11 @@ VARIABLES = (
     "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
     "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
 )  # fmt: skip
+# Of JAX: what a program is compiled with.
+COMPILER_SETTINGS = (
+    "jax_compiler_enable_remat_pass", "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level",
+)  # fmt: skip
 Size = tuple[int, int, int]  # rows, depth, columns
 
 
@@ -247,9 +252,10 @@ def threads() -> int:
 
 
 def surroundings() -> list:
-    """What XLA's products depend on beside the code: the CPU's instructions, the number of threads
-    and variables of the environment."""
-    return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES)]
+    """What XLA's products depend on beside the code: the CPU's instructions, the number of threads,
+    variables of the environment and settings of the compiler."""
+    settings = (str(jax.config.values.get(name)) for name in COMPILER_SETTINGS)
+    return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
 
 
 def user_cache() -> pathlib.Path:

@@ -94,11 +94,13 @@ def _compiled_workspace(model, recipe: str, slots: int) -> int:
     count, named = prompts * _SETTINGS.group_size, get_recipe(recipe)
 
     def arguments():
-        params = models.init_params(model, jax.random.key(0))
+        params = models.init_params(model, jax.random.key(0, impl="threefry2x32"))
         rope = models.rope_tables(model, length + _SETTINGS.max_new_tokens)
         ids = jnp.zeros(count, jnp.int32)
         requests = Requests(
-            jnp.ones(prompts, jnp.int32), jax.random.key(1), ids, jnp.ones(count), ids,
+            jnp.ones(prompts, jnp.int32),
+            jax.random.key(1, impl="threefry2x32"),
+            ids, jnp.ones(count), ids,
             tuple(map(jnp.asarray, rope)),
         )  # fmt: skip
         return models.quantize_params(params, named), requests, jnp.int32(1)

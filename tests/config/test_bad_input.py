@@ -6,6 +6,7 @@ sentence must hold the words given with the case: the place of the mistake and t
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from refusals import (
 )
 
 from fp8rl_jax import cli, train
+from fp8rl_jax.bounds import BOUNDS
 from fp8rl_jax.cli import main
 from fp8rl_jax.config import all_fields, checks, load_config
 from fp8rl_jax.errors import UserError
@@ -209,25 +211,25 @@ _FIELDS = {
     "precision.learner=qqqqq": ["precision.learner", "'qqqqq'", "fp8_blockwise", "bf16"],
     "precision.rollout=": ["precision.rollout", "fp8_blockwise", "bf16"],
     # rollout
-    "rollout.temperature=0": ["rollout.temperature", "above 0"],
-    "rollout.temperature=-1": ["rollout.temperature", "above 0"],
+    "rollout.temperature=0": ["rollout.temperature", "from 1e-06 to 100"],
+    "rollout.temperature=-1": ["rollout.temperature", "from 1e-06 to 100"],
     "rollout.temperature=nan": ["rollout.temperature"],
     "rollout.temperature=inf": ["rollout.temperature"],
-    "rollout.temperature=1e9": ["rollout.temperature", "at most 100"],
-    "eval.temperature=101": ["eval.temperature", "at most 100"],
+    "rollout.temperature=1e9": ["rollout.temperature", "to 100"],
+    "eval.temperature=101": ["eval.temperature", "to 100"],
     # numbers that float32 does not have
-    "rollout.temperature=1e-40": ["rollout.temperature", "0 in float32"],
+    "rollout.temperature=1e-40": ["rollout.temperature", "from 1e-06"],
     "rollout.top_p=1e-320": ["rollout.top_p", "0 in float32"],
-    "algo.kl_coef=1e39": ["algo.kl_coef", "infinite in float32"],
+    "algo.kl_coef=1e30": ["algo.kl_coef", "from 0 to 1000"],
     "optimizer.learning_rate=1e-45": ["optimizer.learning_rate", "0 in float32"],
     # sizes that no machine holds
     "rollout.group_size=100000000": ["rollout.group_size", "200,000,000", "GiB", "lower"],
-    "rollout.max_new_tokens=2000000000": ["rollout.max_new_tokens = 2,000,000,000", "GiB"],
-    "eval.batch_size=100000000000": ["eval.batch_size", "GiB", "lower"],
+    "rollout.max_new_tokens=1000000000": ["rollout.max_new_tokens = 1,000,000,000", "GiB"],
+    "eval.batch_size=1000000000": ["eval.batch_size", "GiB", "lower"],
     "model.hidden_size=8388608": ["the train state", "GiB", "smaller model", "offload"],
-    "rollout.top_p=0": ["rollout.top_p", "(0, 1]"],
-    "rollout.top_p=1.01": ["rollout.top_p", "(0, 1]"],
-    "rollout.top_p=nan": ["rollout.top_p", "(0, 1]"],
+    "rollout.top_p=0": ["rollout.top_p", "above 0, up to 1"],
+    "rollout.top_p=1.01": ["rollout.top_p", "above 0, up to 1"],
+    "rollout.top_p=nan": ["rollout.top_p", "above 0, up to 1"],
     "rollout.top_k=1000": ["rollout.top_k", "1000"],
     "rollout.max_prompt_tokens=5": ["rollout.max_prompt_tokens", "5", "raise it to", "Calculate"],
     "rollout.max_new_tokens=1": ["rollout.max_new_tokens", "raise it to"],
@@ -249,13 +251,16 @@ _FIELDS = {
     "algo.clip_high=-0.1": ["algo.clip_high"],
     "algo.tis_cap=3.0": ["algo.tis_cap", "no longer"],
     "algo.preset=drgrpo": ["algo.preset", "'drgrpo'", "dr_grpo"],
+    "algo.loss=ppo(clip_low=-1)": ["algo.loss", "ppo(clip_low=-1)", "from 0 "],
+    "algo.loss=sapo(0.0)": ["algo.loss", "sapo(tau_positive=0.0)", "above 0"],
+    "algo.correction=icepop(3.0, 2.0)": ["algo.correction", "low is 3.0", "high = 2.0"],
     "algo.loss=pop": ["algo.loss", "'pop'", "cispo"],
     "algo.loss=no_such_module:f": ["algo.loss", "no_such_module"],
     "algo.loss=os:getcwd": ["algo.loss", "'os:getcwd'", "(logp, old, advantages, mask)"],
-    "algo.correction=tis(cap=0)": ["algo.correction", "cap above 0"],
+    "algo.correction=tis(cap=0)": ["algo.correction", "tis(cap=0)", "above 0"],
     "algo.correction=tiss": ["algo.correction", "'tiss'", "seq_tis"],
     "algo.correction=os:getcwd": ["algo.correction", "'os:getcwd'", "(weights, keep)"],
-    "algo.dual_clip=0.5": ["dual_clip", "above 1"],
+    "algo.dual_clip=0.5": ["dual_clip", "0, or a number above 1"],
     "algo.overlong_buffer=5": ["algo.overlong_buffer", "5", "max_new_tokens", "4"],
     "precision.reference=fp9": ["'fp9'", "'fp8'"],
     "run.loggers=wandbb": ["run.loggers", "'wandbb'", "tensorboard"],
@@ -267,18 +272,18 @@ _FIELDS = {
     "sft.end_fraction=-1": ["sft.end_fraction"],
     "run.seed=-1": ["run.seed"],
     # model
-    "model.hidden_size=0": ["model.hidden_size", "above 0"],
-    "model.num_hidden_layers=-1": ["model.num_hidden_layers", "above 0"],
-    "model.num_attention_heads=0": ["model.num_attention_heads", "above 0"],
+    "model.hidden_size=0": ["model.hidden_size", "from 1 to 16777216"],
+    "model.num_hidden_layers=-1": ["model.num_hidden_layers", "from 1 "],
+    "model.num_attention_heads=0": ["model.num_attention_heads", "from 1 "],
     "model.num_key_value_heads=3": ["model.num_key_value_heads", "multiple"],
     "model.head_dim=15": ["model.head_dim", "even"],
     "model.head_dim=258": ["model.head_dim", "256"],
-    "model.num_experts=-1": ["model.num_experts", "0 for a dense model"],
+    "model.num_experts=-1": ["model.num_experts", "from 0 "],
     "model.num_experts=1": ["model.num_experts_per_tok = 2", "model.num_experts = 1"],
-    "model.moe_intermediate_size=0": ["model.moe_intermediate_size", "above 0"],
+    "model.moe_intermediate_size=0": ["model.moe_intermediate_size", "from 1 "],
     # mesh, on one device
     "mesh.data=2": ["mesh.data", "2 places", "1 devices"],
-    "mesh.data=0": ["mesh", "at least 1"],
+    "mesh.data=0": ["mesh", "-1, or a whole number from 1 "],
     "mesh.fsdp=-1": ["mesh", "at most one"],
     "mesh.tensor=2": ["mesh.tensor", "2 places", "1 devices"],
     "mesh.fsdp=2": ["mesh.fsdp", "2 places"],
@@ -286,6 +291,8 @@ _FIELDS = {
     "env.task=basic_arithmetics": ["env.task", "'basic_arithmetics'", "'basic_arithmetic'"],
     "env.task=zzzzzz": ["env.task", "'zzzzzz'", "reasoning_gym"],
     "env.task_options.min_terms=0": ["env.task_options", "min_terms"],
+    f"env.task_options.min_terms={10**400}": ["env.task_options.min_terms", "401 digits", "2^53"],
+    "env.task_options.operators=[1e999]": ["env.task_options.operators.0", "inf", "2^53"],
     "env.task_options.min_terms=3": ["env.task_options", "max_terms"],
     "env.task_options.min_terms=two": ["env.task_options.min_terms", "two"],
     "env.task_options.nope=3": ["env.task_options", "nope"],
@@ -316,11 +323,33 @@ def test_field(field, refused_fields):
     assert_words(refused_fields(field), _FIELDS[field])
 
 
-@pytest.mark.parametrize("path", [p for p, f in all_fields().items() if f.least is not None])
-def test_field_below_its_least_value(path, refused_fields):
-    """Every bound of the table is enforced, and stands in the sentence."""
-    least = all_fields()[path].least
-    assert_words(refused_fields(f"{path}={least - 1}"), [path, f"at least {least}"])
+_NUMBERS = [p for p, f in all_fields().items() if type(f.default) in (int, float)]
+
+
+def test_every_number_has_bounds():
+    """A field without bounds, or bounds of nothing, cannot be added unnoticed."""
+    sections = {name.split(".")[0] for name in all_fields()}
+    of_fields = {name for name in BOUNDS if name.split(".")[0] in sections}
+    assert of_fields == {*_NUMBERS, "model.vocab_size"}
+
+
+@pytest.mark.parametrize("path", _NUMBERS)
+def test_field_out_of_its_bounds(path, refused_fields):
+    """Every bound of the table is enforced, and stands in the sentence; no size is a traceback."""
+    bounds, whole = BOUNDS[path], isinstance(all_fields()[path].default, int)
+    below = bounds.least - (not bounds.above)
+    below -= below in bounds.also
+    assert_words(refused_fields(f"{path}={below}"), [path, str(bounds)])
+    config = load_config("tiny.py")
+    for value in (
+        [bounds.most + 1, 2**63, 10**400, -(10**400)]
+        if whole
+        else [bounds.most * 1.01, 1e39, math.inf, -math.inf, math.nan, 1e-320]
+    ):
+        section, _, name = path.partition(".")
+        config[section][name] = value
+        with pytest.raises(UserError, match=f"^{path} is .*; write .* (from|above) .*$"):
+            checks.check_fields(config)
 
 
 @pytest.mark.parametrize("path", [p for p, f in all_fields().items() if f.choices])
@@ -334,6 +363,35 @@ def test_field_outside_its_choices(path, refused_fields):
 
 _TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise"]
 _SEVERAL = {
+    "an estimator that the reward does not take": (
+        ["algo.kl_in=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k2"],
+        ["algo.kl_estimator", "'k2'", "'k1'", "algo.kl_in='loss'"],
+    ),
+    "a dual clip without ppo": (
+        ["algo.dual_clip=3.0", "algo.loss=gspo"],
+        ["algo.dual_clip", "'gspo'", "algo.loss='ppo'"],
+    ),
+    "a length that divides nothing": (
+        ["algo.loss_length=7"],
+        ["algo.loss_length", "'token_mean'", "'seq_mean_token_sum_norm'"],
+    ),
+    "more responses than numbers": (
+        [
+            "algo.dynamic_sampling=True",
+            "algo.dynamic_sampling_rounds=10000",
+            "rollout.prompts_per_step=1000",
+            "rollout.group_size=1000",
+        ],
+        ["1,000,000 responses", "10,000 rounds", "lower"],
+    ),
+    "bands of llama3 in the wrong order": (
+        ["model.rope_type=llama3", "model.rope_low_freq_factor=4"],
+        ["model.rope_low_freq_factor", "4.0", "model.rope_high_freq_factor"],
+    ),
+    "turns of yarn in the wrong order": (
+        ["model.rope_type=yarn", "model.rope_beta_slow=33"],
+        ["model.rope_beta_fast", "model.rope_beta_slow = 33.0"],
+    ),
     "group of one": (["rollout.group_size=1"], ["rollout.group_size", "at least 2"]),
     "group of one without std": (
         ["rollout.group_size=1", "algo.scale=none"],

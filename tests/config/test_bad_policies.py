@@ -78,12 +78,12 @@ def test_policy_not_understood(text, refused_fields):
 
 _ARGUMENTS = {
     "zzzzz": ["'zzzzz'", *_FORMS],
-    "delayed(history=0)": ["history=0", "at least 1"],
-    "delayed(history=-3)": ["history=-3", "at least 1"],
-    "static(amax=0)": ["amax=0", "positive"],
-    "static(amax=-1)": ["amax=-1", "positive"],
-    "static(amax=1e400)": ["amax=inf", "positive"],
-    "power_of_two(static(amax=0))": ["amax=0", "positive"],
+    "delayed(history=0)": ["history=0", "from 1 to 65536"],
+    "delayed(history=-3)": ["history=-3", "from 1 to 65536"],
+    "static(amax=0)": ["amax=0", "from 1e-30 to 1e+30"],
+    "static(amax=-1)": ["amax=-1", "from 1e-30 to 1e+30"],
+    "static(amax=1e400)": ["amax=inf", "from 1e-30 to 1e+30"],
+    "power_of_two(static(amax=0))": ["amax=0", "from 1e-30 to 1e+30"],
     "no_such_module_here:f": ["no_such_module_here", "'package.module:function'"],
     "math:no_such_function": ["math", "no_such_function", "'package.module:function'"],
     "math:": ["'math:'", "'package.module:function'"],

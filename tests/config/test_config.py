@@ -8,6 +8,7 @@ import ml_collections
 import pytest
 
 from fp8rl_jax import cli, sharding
+from fp8rl_jax.bounds import BOUNDS
 from fp8rl_jax.config import (
     FIELDS,
     all_fields,
@@ -265,9 +266,16 @@ def test_describe_fields_shows_name_default_and_meaning():
 
 def test_defaults_are_allowed():
     for path, field in all_fields().items():
-        assert field.least is None or field.default >= field.least, path
-        assert field.most is None or field.default <= field.most, path
+        assert path not in BOUNDS or BOUNDS[path].hold(field.default), path
         assert not field.choices or field.default in field.choices, path
+
+
+def test_more_tokens_than_a_published_vocabulary():
+    """Known from the model's name, before any tokenizer is read."""
+    config = default_config()
+    config.model.name, config.rollout.top_k = "qwen3_0p6b", 151_937
+    with pytest.raises(UserError, match=r"^rollout\.top_k is 151937, more than .* 151936 tokens"):
+        resolve_config(config)
 
 
 def test_former_names_are_read(tmp_path, capsys):
@@ -381,7 +389,9 @@ def test_published_runs_are_valid(name):
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
     checks.check_mesh(config, sharding.batch_divisor(mesh))
-    shapes = jax.eval_shape(lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0)))
+    shapes = jax.eval_shape(
+        lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0, impl="threefry2x32"))
+    )
     specs = jax.tree.leaves(sharding.param_shardings(mesh, shapes))
     pairs = zip(jax.tree.leaves(shapes), specs, strict=True)
     stored = sum(math.prod(spec.shard_shape(leaf.shape)) for leaf, spec in pairs)

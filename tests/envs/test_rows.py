@@ -178,7 +178,7 @@ def test_messages_and_tools_reach_the_template(tmp_path):
         messages, tools = row["prompt"], row.get("tools")
         messages = [_user(messages)] if isinstance(messages, str) else messages
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        expected = ChatTemplate(_TEMPLATE, {}, "here").render(messages, tools=tools)
+        expected = ChatTemplate(_TEMPLATE, {}, "here").render(messages, {"tools": tools})
         assert chat.render(question.prompt) == expected
 
 

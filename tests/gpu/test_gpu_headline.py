@@ -53,7 +53,9 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
     found: list[dict[str, Any]] = []
     for case in ("bf16", "fp8"):
         recipe = CASES[case]()
-        params = exact_jit(lambda key: init_params(model, key))(jax.random.key(0))
+        params = exact_jit(lambda key: init_params(model, key))(
+            jax.random.key(0, impl="threefry2x32")
+        )
         weights = jax.block_until_ready(served_weights(params, recipe))
         del params
         sample = make_continuous(model, recipe, cell)

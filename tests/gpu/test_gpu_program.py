@@ -59,7 +59,11 @@ def differing_bits(one, other, mask: np.ndarray) -> int:
 
 def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str, Any]:
     """Samples twice, statically and continuously, then takes one GRPO step on the samples."""
-    numerics, rng, key = get_recipe(recipe), np.random.default_rng(0), jax.random.key(0)
+    numerics, rng, key = (
+        get_recipe(recipe),
+        np.random.default_rng(0),
+        jax.random.key(0, impl="threefry2x32"),
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), numerics)
     weights, served, _ = make_refit(numerics)(state.params, state.scaling_state)

@@ -206,7 +206,9 @@ def programs(fault: Fault) -> Programs:
     state = runtime.new_state(runtime.init_params(), optimizer)
     questions = runtime.questions["train"][: config.rollout.prompts_per_step]
     weights = runtime.refit_state(state)[0]
-    planted = _Planted(runtime, state, weights, questions, jax.random.key(5), fault)
+    planted = _Planted(
+        runtime, state, weights, questions, jax.random.key(5, impl="threefry2x32"), fault
+    )
     if fault.stale:
         planted.state = _updated(planted, optimizer)
     return planted

@@ -224,7 +224,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
             state = dataclasses.replace(state, kv_scales=scales)
         weights, checksum, _ = refit(state.params, state.scaling_state, state.kv_scales)
         weights = plant(weights) if plant else weights
-        key = jax.random.fold_in(jax.random.key(case.seed + 1), update)
+        key = jax.random.fold_in(jax.random.key(case.seed + 1, impl="threefry2x32"), update)
         out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
         batch = _batch(case, prompts, lengths, out, order)
         before = jax.tree.map(jnp.copy, state)

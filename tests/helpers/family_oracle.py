@@ -127,7 +127,7 @@ def greedy(name: str) -> tuple[np.ndarray, np.ndarray]:
     prompts = tokens(3, 9)
     sample = make_sampler(config, "f32", SamplerConfig(_NEW, 1, (_NO_END,), 0))
     out = sample(
-        quantized(params_of(name), "f32"), prompts, lengths, jax.random.key(0),
+        quantized(params_of(name), "f32"), prompts, lengths, jax.random.key(0, impl="threefry2x32"),
         np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, _NEW, np.int32),
         tuple(jnp.asarray(t) for t in rope_tables(config, 9 + _NEW)),
     )  # fmt: skip

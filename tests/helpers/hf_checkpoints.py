@@ -56,7 +56,9 @@ CONFIGS = {
 @functools.cache
 def params_of(name: str, seed: int = 0):
     """Random float32 numpy parameters of CONFIGS[name]; norms and biases too."""
-    shapes = jax.eval_shape(lambda: init_params(CONFIGS[name], jax.random.key(0)))
+    shapes = jax.eval_shape(
+        lambda: init_params(CONFIGS[name], jax.random.key(0, impl="threefry2x32"))
+    )
     params = random_params(shapes, seed)
     generator = np.random.default_rng(seed + 1)
 

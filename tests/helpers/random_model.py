@@ -31,7 +31,7 @@ LATENT = dataclasses.replace(
 
 def initial_params(config: ModelConfig, seed: int = 0):
     """Float32 parameters distributed as `init_params` draws them, drawn by numpy."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):

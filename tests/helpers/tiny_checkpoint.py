@@ -83,7 +83,9 @@ def write(directory: pathlib.Path, **changes) -> pathlib.Path:
         content = {key: value for key, value in content.items() if value is not None}
         (directory / f"{name}.json").write_text(json.dumps(content))
     config = hf.read_config(directory)
-    shapes = jax.eval_shape(lambda: models.init_params(config, jax.random.key(0)))
+    shapes = jax.eval_shape(
+        lambda: models.init_params(config, jax.random.key(0, impl="threefry2x32"))
+    )
     weights = named(config, random_params(shapes, 0))
     weights = {name: np.ascontiguousarray(value) for name, value in weights.items()}
     save_file(weights, directory / "model.safetensors", {"format": "pt"})

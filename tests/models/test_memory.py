@@ -21,7 +21,9 @@ def _bytes(tree) -> int:
 
 
 def _params():
-    return jax.eval_shape(lambda: models.init_params(_MODEL, jax.random.key(0)))
+    return jax.eval_shape(
+        lambda: models.init_params(_MODEL, jax.random.key(0, impl="threefry2x32"))
+    )
 
 
 def _weights(name: str):

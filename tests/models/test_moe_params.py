@@ -43,7 +43,9 @@ _LENGTH = 20
 
 @functools.cache
 def _params():
-    shapes = jax.eval_shape(functools.partial(init_params, _MODEL), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(init_params, _MODEL), jax.random.key(0, impl="threefry2x32")
+    )
     return decoder_oracle.random_params(shapes, 0)
 
 

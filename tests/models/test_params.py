@@ -36,7 +36,9 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @functools.cache
 def _params(model, seed=0):
-    shapes = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(init_params, model), jax.random.key(0, impl="threefry2x32")
+    )
     return decoder_oracle.random_params(shapes, seed)
 
 

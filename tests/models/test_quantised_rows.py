@@ -70,7 +70,9 @@ def fused(monkeypatch):
 def _run(recipe, swaps=None, remat="none"):
     """Logits and gradient of a model on one batch."""
     params = initial_params(_DENSE)
-    tokens = jax.random.randint(jax.random.key(1), (3, 20), 0, _DENSE.vocab_size)
+    tokens = jax.random.randint(
+        jax.random.key(1, impl="threefry2x32"), (3, 20), 0, _DENSE.vocab_size
+    )
     weights = quantized(params, recipe)
 
     def loss(params):
@@ -99,7 +101,7 @@ def test_bits(fused, remat):
 def test_swapped_values_are_read(fused, name):
     """What a swap puts in the place of a value reaches the products behind it."""
     width = _DENSE.intermediate_size if name == "gated" else _DENSE.hidden_size
-    value = jax.random.normal(jax.random.key(2), (2, 3, 20, width))
+    value = jax.random.normal(jax.random.key(2, impl="threefry2x32"), (2, 3, 20, width))
     swaps = {name: Swap(jnp.asarray([False, True]), value)}
     want = _run(get_recipe("fp8"), swaps)
     used = fused()

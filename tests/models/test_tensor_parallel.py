@@ -50,7 +50,9 @@ def test_inputs_are_quantised_in_parts_only_by_whole_blocks():
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.eval_shape(lambda: models.init_params(_CONFIG, jax.random.key(0)))
+    return jax.eval_shape(
+        lambda: models.init_params(_CONFIG, jax.random.key(0, impl="threefry2x32"))
+    )
 
 
 def _cut(specs) -> set[str]:

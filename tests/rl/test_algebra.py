@@ -339,6 +339,23 @@ def test_overlong_penalty(lengths, buffer, factor):
     assert np.all(found[lengths <= 20 - buffer] == 0)
 
 
+@pytest.mark.parametrize("size", [1.0, -7.0, 1e-12, 3e20])
+def test_rewards_that_differ_by_a_rounding_are_equal(size):
+    """0.1 + 0.2 beside 0.3: no group of them has a gradient; a bit of float32 is a difference."""
+    rounded = size * np.array([[0.1 + 0.2, 0.3, 0.3, 0.3]])
+    apart = size * np.array([[1.0, 1.0, 1.0, 1 + 2.0**-22]])
+    np.testing.assert_array_equal(shaping.informative_groups(rounded), [False])
+    np.testing.assert_array_equal(shaping.informative_groups(apart), [True])
+    mask = np.ones((4, 3), bool)
+    for name, baseline in advantages.BASELINES.items():
+        if name != "none":
+            np.testing.assert_array_equal(baseline(rounded), 0.0)
+            assert (baseline(apart) != 0).all()
+    for name in ("batch_std", "token_std"):
+        values = rounded.reshape(4, 1) * mask
+        np.testing.assert_array_equal(advantages.SCALES[name](values, rounded, mask), 0.0)
+
+
 @steps
 def test_informative_groups(step):
     found = shaping.informative_groups(step[0])

@@ -34,16 +34,17 @@ def _metrics_by_loops(learner, rollout, mask, cap):
         if mask[i][j]
     ]
     n = len(d)
-    w = [math.exp(min(max(x, -20.0), 20.0)) for x in d]
+    clamped = [min(max(x, -20.0), 20.0) for x in d]
+    w = [math.exp(x) for x in clamped]
     truncated = [min(x, cap) for x in w]
     return {
-        "token_mult_prob_error": sum(math.exp(abs(x)) for x in d) / n,
+        "token_mult_prob_error": sum(math.exp(abs(x)) for x in clamped) / n,
         "train_rollout_logprob_abs_diff": sum(abs(x) for x in d) / n,
         "train_rollout_logprob_abs_diff_max": max(abs(x) for x in d),
         "logprob_equal_frac": sum(x == 0 for x in d) / n,
-        "mismatch_kl": sum(math.exp(x) - x - 1 for x in d) / n,
+        "mismatch_kl": sum(math.exp(x) - x - 1 for x in clamped) / n,
         "mismatch_k1": -sum(d) / n,
-        "chi2_token": sum(math.exp(2 * x) - 1 for x in d) / n,
+        "chi2_token": sum(math.exp(2 * x) - 1 for x in clamped) / n,
         "ess_ratio": sum(w) ** 2 / (n * sum(x * x for x in w)),
         "tis_clipfrac": sum(x > cap for x in w) / n,
         "tis_weight_mean": sum(truncated) / n,
@@ -148,3 +149,14 @@ def test_mismatch_metrics_need_a_token():
     empty = np.zeros((3, 4), np.float32)
     with pytest.raises(ValueError, match="no response token"):
         mismatch_metrics(empty, empty, np.zeros((3, 4), bool), 2.0)
+
+
+@pytest.mark.parametrize("size", [25.0, 400.0, 1e30])
+def test_a_difference_that_no_exponential_holds(size):
+    """Every metric is a finite number; the differences themselves are not clamped."""
+    learner, rollout = np.float32([[-size, 0.0]]), np.float32([[0.0, -size]])
+    metrics = mismatch_metrics(learner, rollout, np.ones((1, 2), bool))
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(size)
+    assert metrics["token_mult_prob_error"] == pytest.approx(math.exp(20))
+    assert metrics["chi2_token"] == pytest.approx((math.exp(40) + math.exp(-40)) / 2 - 1)

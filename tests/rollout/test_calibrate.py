@@ -39,7 +39,9 @@ _CALIBRATED = dataclasses.replace(get_recipe("f32"), kv="calibrated")
 
 @functools.cache
 def _params():
-    shapes = jax.eval_shape(functools.partial(init_params, _MODEL), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(init_params, _MODEL), jax.random.key(0, impl="threefry2x32")
+    )
     return decoder_oracle.random_params(shapes, 0)
 
 

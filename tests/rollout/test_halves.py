@@ -33,7 +33,7 @@ def _arguments(recipe: str, prompts: int) -> tuple:
         quantized(initial_params(_MODEL, 1), recipe),
         rng.integers(9, 259, (prompts, _WIDTH)).astype(np.int32),
         rng.integers(1, _WIDTH + 1, prompts).astype(np.int32),
-        jax.random.key(3),
+        jax.random.key(3, impl="threefry2x32"),
         np.arange(rows, dtype=np.int32),
         np.where(np.arange(rows) % 3, 1.0, 0.0).astype(np.float32),
         rng.integers(1, _NEW + 1, rows).astype(np.int32),

@@ -46,7 +46,8 @@ def _run(sample, weights, rope, lengths, group, temperature=1.0, limits=SLOTS, i
     rows = len(lengths) * group
     return jax.device_get(
         sample(
-            weights, prompts, np.asarray(lengths, np.int32), jax.random.key(seed),
+            weights, prompts, np.asarray(lengths, np.int32),
+            jax.random.key(seed, impl="threefry2x32"),
             np.arange(rows, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
             np.full(rows, temperature, np.float32), np.full(rows, limits, np.int32), rope,
         )
@@ -98,7 +99,8 @@ def test_group_equals_repeated_prompts(weights, rope):
     prompt = np.repeat(rng.integers(0, 256, (8, 12)).astype(np.int32)[:1], 4, axis=0)
     single = jax.device_get(
         _sampler(1)(
-            weights, prompt, np.full(4, _LENGTHS[0], np.int32), jax.random.key(0),
+            weights, prompt, np.full(4, _LENGTHS[0], np.int32),
+            jax.random.key(0, impl="threefry2x32"),
             np.arange(4, dtype=np.int32), np.ones(4, np.float32), np.full(4, SLOTS, np.int32),
             rope,
         )
@@ -128,7 +130,7 @@ def test_a_cache_too_short_is_refused(weights, rope):
 
 
 def _draw(logits, temperature=1.0, top_k=0, top_p=1.0, count=4000):
-    keys = jax.random.split(jax.random.key(0), count)
+    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), count)
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     drawn = sample_token(rows, keys, jnp.full(count, temperature), top_k, top_p)
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / count

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.rollout.sampling import draw, invert, sample_keys, sample_token
+from fp8rl_jax.rollout.sampling import draw, invert, mask_top_p, sample_keys, sample_token
 
 _invert, _draw = exact_jit(invert), exact_jit(draw)
 _LAST = 1 - 2.0**-24  # the largest uniform number
@@ -35,7 +35,7 @@ def _counts(logits: np.ndarray, draws: int, temperature=1.0, top_k=0, top_p=1.0)
         tokens = jax.lax.map(chosen, keys, batch_size=2000)
         return jnp.zeros(len(logits), jnp.int32).at[tokens].add(1)
 
-    return np.asarray(count(jax.random.key(7)))
+    return np.asarray(count(jax.random.key(7, impl="threefry2x32")))
 
 
 def _kept(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
@@ -91,8 +91,15 @@ def test_the_distribution_in_large_vocabularies(width, deviation, top_k, top_p):
 
 def test_every_sample_and_position_has_a_key_of_its_own():
     ids, positions = np.indices((40, 50)).reshape(2, -1).astype(np.int32)
-    keys = jax.random.key_data(sample_keys(jax.random.key(3), ids, positions))
+    keys = jax.random.key_data(sample_keys(jax.random.key(3, impl="threefry2x32"), ids, positions))
     assert len(np.unique(np.asarray(keys), axis=0)) == ids.size
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-6, 1), (0.3, 1), (0.6, 4), (0.8, 4), (0.9, 6)])
+def test_ties_of_top_p_stay_together(top_p, kept):
+    """Of probabilities 1/2, three of 1/8 and two of 1/16: with one of equal ones all are kept."""
+    logits = jnp.log(jnp.asarray([[0.125, 0.5, 0.0625, 0.125, 0.0625, 0.125]]))
+    assert int((mask_top_p(logits, top_p) > -jnp.inf).sum()) == kept
 
 
 def test_a_share_of_exact_sums():
@@ -144,7 +151,7 @@ def test_a_last_token_that_is_nearly_impossible():
 
 def test_greedy_and_rows_of_nan():
     logits = np.array([[1, 3, 3, 0], [np.nan, 2, 3, 1], [5, 4, 4, 5]], np.float32)
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), 3)
     for temperature, expected in ((0.0, [1, 0, 0]), (1.0, None)):
         found = np.asarray(
             sample_token(jnp.asarray(logits), keys, jnp.full(3, temperature), 0, 1.0)
@@ -157,7 +164,7 @@ def test_greedy_and_rows_of_nan():
 def test_a_row_does_not_depend_on_others(settings):
     """The same tokens alone, among a few and among many."""
     rows = jnp.asarray(np.stack([_logits(1008, 1.0) * s for s in np.linspace(0.1, 3, 33)]))
-    keys = jax.random.split(jax.random.key(2), 33)
+    keys = jax.random.split(jax.random.key(2, impl="threefry2x32"), 33)
     program = exact_jit(lambda x, k: sample_token(x, k, jnp.ones(len(k)), *settings))
     whole = np.asarray(program(rows, keys))
     assert len(set(whole.tolist())) > 5

@@ -33,7 +33,7 @@ def _requests(rows: int) -> tuple[np.ndarray, rollout.Requests]:
     prompts = rng.integers(0, 256, (rows, PROMPT)).astype(np.int32)
     requests = rollout.Requests(
         lengths=rng.integers(1, PROMPT + 1, rows).astype(np.int32),
-        key=jax.random.key(3),
+        key=jax.random.key(3, impl="threefry2x32"),
         sample_ids=np.arange(rows, dtype=np.int32),
         temperature=np.ones(rows, np.float32),
         limits=np.append(np.full(rows - 2, SLOTS), [0, 4]).astype(np.int32),

@@ -43,7 +43,9 @@ def _runtime(**sets: int) -> _Runtime:
         Question(f"{n} {i}", "1", set=n) for n, count in sets.items() for i in range(count)
     ]
     return _Runtime(
-        config=config, keys={"eval": jax.random.key(3)}, questions={"eval": questions},
+        config=config,
+        keys={"eval": jax.random.key(3, impl="threefry2x32")},
+        questions={"eval": questions},
         rewards=load_rewards("exact_match, 2*gsm8k"), eval_sampler=None, used=[],
         mesh=make_mesh(dict.fromkeys(MESH_AXES, 1)),
     )  # fmt: skip

@@ -31,6 +31,21 @@ def test_floats_come_back_bit_for_bit(tmp_path):
     assert [v.hex() for v in record["values"]] == [v.hex() for v in values]
 
 
+def test_every_line_is_strict_json(tmp_path):
+    """What JSON has no number for is null, at any depth; a loss of NaN breaks no other reader."""
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    record = {"loss": math.nan, "rewards": [1.0, -math.inf, (math.inf,)], "step": 3, "text": "NaN"}
+    writer.write(record)
+    writer.close()
+
+    def no_number(text):
+        raise AssertionError(text)
+
+    line = json.loads((tmp_path / "a.jsonl").read_text(), parse_constant=no_number)
+    assert line == {"loss": None, "rewards": [1.0, None, [None]], "step": 3, "text": "NaN"}
+    assert math.isnan(record["loss"])
+
+
 def test_text_with_line_breaks_stays_one_line(tmp_path):
     """Line separators of any alphabet inside a value do not break the file into more lines."""
     text = "a\nb\r\nc\u2028d\x0be\x85f\x1cg ünïcödé"

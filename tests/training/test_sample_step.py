@@ -42,7 +42,9 @@ def test_terms_over_all_rounds():
     runtime = _Runtime(config=config, rewards=rewards, sampler=None, mesh=mesh)
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
-    samples = sample_step(runtime, None, stream, jax.random.key(0), record, lambda progress: None)
+    samples = sample_step(
+        runtime, None, stream, jax.random.key(0, impl="threefry2x32"), record, lambda progress: None
+    )
     assert (record["dynamic_rounds"], record["dynamic_discarded_groups"]) == (2, 2)
     assert record["reward/gsm8k"] == 0.25
     weighted = record["reward/gsm8k"] - 0.5 * record["reward/math_equal"]

@@ -42,6 +42,10 @@ def test_flops():
     plain = cost.step_flops(_DENSE, dataclasses.replace(_WORK, remat="none"))
     assert plain["linear layers"] == found["linear layers"] * 3 / 4
     assert plain["attention"] == pytest.approx(2 * 2 * pairs * 3.5)
+    counting = cost.step_flops(_DENSE, dataclasses.replace(_WORK, counts=True))
+    assert counting["linear layers"] == found["linear layers"] * 5 / 4
+    assert counting["attention"] == pytest.approx(2 * 2 * pairs * (3 + 2.5))
+    assert counting["output head"] == found["output head"]
     halves = cost.step_flops(_DENSE, _WORK, tensor=2)
     assert halves["linear layers"] == found["linear layers"] / 2
 

@@ -95,7 +95,7 @@ class Tensor:
 @functools.cache
 def leaf_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     """{path: shape} of every leaf of a model's parameters."""
-    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return types.MappingProxyType({path_of(keys): leaf.shape for keys, leaf in leaves})
 

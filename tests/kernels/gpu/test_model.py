@@ -60,10 +60,12 @@ def interpreted(monkeypatch, interpreter):
 
 def _rollout(config, recipe, weights, rope):
     sampler = make_sampler(config, recipe, SamplerConfig(_NEW, 2, (), 0))
-    prompts = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, config.vocab_size)
+    prompts = jax.random.randint(
+        jax.random.key(1, impl="threefry2x32"), (2, _PROMPTS), 1, config.vocab_size
+    )
     lengths = jnp.asarray([_PROMPTS, 3], jnp.int32)
     rows = jnp.arange(4, dtype=jnp.int32)
-    key, temperature = jax.random.key(2), jnp.full(4, 0.8)
+    key, temperature = jax.random.key(2, impl="threefry2x32"), jnp.full(4, 0.8)
     limits = jnp.full(4, _NEW, jnp.int32)
     rollout = sampler(weights, prompts, lengths, key, rows, temperature, limits, rope)
     prompts, lengths = (np.repeat(np.asarray(x), 2, 0) for x in (prompts, lengths))
@@ -140,9 +142,12 @@ def test_continuous_batching():
     recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton")
     weights = quantized(initial_params(_DENSE), recipe)
     settings = SamplerConfig(_NEW, 2, (), 0)
-    prompts = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, _DENSE.vocab_size)
+    prompts = jax.random.randint(
+        jax.random.key(1, impl="threefry2x32"), (2, _PROMPTS), 1, _DENSE.vocab_size
+    )
     arguments = (
-        weights, prompts, jnp.asarray([_PROMPTS, 3], jnp.int32), jax.random.key(2),
+        weights, prompts, jnp.asarray([_PROMPTS, 3], jnp.int32),
+        jax.random.key(2, impl="threefry2x32"),
         jnp.arange(4, dtype=jnp.int32), jnp.full(4, 0.8),
         jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
         tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
@@ -183,8 +188,10 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
     recipe = dataclasses.replace(get_recipe("fp8"), kernels="triton", **changes)
     params = initial_params(config)
     weights = quantized(params, recipe)
-    tokens = jax.random.randint(jax.random.key(1), (2, _PROMPTS), 1, config.vocab_size)
-    probe = jax.random.normal(jax.random.key(2), (config.hidden_size,))
+    tokens = jax.random.randint(
+        jax.random.key(1, impl="threefry2x32"), (2, _PROMPTS), 1, config.vocab_size
+    )
+    probe = jax.random.normal(jax.random.key(2, impl="threefry2x32"), (config.hidden_size,))
 
     def rollout():
         cache = init_cache(config, recipe, 2, 8)

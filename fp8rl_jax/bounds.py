@@ -1,0 +1,239 @@
+"""The bounds of every number that a user writes, in one table.
+
+A name is a field of the configuration ('rollout.top_k'), of a model ('model.rope_theta') or a
+parameter of a function that is chosen by name ('tis.cap'). Fields are checked when a configuration
+is resolved, a model's when its shapes are made, parameters at the call (`bounded`): written in a
+configuration as ``ppo(clip_low=0.1)`` or called from Python, they are refused alike.
+
+Upper bounds are far above what is useful and low enough that no count leaves int32 and no float32
+overflows. Which numbers go together, and what fits in memory, is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fp8rl_jax.errors import UserError
+
+# The smallest normal number of float32: compiled programs take smaller ones for 0.
+_TINY = 2.0**-126
+
+
+class Bounds(NamedTuple):
+    """What a number may be.
+
+    Attributes:
+      least, most: bounds, both allowed unless `above`.
+      whole: whether it is a whole number.
+      above: `least` itself is not allowed.
+      also: values outside that are allowed.
+    """
+
+    least: float
+    most: float
+    whole: bool = False
+    above: bool = False
+    also: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        least, most = f"{self.least:g}", f"{self.most:.10g}"
+        span = f"above {least}, up to {most}" if self.above else f"from {least} to {most}"
+        return "".join(f"{x:g}, or " for x in self.also) + f"{kind} {span}"
+
+    def hold(self, value: Any) -> bool:
+        """Whether a number is within them; NaN never is, nor what is no number."""
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        above = self.least < value if self.above else self.least <= value
+        inside = above and value <= self.most and not (self.whole and value != int(value))
+        return inside or value in self.also
+
+
+def _whole(least: int, most: int, *also: int) -> Bounds:
+    return Bounds(least, most, whole=True, also=also)
+
+
+def _real(least: float, most: float) -> Bounds:
+    return Bounds(least, most)
+
+
+def _above(least: float, most: float, *also: float) -> Bounds:
+    return Bounds(least, most, above=True, also=also)
+
+
+_COUNT = 1_000_000_000  # steps, rows, tokens; two of them are below 2^31
+_QUESTIONS = 10_000_000  # that are made or held one by one
+_WIDTH, _LAYERS, _HEADS = 2**24, 10_000, 2**16
+_BELOW_1 = 0.9999999
+_RATIO = 1e9  # e^20, where ratios are clamped, is less
+_COEFFICIENT = 1e3
+
+BOUNDS: dict[str, Bounds] = {
+    "run.seed": _whole(0, 2**31 - 1),
+    "run.steps": _whole(0, _COUNT),
+    "run.samples": _whole(0, _QUESTIONS),
+    "run.checkpoint_every": _whole(1, _COUNT),
+    "run.keep_checkpoints": _whole(1, _COUNT),
+    "model.vocab_size": _whole(1, _WIDTH),
+    "model.hidden_size": _whole(1, _WIDTH),
+    "model.intermediate_size": _whole(1, _WIDTH),
+    "model.num_hidden_layers": _whole(1, _LAYERS),
+    "model.num_attention_heads": _whole(1, _HEADS),
+    "model.num_key_value_heads": _whole(1, _HEADS),
+    "model.head_dim": _whole(1, 256),
+    "model.rope_theta": _above(1, 1e12),
+    "model.rope_factor": _above(0, 1e6),
+    "model.rope_original_max_position_embeddings": _whole(1, _COUNT),
+    "model.rope_low_freq_factor": _above(0, 1e6),
+    "model.rope_high_freq_factor": _above(0, 1e6),
+    "model.rope_beta_fast": _above(0, 1e6),
+    "model.rope_beta_slow": _above(0, 1e6),
+    "model.rope_mscale": _real(0, 1e3),
+    "model.rope_mscale_all_dim": _real(0, 1e3),
+    "model.rms_norm_eps": _above(0, 1),
+    "model.embedding_init_std": _above(0, 1e3),
+    "model.num_experts": _whole(0, _HEADS),
+    "model.num_experts_per_tok": _whole(1, _HEADS),
+    "model.moe_intermediate_size": _whole(1, _WIDTH),
+    "model.n_group": _whole(1, _HEADS),
+    "model.topk_group": _whole(1, _HEADS),
+    "model.routed_scaling_factor": _above(0, 1e4),
+    "model.n_shared_experts": _whole(0, 64),
+    "model.first_k_dense_replace": _whole(0, _LAYERS),
+    "model.kv_lora_rank": _whole(0, _WIDTH),
+    "model.q_lora_rank": _whole(0, _WIDTH),
+    "model.qk_nope_head_dim": _whole(1, _HEADS),
+    "model.qk_rope_head_dim": _whole(1, _HEADS),
+    "model.v_head_dim": _whole(1, _HEADS),
+    "precision.first_layers_bf16": _whole(0, _LAYERS),
+    "precision.last_layers_bf16": _whole(0, _LAYERS),
+    "precision.kv_margin": _real(1, 100),
+    "mesh.data": _whole(1, 2**20, -1),
+    "mesh.fsdp": _whole(1, 2**20, -1),
+    "mesh.tensor": _whole(1, 2**20, -1),
+    "mesh.expert": _whole(1, 2**20, -1),
+    "env.reward_timeout": _real(0.01, 1e6),
+    "env.reward_memory_gb": _real(0, 1e6),
+    "env.train_questions": _whole(1, _QUESTIONS),
+    "env.eval_fraction": _real(0, 0.5),
+    "env.max_questions": _whole(0, _COUNT),
+    "rollout.prompts_per_step": _whole(1, _COUNT),
+    "rollout.group_size": _whole(1, _COUNT),
+    "rollout.max_prompt_tokens": _whole(2, _COUNT),
+    "rollout.max_new_tokens": _whole(1, _COUNT),
+    "rollout.slots": _whole(0, _COUNT),
+    "rollout.pages": _whole(0, 2**24),  # of 64 tokens, which are numbered
+    "rollout.prefill_chunk": _whole(1, _COUNT),
+    "rollout.temperature": _real(1e-6, 100),
+    "rollout.top_k": _whole(0, _WIDTH),
+    "rollout.top_p": _above(0, 1),
+    "algo.clip_low": _real(0, _RATIO),
+    "algo.clip_high": _real(0, _RATIO),
+    "algo.dual_clip": _above(1, _RATIO, 0),
+    "algo.loss_length": _whole(0, _COUNT),
+    "algo.kl_coef": _real(0, _COEFFICIENT),
+    "algo.overlong_buffer": _whole(0, _COUNT, -1),
+    "algo.overlong_penalty": _real(0, 1e6),
+    "algo.dynamic_sampling_rounds": _whole(1, 10_000),
+    "algo.router_aux_loss_coef": _real(0, _COEFFICIENT),
+    "algo.epochs": _whole(1, 10_000),
+    "algo.num_minibatches": _whole(1, _COUNT),
+    "learner.gradient_accumulation_steps": _whole(1, _COUNT),
+    "optimizer.learning_rate": _real(0, 100),
+    "optimizer.warmup_steps": _whole(0, _COUNT),
+    "optimizer.b1": _real(0, _BELOW_1),
+    "optimizer.b2": _real(0, _BELOW_1),
+    "optimizer.weight_decay": _real(0, _COEFFICIENT),
+    "optimizer.clip_norm": _real(1e-6, 1e30),
+    "sft.steps": _whole(0, _COUNT),
+    "sft.questions": _whole(1, _QUESTIONS),
+    "sft.batch_size": _whole(1, _COUNT),
+    "sft.learning_rate": _real(0, 100),
+    "sft.warmup_steps": _whole(0, _COUNT),
+    "sft.end_fraction": _real(0, 1),
+    "sft.b2": _real(0, _BELOW_1),
+    "sft.weight_decay": _real(0, _COEFFICIENT),
+    "sft.evaluations": _whole(1, 1_000_000),
+    "eval.questions": _whole(1, _QUESTIONS),
+    "eval.batch_size": _whole(1, _COUNT),
+    "eval.samples": _whole(1, 1_000_000),
+    "eval.temperature": _real(1e-6, 100),
+    "eval.top_p": _above(0, 1),
+    "eval.every": _whole(1, _COUNT),
+    # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are no fields.
+    "sapo.tau_positive": _above(0, 1e6),
+    "sapo.tau_negative": _above(0, 1e6),
+    "tis.cap": _above(0, _RATIO),
+    "tis.low": _real(0, _RATIO),
+    "seq_tis.cap": _above(0, _RATIO),
+    "icepop.low": _real(0, _RATIO),
+    "icepop.high": _real(0, _RATIO),
+    "mask_sequence.low": _real(0, _RATIO),
+    "mask_sequence.high": _real(0, _RATIO),
+    "mask_geometric.low": _real(0, _RATIO),
+    "mask_geometric.high": _real(0, _RATIO),
+    "mask_k3.most": _real(0, _RATIO),
+    "veto.least": _real(0, _RATIO),
+    "opsm.delta": _real(0, _RATIO),
+    "overlong_penalty.max_length": _whole(1, _COUNT),
+    "overlong_penalty.buffer": _whole(0, _COUNT),
+    "overlong_penalty.factor": _real(0, 1e6),
+    "seq_mean_token_sum_norm.length": _whole(1, _COUNT),
+    "mismatch_metrics.tis_cap": _above(0, _RATIO),
+    "delayed.history": _whole(1, 2**16),
+    "delayed.margin": _real(-64, 64),
+    "static.amax": _real(1e-30, 1e30),
+}
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence; a whole number of very many digits by their number."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        digits = int(abs(value).bit_length() * math.log10(2)) + 1
+        return f"a number of about {digits} digits"
+    return repr(value)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises UserError if a number is out of its bounds of the table, in one sentence."""
+    _check(BOUNDS[name], f"{name} is {shown(value)};", value)
+
+
+def _check(bounds: Bounds, found: str, value: Any) -> None:
+    """`found`: how the sentence begins."""
+    if not bounds.hold(value):
+        raise UserError(f"{found} write {bounds}")
+    if value and abs(value) < _TINY:
+        raise UserError(f"{found} write {bounds}; it is 0 in float32")
+
+
+def bounded(function: Callable) -> Callable:
+    """A function that raises UserError for a parameter out of its bounds, and TypeError for one
+    that is no number. Bounds are those of 'FUNCTION.PARAMETER' in the table, else of the field
+    'algo.PARAMETER'; parameters that are in neither are not checked."""
+    signature = inspect.signature(function)
+    own = {name: f"{function.__name__}.{name}" for name in signature.parameters}
+    named = {
+        name: found
+        for name, key in own.items()
+        if (found := key if key in BOUNDS else f"algo.{name}") in BOUNDS
+    }
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any):
+        given = signature.bind(*arguments, **keywords)
+        for name, key in named.items():
+            if name in given.arguments:
+                value = given.arguments[name]
+                if not isinstance(value, numbers.Real):
+                    raise TypeError(f"{function.__name__}: {name} is {value!r}; write a number")
+                _check(BOUNDS[key], f"{function.__name__}({name}={shown(value)}):", value)
+        return function(*arguments, **keywords)
+
+    return checked

@@ -1,0 +1,217 @@
+"""Every setting of JAX and Flax, and what is done about it.
+
+JAX takes a default for each of its settings from the environment (JAX_THREEFRY_PARTITIONABLE, ...)
+and from whoever called `jax.config.update` in this process. Some change random bits, sums or what
+is an error; a promise of equal bits must not rest on them. So each is one of four kinds:
+
+  HELD      set to the default when a command or a run begins (`hold_settings`); where JAX's
+            default is none, as of transfers, to what it stands for
+  REFUSED   named in a sentence if it is on: with it nothing here works as it says
+  RECORDED  left to the user; in environment.json, compared at --resume, part of caches' names
+  HARMLESS  changes no number and no outcome
+
+tests/test_jax_settings.py compares this table with `jax.config`: a setting that a new
+version of JAX brings fails it until it is judged. Orbax and optax read nothing from the environment
+that changes what is saved or computed (orbax: telemetry, buckets, Pathways).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import flax
+import jax
+
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.kernels.reference.probe import COMPILER_SETTINGS, VARIABLES
+
+HELD: dict[str, Any] = {
+    # Random bits.
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_enable_custom_prng": False,
+    "jax_high_dynamic_range_gumbel": False,
+    "jax_legacy_prng_key": "allow",
+    "jax_random_seed_offset": 0,
+    "jax_threefry_partitionable": True,
+    # Types, shapes and sums.
+    "jax_allow_f16_reductions": True,
+    "jax_default_matmul_precision": None,
+    "jax_explicit_x64_dtypes": "warn",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    "jax_softmax_custom_jvp": False,
+    "jax_use_hlo_logistic_lowering": None,
+    # How programs are traced, differentiated and lowered.
+    "check_vma": False,
+    "eager_constant_folding": False,
+    "jax_auto_pcast": True,
+    "jax_custom_jvp3": False,
+    "jax_custom_vjp3": False,
+    "jax_disable_bwd_checks": False,
+    "jax_disable_vmap_shmap_error": False,
+    "jax_embedded_constants_max_bytes": 32,
+    "jax_mosaic_allow_hlo": False,
+    "jax_pallas_use_mosaic_gpu": True,
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering": False,
+    "jax_ragged_dot_use_ragged_dot_instruction": True,
+    "jax_refs_to_pins": False,
+    "jax_remat3": False,
+    "jax_remat_barrier_no_cotangents": False,
+    "jax_remove_size_one_mesh_axis_from_type": False,
+    "jax_scan3": False,
+    "jax_sort_devices_by_process_index": True,
+    "jax_use_cpp_shard_args": False,
+    "jax_use_direct_linearize": True,
+    "jax_use_emit_pipeline_primitive": False,
+    "jax_use_rgv3": True,
+    "jax_use_simplified_jaxpr_constants": False,
+    # What is an error, and what is run at all.
+    "jax_array_garbage_collection_guard": None,
+    "jax_check_static_indices": False,
+    "jax_debug_key_reuse": False,
+    "jax_disallow_mesh_context_manager": False,
+    "jax_error_checking_behavior_divide": "ignore",
+    "jax_error_checking_behavior_nan": "ignore",
+    "jax_error_checking_behavior_oob": "ignore",
+    "jax_experimental_unsafe_xla_runtime_errors": False,
+    "jax_mutable_array_checks": True,
+    "jax_no_execution": False,
+    "jax_no_tracing": False,
+    "jax_raise_on_ppermute_sort_diff": True,
+    "jax_raise_persistent_cache_errors": False,
+    "jax_thread_guard": False,
+    "jax_transfer_guard": "allow",
+    "jax_transfer_guard_device_to_device": "allow",
+    "jax_transfer_guard_device_to_host": "allow",
+    "jax_transfer_guard_host_to_device": "allow",
+}
+
+REFUSED: dict[str, str] = {
+    "jax_enable_x64": "float32 would become float64",
+    "jax_disable_jit": "operations that run one by one round otherwise than compiled programs",
+    "jax_disable_most_optimizations": "products would be added up in another order",
+    "jax_debug_nans": "JAX would stop at NaN with a traceback, where a run says its step and layer",
+    "jax_debug_infs": "masked scores are infinite, and JAX would stop at them with a traceback",
+}
+
+RECORDED: tuple[str, ...] = (
+    *COMPILER_SETTINGS,
+    "jax_cpu_collectives_implementation",
+    "jax_default_device",
+    "jax_enable_pgle",
+    "jax_mock_gpu_topology",
+    "jax_pallas_auto_assign_collective_ids",
+    "jax_pallas_auto_assign_collective_ids_limit",
+    "jax_persistent_cache_enable_xla_caches",
+    "jax_pgle_aggregation_percentile",
+    "jax_pgle_profiling_runs",
+    "jax_pjrt_client_create_options",
+    "jax_threefry_gpu_kernel_lowering",
+    "jax_use_shardy_partitioner",
+    "jax_xla_profile_version",
+    "mock_num_gpu_processes",
+)
+
+# Prefix of the names, or a name -> why it changes nothing.
+HARMLESS: dict[str, str] = {
+    "jax2tf_": "no program is converted to TensorFlow",
+    "jax_backend_target": "devices are recorded",
+    "jax_bcoo_cusparse_lowering": "no sparse arrays",
+    "jax_captured_constants_": "warnings",
+    "jax_check_proxy_envs": "a warning",
+    "jax_check_tracer_leaks": "a check, which makes tracing slower",
+    "jax_compilation_cache_": "which programs are kept; set by compilation_cache.py",
+    "jax_compiler_detailed_logging_min_ops": "logs",
+    "jax_cpu_enable_async_dispatch": "when a program starts",
+    "jax_cpu_get_": "seconds to wait for other processes",
+    "jax_cross_host_": "how arrays travel, not what arrives",
+    "jax_cuda_visible_devices": "devices are recorded",
+    "jax_debug_leaked_clients_on_clear_backends": "a check at the end",
+    "jax_debug_log_modules": "logs",
+    "jax_distributed_": "logs and certificates",
+    "jax_dump_": "files for developers",
+    "jax_enable_checks": "checks of JAX's own invariants",
+    "jax_enable_compilation_cache": "set by compilation_cache.py",
+    "jax_enable_preemption_service": "signals are handled by cli/interrupt.py",
+    "jax_enable_recoverability": "what JAX does when another process dies; ours end",
+    "jax_explain_cache_misses": "logs",
+    "jax_export_": "no program is exported",
+    "jax_force_dcn_cross_host_transfers": "how arrays travel, not what arrives",
+    "jax_hlo_source_file_canonicalization_regex": "names in dumps",
+    "jax_include_": "names in dumps and tracebacks",
+    "jax_log_": "logs",
+    "jax_logging_level": "logs",
+    "jax_mtls_": "certificates",
+    "jax_num_cpu_devices": "devices are recorded",
+    "jax_oneapi_visible_devices": "devices are recorded",
+    "jax_pallas_enable_debug_checks": "assertions in kernels",
+    "jax_pallas_poison_buffers": "memory that nothing reads",
+    "jax_pallas_verbose_errors": "text of errors",
+    "jax_persistent_cache_min_": "which programs are kept; set by compilation_cache.py",
+    "jax_platform_name": "devices are recorded",
+    "jax_platforms": "devices are recorded",
+    "jax_pprint_use_color": "text",
+    "jax_remove_custom_partitioning_ptr_from_cache_key": "which programs are found again",
+    "jax_rocm_visible_devices": "devices are recorded",
+    "jax_send_traceback_to_runtime": "text of errors",
+    "jax_serialization_version": "no program is exported",
+    "jax_share_binary_": "who compiles",
+    "jax_source_url_schema": "links in dumps",
+    "jax_traceback_": "text of errors",
+    "jax_tracer_error_num_traceback_frames": "text of errors",
+    "jax_use_magma": "no eigenvalues",
+    "jax_xla_backend": "devices are recorded",
+}
+
+# Flax's, from FLAX_... of the environment.
+FLAX_HELD: dict[str, Any] = {
+    "flax_always_shard_variable": True,
+    "flax_array_ref": False,
+    "flax_fix_rng_separator": False,  # changes what a module draws
+    "flax_hijax_variable": False,
+    "flax_preserve_adopted_names": False,
+    "flax_pytree_module": True,
+    "flax_return_frozendict": False,
+    "flax_use_flaxlib": False,
+    "nnx_graph_mode": True,
+    "nnx_graph_updates": True,
+    "nnx_sow_capture_noop": False,
+}
+FLAX_HARMLESS: dict[str, str] = {
+    "flax_filter_frames": "text of errors",
+    "flax_max_repr_depth": "text",
+    "flax_profile": "names in profiles",
+    "flax_use_orbax_checkpointing": "checkpoints are written by training/checkpoint.py",
+}
+
+
+def hold_settings() -> None:
+    """Sets what is HELD, in this process.
+
+    Raises:
+      UserError: a setting is on that is REFUSED.
+    """
+    for name, reason in REFUSED.items():
+        if jax.config.values.get(name):
+            raise UserError(
+                f"{name.upper()} is on, and {reason}: unset it, or jax.config.update('{name}', "
+                "False)"
+            )
+    for name, value in HELD.items():
+        if name in jax.config.values:
+            jax.config.update(name, value)
+    for name, value in FLAX_HELD.items():
+        if name in flax.config._values:
+            flax.config.update(name, value)
+
+
+def recorded_settings() -> dict[str, str]:
+    """What is RECORDED of this process: settings of JAX, and variables that XLA, oneDNN and LLVM
+    read. Numbers of threads are not among them: products are tried with those at hand."""
+    settings = {
+        name: str(jax.config.values[name]) for name in RECORDED if name in jax.config.values
+    }
+    return settings | {
+        name: os.environ.get(name, "") for name in VARIABLES if not name.endswith("NPROC")
+    }
