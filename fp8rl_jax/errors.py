@@ -53,5 +53,9 @@ class RewardError(UserError):
     end with a traceback of the user's code, in several lines."""
 
 
+class DriftError(RuntimeError):
+    """Drift appeared in a run that requires zero drift; the run stopped after that step, saved."""
+
+
 class NonFiniteError(RuntimeError):
     """The loss or a gradient became NaN or infinite; the run stopped with its last good state."""

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import ml_collections
@@ -21,13 +21,11 @@ import numpy as np
 
 from fp8rl_jax import processes, sharding
 from fp8rl_jax.data import Stream
-from fp8rl_jax.drift import Programs, SelfCheck, affordable, analyse, kept_self_check
-from fp8rl_jax.drift.render import write_json
-from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
+from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check, policy_of
+from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models.params import parameter_counts
-from fp8rl_jax.report import write_report
-from fp8rl_jax.report.drift import NAME as DRIFT_FILE
+from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import ContinuousSampler, Rollout, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -94,6 +92,7 @@ def train(
       UserError: something that the user can fix.
       RewardError: every call of a reward failed; the state after the last finished step is saved.
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
+      DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
     runtime = make_runtime(config)
     logger_names(config)
@@ -162,11 +161,6 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
     return checked
 
 
-def _policy(state: TrainState) -> dict:
-    """What a policy's log-probabilities follow from, as fields of a TrainState."""
-    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
-
-
 class _Run:
     """One execution of the job: what the phases share."""
 
@@ -177,6 +171,7 @@ class _Run:
         self.runtime, self.config = runtime, runtime.config
         self.lock, self.directory = lock, pathlib.Path(self.config.run.dir)
         self.display, self._stop = display, stop
+        self.monitor = DriftMonitor(runtime, self.directory, display.note, stop)
         self.stopped_by: str | None = None
         keep = self.config.run.keep_checkpoints
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
@@ -198,6 +193,7 @@ class _Run:
             if self.phase == "rl" and not self.stop():
                 state = self._rl(state)
         if self.phase == "rl" and int(state.step) >= self.config.run.steps:
+            self.monitor.finish()
             report = processes.decided(lambda: write_report(self.directory))
             return Outcome(True, None, report)
         at = f"{self.phase} step {int(state.step)}"
@@ -287,7 +283,7 @@ class _Run:
         )
         if self.runtime.algorithm.needs_reference:
             reference = Checkpoints(self.directory / "reference", keep=1)
-            reference.save(0, _policy(state), {})
+            reference.save(0, policy_of(state), {})
             reference.close()
         self._save(state)
         return state
@@ -344,20 +340,24 @@ class _Run:
                 samples = self._sample(state, served.weights, stream, step, record)
                 batch = self._score(samples, state, reference, record)
                 served = served._replace(weights=None)  # the update needs their memory
+                self.monitor.keep(state, self.drifted)
                 state, logp, updates = self._update(state, batch, step, record)
-                begins_to_drift = self._compare(record, logp, samples.rollout, batch)
+                drift = self._compare(record, logp, samples.rollout, batch)
                 record.add_refit(served, updates[0]["checksum"], rt)
                 state = rt.advance(state, step + 1, stream.position)
                 state, served = self._refit(state, batch, record)
-            if begins_to_drift:
-                self._analyse_drift(state, served.weights, samples.questions, step + 1)
+            if drift:
+                self._analyse_drift(record, samples, logp, step + 1)
             self._log(record)
             last = step + 1 == config.run.steps
             if last or (step + 1) % config.eval.every == 0:
                 self._evaluate(state, served.weights)
             stopping = self.stop() is not None
-            if last or stopping or (step + 1) % config.run.checkpoint_every == 0:
+            broken = drift and config.precision.zero_drift == "required"
+            if last or stopping or broken or (step + 1) % config.run.checkpoint_every == 0:
                 self._save(state)
+            if broken:
+                self._end_for_drift(step + 1, drift)
             if stopping:
                 break
         return state
@@ -424,23 +424,24 @@ class _Run:
         record.add_updates(updates, float(batch.mask.sum()), rt)
         return state, first, updates
 
-    def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> bool:
-        """Compares learner and sampler on the first update's rows; whether drift shows for the
-        first time in a run that must have none."""
+    def _compare(self, record: StepRecord, logp, rollout: Rollout, batch: Batch) -> float:
+        """Compares learner and sampler on the first update's rows; the largest |dlogp| of a run
+        that must have none, else 0. The processes agree."""
         rt, first = self.runtime, slice(0, logp.shape[0])
         record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         drift = record["train_rollout_logprob_abs_diff_max"]
-        if drift == 0.0 or self.drifted or not rt.zero_drift:
-            return False
+        drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
+        if drift == 0.0 or self.drifted:
+            return drift
         recompute = ""
         if rt.takes_rollout_logprobs(False) and not rt.takes_rollout_logprobs(True):
             recompute = "; from the next step on log-probabilities are recomputed"
         self.drifted = True
         self.display.note(
             f"warning: drift {drift:.1e} at RL step {record['step']}, though the recipes are "
-            f"equal{recompute}; looking for the operation"
+            f"equal{recompute}"
         )
-        return True
+        return drift
 
     def _refit(self, state: TrainState, batch: Batch, record: StepRecord):
         """The state with calibrated KV scales, and the weights that the sampler takes next."""
@@ -453,35 +454,26 @@ class _Run:
             served = jax.block_until_ready(rt.refit_state(state))
         return state, served
 
-    def _analyse_drift(self, state: TrainState, weights, questions, step: int) -> None:
-        """Names the operation behind a drift that should not be, once, into drift.json.
+    def _analyse_drift(self, record: StepRecord, samples: Samples, logp, step: int) -> None:
+        """Keeps and analyses a step with drift that should not be, and forgets it where it is
+        neither the first nor the largest."""
+        seconds = record["time_rollout"] + record["time_learner"]
+        self.monitor.seen(step, samples, logp, seconds)
 
-        It looks at the state after the step: the one before it was donated to the update.
-        """
-        rt = self.runtime
-        if processes.count() > 1:
-            self.display.note(
-                f"`fp8rl drift --config FILE --checkpoint {self.directory}`, in one process, names "
-                "the operation"
-            )
-            return
-        if (self.directory / DRIFT_FILE).exists():
-            return
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
-        programs = Programs(rt, state, weights, affordable(rt, questions), key)
-        try:
-            result = {"step": step} | analyse(programs)
-        except Exception as error:  # a run must not die of its monitor
-            self.display.note(f"the drift could not be analysed: {error!r}")
-            return
-        write_json(result, self.directory)
-        verdict = result["verdict"]
-        self.display.note(f"drift: {verdict['sentence']} What to do: {verdict['advice']}.")
+    def _end_for_drift(self, step: int, drift: float) -> NoReturn:
+        """Ends a run that requires zero drift, after a step that showed some and was saved."""
+        processes.decided(lambda: write_report(self.directory))
+        advice = processes.decided(lambda: summarise(self.directory)["advice"])
+        raise DriftError(
+            f"precision.zero_drift is 'required', and drift of {drift:.1e} appeared at RL step "
+            f"{step}; the state after it is saved, and --resume goes on from there. "
+            f"{advice or ''}".rstrip()
+        )
 
     def _reference(self, state: TrainState) -> TrainState:
         """`state` with the reference policy in it."""
         checkpoints = Checkpoints(self.directory / "reference", keep=1)
-        policy = checkpoints.restore(0, _policy(state))
+        policy = checkpoints.restore(0, policy_of(state))
         checkpoints.close()
         return dataclasses.replace(state, **policy)
 

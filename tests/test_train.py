@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import types
 import weakref
 
 import jax
@@ -28,6 +29,7 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sft import cache_directory
+from fp8rl_jax.training.step_record import StepRecord
 
 # Relative differences that other CPUs and versions make. Sampled tokens differ after a while.
 _GOLDEN = {"loss": 2e-2, "entropy": 5e-2, "reward_mean": 0.25, "grad_norm": 0.3}
@@ -101,7 +103,8 @@ def test_moments_in_host_memory(tiny_run, tmp_path):
 
 def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, capsys):
     """One bit of one log-probability in the second step: said once, and from the third step on, in
-    a resumed run too, the learner computes the old log-probabilities."""
+    a resumed run too, the learner computes the old log-probabilities. Where zero drift is required
+    the run ends after that step, with a checkpoint, a report and a status of its own."""
     generate, score_state = Runtime.generate, Runtime.score_state
     calls, rollouts, analysed = [], [], []
 
@@ -123,18 +126,40 @@ def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, caps
     monkeypatch.setattr(Runtime, "score_state", counted)
     monkeypatch.setattr(train._Run, "_analyse_drift", lambda *a: analysed.append(a[-1]))
 
-    def run(steps, resume=False):
-        arguments = _from_cache(tiny_run, tmp_path, **{"run.steps": steps})
-        train.train(load_config(str(CONFIG), arguments), resume)
-        return capsys.readouterr().out
+    def run(steps, *more):
+        fields = {"run.steps": steps, "precision.zero_drift": "required"}
+        arguments = _from_cache(tiny_run, tmp_path, **fields)
+        return cli.run(["train", "--config", str(CONFIG), *arguments, *more])
 
-    out = run(2)
+    assert run(4) == 3
+    out, error = capsys.readouterr()
     assert calls == [] and analysed == [2]
     assert out.count("warning: drift") == 1 and "log-probabilities are recomputed" in out
-    assert "warning: drift" not in run(4, resume=True)
+    assert "appeared at RL step 2; the state after it is saved" in error
+    assert "What to do: start again with --config.precision.cpu_products=exact" in error
+    assert "there is drift at 1 of 2 steps" in (tmp_path / "run" / "report.html").read_text()
+    assert run(4, "--resume") == 0
+    assert "warning: drift" not in capsys.readouterr().out
     assert calls == [3, 4] and analysed == [2], "recomputed after the third and fourth rollout"
     drifts = [r["train_rollout_logprob_abs_diff_max"] for r in reproducible(tmp_path)["metrics"]]
     assert drifts[0] == drifts[2] == drifts[3] == 0.0 < drifts[1] < 1e-5
+
+
+def test_processes_agree_on_drift(monkeypatch):
+    """What one of them sees, all have seen, so that all end; without a promise nothing is asked."""
+    said: list[str] = []
+    run = object.__new__(train._Run)
+    run.drifted, run.display = False, types.SimpleNamespace(note=said.append)
+    zeros = np.zeros((2, 3), np.float32)
+    rollout, batch = types.SimpleNamespace(logprobs=zeros), types.SimpleNamespace(mask=zeros == 0)
+    monkeypatch.setattr(train.processes, "exchange", lambda value: [value, 1e-3])
+    for promised, drift in ((False, 0.0), (True, 1e-3), (True, 1e-3)):
+        run.runtime = types.SimpleNamespace(
+            zero_drift=promised, takes_rollout_logprobs=lambda drifted: not drifted
+        )
+        assert run._compare(StepRecord(3), zeros, rollout, batch) == drift
+        assert run.drifted == promised
+    assert len(said) == 1 and said[0].startswith("warning: drift 1.0e-03 at RL step 3")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The command line: `fp8rl COMMAND ...`.
 
 Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 75 a run that a signal
-stopped, with a checkpoint; 1 anything else: an error of ours, a run that met NaN, a bound of
-`fp8rl drift --fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`.
-docs/usage.md has the table.
+stopped, with a checkpoint; 3 a run that drift ended, with a checkpoint, as precision.zero_drift is
+'required'; 1 anything else: an error of ours, a run that met NaN, a bound of `fp8rl drift
+--fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`. docs/usage.md has
+the table.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
-from fp8rl_jax.errors import NonFiniteError, RewardError, UserError
+from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError
 from fp8rl_jax.jax_settings import hold_settings
 
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
+_DRIFTED = 3
 
 
 def _train(values: argparse.Namespace) -> int:
@@ -50,7 +52,8 @@ def _train(values: argparse.Namespace) -> int:
         if not processes.first():
             return 0
         summary = summarise(config.run.dir)
-        for line in (summary["sentence"], *summary["notes"], f"report: {outcome.report}"):
+        lines = (summary["sentence"], *summary["notes"], f"report: {outcome.report}")
+        for line in filter(None, (*lines, summary["advice"])):
             print(line)
     return 0
 
@@ -85,6 +88,20 @@ def _recipe(values: argparse.Namespace) -> int:
     raise UserError("fp8rl recipe: write `fp8rl recipe list` or `fp8rl recipe show NAME`")
 
 
+def _drift_config(values: argparse.Namespace):
+    """The configuration of --config, or of the run that --checkpoint names."""
+    if values.config or values.checkpoint is None:
+        return read_config("drift", values)
+    from fp8rl_jax.config import override
+    from fp8rl_jax.policy.source import directory_config
+
+    permitted = words(values.allow_import)
+    config = directory_config(values.checkpoint, permitted, ("precision", "env", "algo"))
+    override(config, values.overrides)
+    keep_programs(config.run.compilation_cache)
+    return config
+
+
 def _drift(values: argparse.Namespace) -> int:
     if values.prompts is not None and values.prompts < 1:
         raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
@@ -92,11 +109,11 @@ def _drift(values: argparse.Namespace) -> int:
         raise UserError(
             f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
         )
-    config = read_config("drift", values)
     if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
+    config = _drift_config(values)
     directory = writable("drift", values.out or values.checkpoint or config.run.dir)
     from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.drift.render import print_analysis, write_analysis
@@ -169,9 +186,12 @@ _COMMANDS = (
         _drift,
         (
             argument("--checkpoint", metavar="RUN_DIR",
-                     help="a run whose newest weights to take, instead of random ones"),
+                     help="a run whose kept step, or else newest weights, to take instead of "
+                     "random weights; without --config its own configuration"),
             argument("--prompts", type=int, metavar="N",
-                     help="questions to sample; those of an RL step if left out"),
+                     help="questions to sample with the newest weights; those of an RL step if "
+                     "left out"),
+            ALLOW_IMPORT,
             argument("--out", metavar="DIR",
                      help="directory of drift.json and drift.html; run.dir if left out"),
             argument("--fail-above", type=float, metavar="X",
@@ -252,7 +272,9 @@ def _overview() -> str:
         usage="fp8rl COMMAND [--config FILE] [--config.SECTION.FIELD=VALUE ...] [options]",
         description="reinforcement learning of language models in FP8, rollout and learner "
         "through one forward",
-        epilog="`fp8rl COMMAND --help` lists a command's options, and the config's fields.",
+        epilog="`fp8rl COMMAND --help` lists a command's options, and the config's fields. Exit "
+        "status: 0 done; 2 something to fix; 75 a run stopped by a signal, saved; 3 a run ended by "
+        "drift, saved (precision.zero_drift=required); 1 anything else.",
         add_help=False,
     )
     commands = parser.add_subparsers(title="commands", metavar="")
@@ -290,6 +312,8 @@ def run(arguments: Sequence[str]) -> int:
         return processes.end(2, f"error: {error}")
     except UserError as error:
         return processes.end(2, f"error: {' '.join(str(error).split())}")
+    except DriftError as error:
+        return processes.end(_DRIFTED, f"stopped: {' '.join(str(error).split())}")
     except NonFiniteError as error:
         return processes.end(1, f"stopped: {error}")
     except BaseException:

@@ -79,8 +79,9 @@ FIELDS: dict[str, dict[str, Field]] = {
     "precision": {
         "rollout": Field("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
         "learner": Field("fp8", "recipe of the learner; equal recipes give zero drift"),
-        "zero_drift": Field("auto", "required: refuse what cannot be exact; report; auto: required "
-                            "if the two recipes have the same forward pass, else report",
+        "zero_drift": Field("auto", "required: refuse what cannot be exact, and end after a step "
+                            "that drifts, with exit status 3; auto: refuse and warn if the two "
+                            "recipes have the same forward pass; report: neither",
                             choices=("auto", "required", "report")),
         "weight_policy": Field("", "scaling policy of weights: dynamic, delayed(history=1024), "
                                "static(amax=8.0), power_of_two(...), 'package.module:function'; "

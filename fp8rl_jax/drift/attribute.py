@@ -9,6 +9,8 @@
    equal inputs, how much drift each of them adds, and how much is left when one layer is swapped.
 4. Weights, recipes and the definition of the log-probability are compared on their own: they are
    causes that no single operation shows.
+
+All of it may have a budget of time. What it ends before is left out, and the result says so.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.drift import compare
+from fp8rl_jax.drift.budget import NO_END, Budget
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.drift.own_products import try_own_products
@@ -36,60 +39,107 @@ from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p
 _REQUANTISED = 1e-6
 
 
+class Ran(NamedTuple):
+    """The two sides as they are, on the host: a Rollout, the learner's batch of it, the learner's
+    log-probabilities (B, R), and how many seconds that took."""
+
+    rollout: Host
+    batch: Host
+    logp: np.ndarray
+    seconds: float
+
+
 @dataclasses.dataclass
 class Observed:
-    """What the tapped programs showed: comparisons, and the rollout's own values of the layers."""
+    """What the tapped programs showed: comparisons, and the rollout's own values of the layers;
+    the names that could not be observed, and those that no time was left for."""
 
     rows: list[dict] = dataclasses.field(default_factory=list)
     logits: dict | None = None
     rollout_logits: np.ndarray | None = None
     rollout: Taps = dataclasses.field(default_factory=dict)
     unobservable: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
     pieces: int = 0
 
 
-def analyse(programs: Programs, note: Callable[[str], None] = lambda text: None) -> dict:
-    """Everything that `fp8rl drift` reports, as a dict that `json.dumps` accepts.
-
-    Args:
-      programs: the two sides.
-      note: told what is being done, a line at a time.
-    """
-    runtime = programs.runtime
-    note("sampling, and one train step on the samples")
+def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
+    """Runs sampler and train step, nothing tapped."""
+    began = budget.clock()
     rollout, prompts, lengths = programs.rollout()
     batch = programs.batch(rollout, prompts, lengths)
     logp, _ = programs.learner(batch)
+    return Ran(rollout, batch, logp, budget.clock() - began)
+
+
+def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarray) -> dict:
+    """How far the log-probabilities of a rollout and the learner's differ, and where: the part of
+    an analysis that looks at nothing else."""
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
-    result: dict[str, Any] = {
+    return {
         "headline": mismatch_metrics(logp, rollout.logprobs, mask),
         "by_slot": compare.by_row("slot", d.T, mask.T),
         "by_length": compare.by_length(d, mask, batch.prompt_lengths),
         "by_row": compare.by_row("row", d, mask),
         "worst": _worst_tokens(programs, batch, rollout, d),
     }
+
+
+def analyse(
+    programs: Programs,
+    note: Callable[[str], None] = lambda text: None,
+    budget: Budget = NO_END,
+    ran: Ran | None = None,
+) -> dict:
+    """Everything that `fp8rl drift` reports, as a dict that `json.dumps` accepts.
+
+    Args:
+      programs: the two sides.
+      note: told what is being done, a line at a time.
+      budget: of time; 'left_out' of the result names what it ended before.
+      ran: of `run_both`, if that was called before.
+    """
+    runtime = programs.runtime
+    if ran is None:
+        note("sampling, and one train step on the samples")
+        ran = run_both(programs, budget)
+    rollout, batch, logp, _ = ran
+    mask = np.asarray(rollout.mask)
+    left_out: list[str] = []
+    result: dict[str, Any] = compare_sides(programs, rollout, batch, logp)
     if runtime.mesh.shape["tensor"] > 1:
         note("mesh.tensor is above 1, where intermediate values are sharded: comparing the rest")
         seen = Observed(unobservable=list(tap_names(runtime.model)))
     else:
         note("comparing intermediate values")
-        seen = observe(programs, rollout, batch, logp, note)
+        seen = observe(programs, rollout, batch, logp, note, budget, ran.seconds)
     result |= {
         "operations": seen.rows,
         "first": next((row for row in seen.rows if row["differ"]), None),
         "logits": seen.logits,
         "unobservable": seen.unobservable,
+        "not_compared": seen.left_out,
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
-    note("multiplying at every size of product that the run's programs have")
-    products = try_own_products(runtime)
-    result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
+    if seen.left_out:
+        left_out.append(f"{len(seen.left_out)} intermediate values")
+    result["products"] = {"sentence": "not tried", "wrong": []}
+    if budget.allows(0.0):
+        note("multiplying at every size of product that the run's programs have")
+        products = try_own_products(runtime)
+        result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
+    else:
+        left_out.append("the products by themselves")
     drifts = bool(compare.bits_differ(logp, rollout.logprobs)[mask].any())
     if drifts and seen.rollout:
-        note("swapping the rollout's values into the learner, one operation at a time")
-        result |= _contributions(programs, batch, rollout, seen)
+        if swaps := budget.allows(ran.seconds):
+            note("swapping the rollout's values into the learner, one operation at a time")
+            result |= _contributions(programs, batch, rollout, seen, budget)
+        if not (swaps and budget.allows(0.0)):
+            left_out.append("what each operation and layer adds")
+    result["left_out"] = left_out
     evidence = Evidence(
         rollout_recipe=runtime.rollout_recipe,
         learner_recipe=runtime.learner_recipe,
@@ -120,15 +170,23 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
     return [described(*place) for place in compare.worst_tokens(d, np.asarray(rollout.mask))]
 
 
-def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
-    """Taps everything; fewer values at a time where tapping all changes the log-probabilities."""
+def observe(
+    programs, rollout: Host, batch: Host, logp: np.ndarray, note, budget=NO_END, seconds=0.0
+) -> Observed:
+    """Taps everything; fewer values at a time where tapping all changes the log-probabilities, as
+    long as the budget allows what takes as long as the longest pair of programs so far; `seconds`
+    for the first."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
     while pending:
-        names = pending.pop(0)
+        if not budget.allows(seconds):
+            seen.left_out = [name for names in pending for name in names]
+            break
+        names, began = pending.pop(0), budget.clock()
         tapped, _, _ = programs.rollout(names)
         learner_logp, learner_taps = programs.learner(batch, names)
+        seconds = max(seconds, budget.clock() - began)
         seen.pieces += 1
         same = np.array_equal(tapped.tokens, rollout.tokens) and not (
             compare.bits_differ(tapped.logprobs, rollout.logprobs).any()
@@ -165,12 +223,15 @@ def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nda
             seen.rollout[name] = rollout[name]
 
 
-def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observed) -> dict:
+def _contributions(
+    programs: Programs, batch: Host, rollout: Host, seen: Observed, budget: Budget
+) -> dict:
     """What each operation and each layer adds to mean |dlogp|.
 
     An operation's `local` difference is that of its output when its inputs are the rollout's, in
     every layer: 0 for all that are not at fault. What it `adds` is the drift that is left with the
-    rollout's values of its inputs, less what is left with those of its output too.
+    rollout's values of its inputs, less what is left with those of its output too. What the budget
+    ends before is not in the lists.
     """
     mask = np.asarray(rollout.mask)
     layers = programs.runtime.model.num_hidden_layers
@@ -192,6 +253,8 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observe
     valid = compare.valid_positions(batch.prompt_lengths, mask, batch.tokens.shape[1])
     found = []
     for name in names:
+        if not budget.allows(0.0):
+            break
         local = compare.compare_taps(name, seen.rollout[name], own[name], valid)
         sizes = [row.get("relative") or 0.0 for row in local]
         if name in CUTS or max(sizes) <= noise:
@@ -212,6 +275,7 @@ def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observe
         "by_layer": [
             {"layer": i, "left": left(dict.fromkeys(free, np.arange(layers) == i))}
             for i in range(layers)
+            if budget.allows(0.0)
         ],
     }
 

@@ -7,11 +7,14 @@ import pathlib
 import jax
 import ml_collections
 
+from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.attribute import analyse
+from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
 from fp8rl_jax.drift.programs import Programs, affordable
 from fp8rl_jax.policy.load import Note, load_trained
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.training.run_directory import as_saved, first_difference, run_config
+from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 
 def analyse_drift(
@@ -20,12 +23,13 @@ def analyse_drift(
     prompts: int | None = None,
     note: Note = lambda text: None,
 ) -> dict:
-    """`drift.analyse` of a config's sampler and learner, on its training questions.
+    """`drift.analyse` of a config's sampler and learner, on its training questions; or of the step
+    with the largest drift that a run has kept, if nothing of its configuration is changed.
 
     Args:
       config: recipes, model and batch; a run's own recipes may be changed.
       checkpoint: a run directory whose newest weights to take; random weights without one.
-      prompts: how many questions; those of one RL step by default.
+      prompts: how many questions of the newest weights; those of one RL step by default.
       note: told what is being done, a line at a time.
 
     Raises:
@@ -36,6 +40,10 @@ def analyse_drift(
         config.rollout.prompts_per_step = prompts
     runtime = make_runtime(config)
     with jax.set_mesh(runtime.mesh):
+        if prompts is None and (kept := _kept_step(runtime, checkpoint)):
+            note(f"RL step {kept.step} of {checkpoint}, the largest drift that it has kept")
+            return analyse_step(runtime, kept, note)
+        source = "random weights"
         optimizer, _ = optimizer_of_phase(config, "rl")
         if checkpoint is None:
             if config.model.checkpoint:
@@ -44,10 +52,23 @@ def analyse_drift(
                 note("random weights: name a run with --checkpoint to take its newest ones")
             state = runtime.new_state(runtime.initial_params(), optimizer)
         else:
+            source = f"the newest weights of {checkpoint} on a sample of its own"
             trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
             state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
         asked = runtime.questions["train"][: config.rollout.prompts_per_step]
         questions = affordable(runtime, asked)
         if len(questions) < len(asked):
             note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-        return analyse(Programs.calibrated(runtime, state, questions), note)
+        programs = Programs.calibrated(runtime, state, questions)
+        return {"source": source} | analyse(programs, note)
+
+
+def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
+    """The step that the run in a directory has kept, where it ran with this configuration."""
+    directory, config = pathlib.Path(checkpoint or ""), runtime.config
+    if checkpoint is None or not (directory / "config.json").is_file():
+        return None
+    ran_with = run_config(directory, named_functions(config))
+    if first_difference(as_saved(ran_with), as_saved(config)):
+        return None
+    return KeptStep.load(runtime, directory)

@@ -45,6 +45,14 @@ def explain(evidence: Evidence) -> dict[str, str | int | None]:
             "values are sharded where mesh.tensor is above 1.",
             "run it with --config.mesh.tensor=1 to see the operation",
         )
+    if missing := evidence.result["not_compared"]:
+        return _verdict(
+            "unknown",
+            "Log-probabilities differ, though recipes, weights and scaling agree; time was up "
+            f"before {len(missing)} intermediate values were compared, and none of the others "
+            "differs.",
+            "let `fp8rl drift` compare the rest",
+        )
     hidden = ", ".join(evidence.result["unobservable"])
     return _verdict(
         "unknown",
@@ -68,7 +76,7 @@ def _no_drift(evidence: Evidence) -> dict:
         differing = f"values of {first['op']}"
     if logits is not None and logits["differ"]:
         differing = "logits of tokens that were not drawn"
-    seen = evidence.result["tapped_programs"] and not evidence.result["unobservable"]
+    seen = evidence.result["tapped_programs"] and not _hidden(evidence)
     if differing is None:
         return _verdict(
             "none",
@@ -78,10 +86,16 @@ def _no_drift(evidence: Evidence) -> dict:
         )
     return _verdict(
         "none",
-        f"The two sides differ ({differing}), but it has no effect here: every log-probability has "
-        "the same bits on this platform.",
+        f"The two sides differ ({differing}), without an effect on the "
+        f"{evidence.result['headline']['drift_tokens']:,.0f} tokens compared here: their "
+        "log-probabilities have the same bits.",
         "do not rely on it: another platform or another batch may show it",
     )
+
+
+def _hidden(evidence: Evidence) -> list[str]:
+    """Names of the values that were not compared."""
+    return [*evidence.result["unobservable"], *evidence.result["not_compared"]]
 
 
 def _same(evidence: Evidence) -> bool:
@@ -204,6 +218,10 @@ def _operation(evidence: Evidence) -> dict | None:
         f"{first['differ']:.2%} of its elements differ, by at most {first['max']:.2g}; everything "
         "computed before it is equal bit for bit."
     )
+    if hidden := _hidden(evidence):
+        sentence = sentence.replace("The first value", "Of the values that were compared the first")
+        sentence = sentence.replace(" computed before it", " compared before it")
+        sentence += f" {len(hidden)} could not be compared."
     dequantised = name.endswith(("/input", "_read"))
     beyond = None if dequantised else first["float32_only"]
     compute = evidence.learner_recipe.compute_dtype
@@ -221,8 +239,9 @@ def _logprob(evidence: Evidence) -> dict | None:
     if logits["differ"]:
         return _verdict(
             "head",
-            f"The hidden states are equal bit for bit, and {logits['differ']:.2%} of the logits "
-            f"differ, by at most {logits['max']:.2g}: the output head is not the same.",
+            f"{'The compared' if _hidden(evidence) else 'The'} hidden states are equal bit for "
+            f"bit, and {logits['differ']:.2%} of the logits differ, by at most "
+            f"{logits['max']:.2g}: the output head is not the same.",
             "multiply by the same head through block_matmul on both sides",
         )
     sides = evidence.alternatives

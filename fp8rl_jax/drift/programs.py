@@ -56,6 +56,7 @@ class Programs:
       weights: what the sampler holds.
       questions: one prompt each; a multiple of the devices that share a batch.
       key: of the rollout.
+      first_ids: the number of each question's first sample, (P,); counted from 0 on if left out.
     """
 
     runtime: Runtime
@@ -63,6 +64,7 @@ class Programs:
     weights: dict
     questions: list[Question]
     key: jax.Array
+    first_ids: np.ndarray | int = dataclasses.field(default=0, kw_only=True)
 
     @classmethod
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
@@ -78,8 +80,9 @@ class Programs:
         if taps:
             sampler = rt.make_sampler(config.group_size, config.top_k, config.top_p, tuple(taps))
         rollout, prompts, lengths = rt.generate(
-            sampler, self.weights, self.questions, self.key, self._temperature()
-        )
+            sampler, self.weights, self.questions, self.key, self._temperature(),
+            first_id=self.first_ids,
+        )  # fmt: skip
         return processes.fetch(rollout), prompts, lengths
 
     def _temperature(self) -> np.ndarray:

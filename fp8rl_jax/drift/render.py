@@ -11,15 +11,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8rl_jax.report import write_drift_page, write_report
-from fp8rl_jax.report.drift import NAME, exact, headline
+from fp8rl_jax.report.drift import exact, headline
+from fp8rl_jax.report.verdicts import NAME, step_verdicts
 from fp8rl_jax.whole_file import write_whole
 
 _SHOWN = 8
 
 
 def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
-    """Writes directory/drift.json, whole or not at all, and returns its path."""
-    write_whole(directory / NAME, json.dumps(result, indent=1) + "\n")
+    """Writes directory/drift.json, whole or not at all, and returns its path. Of analyses of other
+    steps of the run, which that file held, the verdicts stay, as 'earlier'."""
+    step = result.get("step")
+    earlier = [found for found in step_verdicts(directory) if found["step"] != step]
+    write_whole(directory / NAME, json.dumps(result | {"earlier": earlier}, indent=1) + "\n")
     return directory / NAME
 
 
@@ -44,6 +48,8 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
     console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
     console.print(verdict["sentence"], markup=False, soft_wrap=True)
     console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
+    if left_out := ", ".join(result["left_out"]):
+        console.print(f"Left out, as time was up: {left_out}.", markup=False, soft_wrap=True)
     console.print(f"Products: {result['products']['sentence']}.", markup=False, soft_wrap=True)
     if result["tapped_programs"] > 1:
         hidden = ", ".join(result["unobservable"]) or "none"

@@ -47,6 +47,7 @@ class SelfCheck:
       largest: |dlogp|.
       products: what was tried of the run's own products.
       kept: whether it was kept from an earlier run.
+      drifted: the step of an earlier run of this configuration that drifted nevertheless.
     """
 
     tokens: int
@@ -55,6 +56,7 @@ class SelfCheck:
     layers: int
     products: OwnProducts
     kept: bool = False
+    drifted: str = ""
 
     @property
     def holds(self) -> bool:
@@ -66,7 +68,8 @@ class SelfCheck:
         if self.holds:
             when = ", as an earlier run found" if self.kept else ""
             tried = f"{cut} and {self.products}, bit for bit"
-            return f"self-check: zero drift holds here{when} ({tried}; {where})"
+            but = f"; but {self.drifted} drifted" if self.drifted else ""
+            return f"self-check: no drift in what was tried here{when} ({tried}; {where}){but}"
         faults = []
         if self.differing:
             faults.append(f"{self.differing} of {cut} differ, by at most {self.largest:.1e}")
@@ -95,22 +98,39 @@ def self_check(runtime: Runtime) -> SelfCheck:
 
 def kept_self_check(runtime: Runtime) -> SelfCheck:
     """`self_check`, or what it said when it held for this configuration before."""
+    path = _place(runtime)
+    if kept := processes.decided(lambda: _read(path)):
+        return kept
+    checked = self_check(runtime)
+    if checked.holds and processes.first():
+        _keep(checked, path)
+    return checked
+
+
+def note_drift(runtime: Runtime, where: str) -> None:
+    """Has a check that is kept say that `where`, a step with its configuration, drifted."""
+    with contextlib.suppress(OSError):  # a file of the user's that is gone
+        path = _place(runtime)
+        if processes.first() and (kept := _read(path)):
+            _keep(dataclasses.replace(kept, drifted=where), path)
+
+
+def _place(runtime: Runtime) -> pathlib.Path:
+    """The file of a check for this configuration, code and machine."""
     config = runtime.config
     sections = {name: fields.to_dict() for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
     files = files_of_functions(named_functions(config))
     root = pathlib.Path(config.run.cache_dir or user_cache())
-    path = root / (cache_name("self-check", sections, files) + ".json")
-    if kept := processes.decided(lambda: _read(path)):
-        return kept
-    checked = self_check(runtime)
-    if checked.holds and processes.first():
-        fields = dataclasses.asdict(checked)
-        del fields["kept"]
-        with contextlib.suppress(OSError):  # then the next run checks again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(fields))
-    return checked
+    return root / (cache_name("self-check", sections, files) + ".json")
+
+
+def _keep(checked: SelfCheck, path: pathlib.Path) -> None:
+    fields = dataclasses.asdict(checked)
+    del fields["kept"]
+    with contextlib.suppress(OSError):  # then the next run checks again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(fields))
 
 
 def _read(path: pathlib.Path) -> SelfCheck | None:

@@ -2,3 +2,4 @@
 
 from fp8rl_jax.report.drift import write_drift_page
 from fp8rl_jax.report.run import write_report
+from fp8rl_jax.report.summary import summarise

@@ -22,9 +22,8 @@ from fp8rl_jax.report.html import (
     write_page,
 )
 from fp8rl_jax.report.summary import number, share
+from fp8rl_jax.report.verdicts import LONGEST, NAME
 
-NAME = "drift.json"
-_LONGEST = 100_000_000  # bytes
 _MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
 
 
@@ -37,7 +36,7 @@ def drift_section(directory: pathlib.Path) -> str:
     if not os.path.isfile(directory / NAME):
         return ""
     try:
-        return _section(read_json(directory / NAME, _LONGEST))
+        return _section(read_json(directory / NAME, LONGEST))
     except OSError as error:
         raise UserError(f"{str(directory / NAME)!r} cannot be read ({error.strerror})") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -52,10 +51,14 @@ def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
 
 def _section(result: dict) -> str:
     verdict, head = result["verdict"], result["headline"]
-    where = f" (RL step {result['step']})" if "step" in result else ""
-    advice = f"What to do: {verdict['advice']}."
     parts = [
-        f'<p class="lead">{text_html(verdict["sentence"] + where)}</p><p>{text_html(advice)}</p>',
+        f"<p>{text_html(_of_step(found))}</p><p>{text_html(found['sentence'])}</p>"
+        for found in result.get("earlier", [])
+    ]
+    advice = f"What to do: {verdict['advice']}."
+    parts += [
+        f"<p>{text_html(_of_step(result))}</p>"
+        f'<p class="lead">{text_html(verdict["sentence"])}</p><p>{text_html(advice)}</p>',
         table_html(("Figure", "Value"), headline(head, result["logits"])),
         figure_html(_plot_tokens(result), "Drift by place in the response, by length, and by row."),
     ]
@@ -77,6 +80,14 @@ def _section(result: dict) -> str:
         titles = ("After", "Token", "Row", "Slot", "Log-prob of the rollout", "Difference")
         parts.append(table_html(titles, rows, "", "<pre>{}</pre>"))
     return "".join(parts)
+
+
+def _of_step(result: dict) -> str:
+    """What an analysis is of."""
+    if "step" in result:
+        return f"RL step {result['step']}, run again from its own weights and questions:"
+    source = result.get("source", "a sample of its own")
+    return f"An analysis of {source}, which says nothing of the steps above:"
 
 
 def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:

@@ -273,6 +273,7 @@ def write_report(
     notes = "".join(f"<li>{text_html(note)}</li>" for note in s["notes"])
     body = f'<p class="lead">{text_html(s["sentence"])}</p>'
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
+    body += f"<p>{text_html(s['advice'])}</p>" if s["advice"] else ""
     for title, content in _sections(run, others, s).items():
         body += f"<h2>{title}</h2>{content}"
     return write_page(run.path / "report.html", f"Run {run.path.resolve().name}", body)

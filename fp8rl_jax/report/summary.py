@@ -19,11 +19,15 @@ import numpy as np
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import LONGEST, parse_json, read_json
+from fp8rl_jax.report.verdicts import step_verdicts
 
 DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
 TYPICAL = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
+_MOST_STEPS = 8  # that a note names
+# Culprits of drift whose advice is a field of the configuration.
+_SET_BY_THE_USER = ("recipe", "layers", "kv", "scaling")
 _MOST_KEYS = 10_000  # of a record, which has about a hundred
 _LARGEST_BITS = 1000  # of a whole number; a float ends at 1024
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
@@ -186,6 +190,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
         drift_steps, drift_tokens: steps and response tokens whose log-probs were compared.
         drift_max, drift_mean: maximum and mean |dlogp|, nats; None too if a step's is not finite.
         drift_exactly_zero: whether the maximum is 0.0 at every compared step.
+        steps_with_drift: how many of them it is not 0.0 at.
         logprob_equal_frac: share of bit-equal log-probs.
         token_mult_prob_error, mismatch_kl, tis_clipfrac: means over the compared tokens.
         time_step_first: seconds of the first step.
@@ -193,6 +198,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
           and rates, median without the first step.
         refit_checks, refit_failures, reward_errors, rollout_preemptions: counts over the run.
         notes: sentences on what is missing, unreadable or wrong.
+        advice: what to do about drift that should not be, a sentence; None without such.
 
     Raises:
       ValueError: the directory does not exist, or its config.json is missing or not an object.
@@ -230,6 +236,7 @@ def summarise_files(run: RunFiles) -> dict:
         "drift_max": statistic(drift_max, np.max) if np.isfinite(drift_max).all() else None,
         "drift_mean": _token_mean(compared, DRIFT_MEAN),
         "drift_exactly_zero": bool((drift_max == 0).all()) if compared else None,
+        "steps_with_drift": int((drift_max != 0).sum()),
         "time_step_first": statistic(series(rows, "time_step")[1][:1], np.max),
         "refit_checks": int(np.isfinite(checks).sum()),
         "refit_failures": int((checks == 0).sum()),
@@ -240,7 +247,8 @@ def summarise_files(run: RunFiles) -> dict:
     out |= {key: int(out[key]) for key in counts if out[key] is not None}
     out |= {key: _token_mean(compared, key) for key in _TOKEN_MEANS}
     out |= {key: typical(rows, key) for key in TYPICAL}
-    return {"sentence": _sentence(run, out)} | out | {"notes": run.notes + _warnings(run, out)}
+    more = {"notes": run.notes + _warnings(run, out), "advice": _advice(run, out)}
+    return {"sentence": _sentence(run, out)} | out | more
 
 
 def _warnings(run: RunFiles, s: dict) -> list[str]:
@@ -254,9 +262,8 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
             )
     if s["refit_failures"]:
         notes.append(f"The refit checksum failed at {steps_text(s['refit_failures'])}.")
-    recipes = (run.field("precision", "rollout"), run.field("precision", "learner"))
-    if recipes[0] == recipes[1] and s["drift_exactly_zero"] is False:
-        notes.append("The recipes are equal, but the drift is not zero at every step.")
+    if _same_recipes(run) and s["steps_with_drift"]:
+        notes.append(_drift_note(run, s))
     if s["reward_errors"]:
         notes.append(f"{s['reward_errors']} calls of rewards failed, and were left out.")
     if count := s["rollout_preemptions"]:
@@ -268,6 +275,58 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
         if count := statistic(series(run.metrics, key)[1], np.sum):
             notes.append(f"{key}: {count:.0f} blocks held NaN or infinity.")
     return notes
+
+
+def _same_recipes(run: RunFiles) -> bool:
+    return run.field("precision", "rollout") == run.field("precision", "learner")
+
+
+def _drift_note(run: RunFiles, s: dict) -> str:
+    """Where a run with equal recipes drifted, and which of it was analysed."""
+    steps, values = series(run.compared, DRIFT_MAX)
+    steps, values = steps[values != 0], values[values != 0]
+    named = "RL step" + "s" * (len(steps) > 1) + " "
+    named += ", ".join(f"{step:.0f}" for step in steps[:_MOST_STEPS])
+    named += ", ..." if len(steps) > _MOST_STEPS else ""
+    worst = int(np.argmax(np.nan_to_num(values, nan=np.inf)))
+    analysed = step_verdicts(run.path)
+    found = "; ".join(f"RL step {row['step']} ({row['culprit']})" for row in analysed)
+    return (
+        f"The recipes are equal, but there is drift at {len(steps)} of "
+        f"{steps_text(s['drift_steps'])} ({named}), the largest {values[worst]:.3g} at RL "
+        f"step {steps[worst]:.0f}. Analysed: {found or 'none of them'}."
+    )
+
+
+def _advice(run: RunFiles, s: dict) -> str | None:
+    """What to do about drift in a run that must have none."""
+    setting = run.field("precision", "zero_drift")
+    if not s["steps_with_drift"] or setting == "report" or not _same_recipes(run):
+        return None
+    verdicts = step_verdicts(run.path)
+    verdict = max(verdicts, key=lambda row: row["drift"], default=None)
+    if verdict and verdict["culprit"] in _SET_BY_THE_USER:
+        return f"What to do: {verdict['advice']}."
+    ways = [
+        f"report it with {run.path}/drift.json"
+        if verdicts
+        else f"run `fp8rl drift --checkpoint {run.path}`, which names the operation"
+    ]
+    if _platform(run) == "cpu" and run.field("precision", "cpu_products") != "exact":
+        ways.insert(
+            0,
+            "start again with --config.precision.cpu_products=exact and another run.dir, so that "
+            "no order of summation can make drift",
+        )
+    return f"What to do: {', and '.join(ways)}."
+
+
+def _platform(run: RunFiles) -> str | None:
+    """What the run was last started on."""
+    try:
+        return read_json(run.path / "environment.json")[-1]["devices"]["platform"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def keys_with(rows: list[dict], prefix: str) -> list[str]:

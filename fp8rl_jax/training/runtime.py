@@ -396,16 +396,19 @@ class Runtime(Resolved):
         key,
         temperature: np.ndarray,
         watch: Watch | None = None,
-        first_id: int = 0,
+        first_id: int | np.ndarray = 0,
     ) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Samples responses: the rollout on the host, its taps where they are, prompt tokens and
         lengths (P, ...).
 
         `watch` is told what has ended while a `ContinuousSampler` goes on; others end at once.
-        Samples are numbered from `first_id` on; key and number decide a sample's random bits.
+        Samples are numbered from `first_id` on, or those of each question from its own, (P,); key
+        and number decide a sample's random bits.
         """
         prompts, lengths = self.pad_prompts(questions)
-        sample_ids = first_id + np.arange(len(temperature), dtype=np.int32)
+        group = len(temperature) // len(questions)
+        firsts = first_id if np.ndim(first_id) else first_id + group * np.arange(len(questions))
+        sample_ids = np.add.outer(firsts, np.arange(group)).reshape(-1).astype(np.int32)
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
         tokens, *rows = processes.place(
             (prompts, lengths, sample_ids, temperature, limits), sharding.batch_sharding(self.mesh)

@@ -37,6 +37,8 @@ class Samples:
       rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
+      first_ids: (P,), the number of each group's first sample; the others follow it.
+      key: of the step; with a sample's number it decides the sample's random bits.
     """
 
     questions: list[Question]
@@ -46,6 +48,8 @@ class Samples:
     rewards: np.ndarray
     by_name: dict[str, np.ndarray]
     counts: np.ndarray
+    first_ids: np.ndarray
+    key: jax.Array
 
     def groups(self, chosen: np.ndarray) -> Samples:
         """The groups at the indices `chosen`, in that order."""
@@ -55,6 +59,7 @@ class Samples:
             [self.questions[i] for i in chosen], _take(self.rollout, rows), self.prompts[chosen],
             self.lengths[chosen], self.rewards[chosen],
             {name: values[chosen] for name, values in self.by_name.items()}, self.counts[chosen],
+            self.first_ids[chosen], self.key,
         )  # fmt: skip
 
 
@@ -107,6 +112,7 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     config = runtime.config
     group = config.rollout.group_size
     rows = len(questions) * group
+    first_ids = number * rows + group * np.arange(len(questions))
     rewards = Rewards(runtime, [q for q in questions for _ in range(group)], runtime.rewards, rows)
 
     def watch(progress: Progress) -> None:
@@ -127,7 +133,9 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    return Samples(list(questions), rollout, prompts, lengths, values, by_name, counts)
+    return Samples(
+        list(questions), rollout, prompts, lengths, values, by_name, counts, first_ids, key
+    )
 
 
 def _joined(rounds: list[Samples]) -> Samples:
@@ -135,7 +143,7 @@ def _joined(rounds: list[Samples]) -> Samples:
         return rounds[0]
     arrays = {
         name: np.concatenate([getattr(r, name) for r in rounds])
-        for name in ("prompts", "lengths", "rewards", "counts")
+        for name in ("prompts", "lengths", "rewards", "counts", "first_ids")
     }
     rollouts = [r.rollout for r in rounds]
     rollout = Rollout(
@@ -144,7 +152,7 @@ def _joined(rounds: list[Samples]) -> Samples:
     )
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
-    return Samples(questions, rollout, by_name=by_name, **arrays)
+    return Samples(questions, rollout, by_name=by_name, key=rounds[0].key, **arrays)
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:

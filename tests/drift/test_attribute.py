@@ -11,21 +11,23 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.drift import Programs, affordable, analyse, attribute
+from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.taps import LOGITS
+from fp8rl_jax.quant import get_recipe
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drift_faults.FAULTS)
 def test_planted_fault_is_named(name):
-    """Each of them is named, with the layer and a sentence that helps; or it has no effect here."""
+    """Each of them is named, with the layer and a sentence that helps; or it has no effect."""
     fault = drift_faults.FAULTS[name]
     result = drift_faults.plant(name)
     verdict, head = result["verdict"], result["headline"]
     json.dumps(result)
     if fault.may_vanish and verdict["culprit"] == "none":
-        assert "no effect here" in verdict["sentence"] or result["first"] is None
+        assert "without an effect on" in verdict["sentence"] or result["first"] is None
         pytest.skip("leaves every bit as it is on this platform, and the analysis says so")
     assert (verdict["culprit"], verdict["layer"]) == (fault.culprit, fault.layer)
     text = f"{verdict['sentence']} {verdict['advice']}"
@@ -80,7 +82,7 @@ def test_a_difference_without_effect_is_said():
     result = analyse(programs)
     assert result["weights"]["differing"] == ["embed_tokens"]
     assert result["verdict"]["culprit"] == "none"
-    assert "no effect here" in result["verdict"]["sentence"]
+    assert "without an effect on the" in result["verdict"]["sentence"]
 
 
 class _Disturbed:
@@ -135,6 +137,33 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     ]
     assert places == sorted(places), "rows come in the order of computation"
     assert [row["op"] for row in seen.rows if row["differ"]] == ["o_proj/output"] * 2
+
+
+def _explained(first=None, not_compared=(), logits=None, drifts=True):
+    result = {
+        "first": first, "logits": logits, "unobservable": [], "not_compared": list(not_compared),
+        "tapped_programs": 1, "weights": {"comparable": True, "leaves": 1, "differing": []},
+        "headline": {"drift_tokens": 812.0},
+    }  # fmt: skip
+    recipe = get_recipe("f32")
+    return explain(Evidence(recipe, recipe, drifts, result, {}))["sentence"]
+
+
+def test_what_was_left_out_is_not_called_equal():
+    """Where time was up, no sentence speaks of values that were not compared."""
+    name = "self_attn/q_rope"
+    first = {"op": name, "layer": 1, "differ": 0.5, "max": 1.0, "float32_only": None}
+    assert "everything computed before it is equal" in _explained(first)
+    sentence = _explained(first, ["embed", "gated"])
+    assert sentence.startswith("Of the values that were compared the first that differs is self_")
+    assert "everything compared before it is equal" in sentence
+    assert sentence.endswith("2 could not be compared.")
+    assert "time was up before 2 intermediate values" in _explained(None, ["embed", "gated"])
+    logits = {"differ": 0.5, "max": 1.0}
+    assert _explained(None, ["norm/output"], logits).startswith("The compared hidden states")
+    assert "every intermediate value" in _explained(drifts=False)
+    assert "every intermediate value" not in _explained(None, ["embed"], drifts=False)
+    assert "without an effect on the 812 tokens" in _explained(first, drifts=False)
 
 
 def test_names_under_a_mesh():

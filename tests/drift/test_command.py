@@ -11,7 +11,9 @@ from tiny_run import CONFIG
 
 from fp8rl_jax import cli, learner
 from fp8rl_jax.config import load_config
-from fp8rl_jax.drift import attribute, self_check
+from fp8rl_jax.drift import attribute, command, self_check
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.run_directory import as_saved
 from fp8rl_jax.training.runtime import make_runtime
 
 _F32 = ("precision.rollout=f32", "precision.learner=f32")
@@ -82,6 +84,27 @@ def test_bad_input_is_one_sentence(arguments, said, tmp_path, capsys, monkeypatc
     assert said in error and error.count("\n") == 1
 
 
+def test_a_run_needs_no_config(tmp_path, capsys, monkeypatch):
+    """--checkpoint alone takes the run's own configuration, with what is overridden."""
+    config = load_config(_TINY, ["--config.rollout.group_size=2"])
+    (tmp_path / "config.json").write_text(json.dumps(as_saved(config)))
+    taken = []
+
+    def analyse_drift(config, *_):
+        taken.append(config)
+        raise UserError("reached")
+
+    monkeypatch.setattr(command, "analyse_drift", analyse_drift)
+    arguments = ["drift", "--checkpoint", str(tmp_path), "--config.rollout.temperature=0.5"]
+    assert cli.run(arguments) == 2 and "dense_reward" in capsys.readouterr().err, "not permitted"
+    assert cli.run([*arguments, "--allow-import=dense_reward"]) == 2
+    assert capsys.readouterr().err.endswith("reached\n")
+    (found,) = taken
+    assert (found.rollout.group_size, found.rollout.temperature) == (2, 0.5)
+    assert cli.run(["drift"]) == 2
+    assert "name a config" in capsys.readouterr().err
+
+
 def _runtime(*overrides: str):
     return make_runtime(load_config(_TINY, [f"--config.{text}" for text in overrides]))
 
@@ -105,7 +128,7 @@ def test_self_check_holds(overrides):
     """Two layers of the run's own widths agree bit for bit, and the line says so."""
     checked = self_check(_runtime(*overrides))
     assert checked.holds and checked.tokens >= 8 and checked.layers == 2
-    assert "zero drift holds here" in str(checked) and jax.__version__ in str(checked)
+    assert "no drift in what was tried here" in str(checked) and jax.__version__ in str(checked)
 
 
 @pytest.mark.slow

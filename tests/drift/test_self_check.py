@@ -12,6 +12,7 @@ from tiny_run import CONFIG
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import SelfCheck, kept_self_check, self_check
 from fp8rl_jax.drift.own_products import OwnProducts, own_dots, try_own_products
+from fp8rl_jax.drift.self_check import note_drift
 from fp8rl_jax.kernels.reference import ways
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.training.runtime import make_runtime
@@ -36,6 +37,7 @@ def check(monkeypatch, tmp_path):
         assert not results, "every check that was expected was made"
         return found
 
+    run.cache = tmp_path
     return run
 
 
@@ -54,6 +56,17 @@ def test_a_passed_check_is_not_made_again(check):
 def test_another_configuration_is_checked(check, field):
     check(results_of_checks=[_HOLDS])
     assert not check(field, results_of_checks=[_HOLDS]).kept
+
+
+def test_a_check_does_not_hide_that_a_run_drifted(check):
+    """It is not made again, and says which step drifted, of this configuration alone."""
+    check(results_of_checks=[_HOLDS])
+    config = [f"--config.run.cache_dir={check.cache}"]
+    note_drift(make_runtime(load_config(_TINY, config)), "RL step 79 of runs/a")
+    again = check(results_of_checks=[])
+    assert again.holds and again.kept
+    assert str(again).endswith("; but RL step 79 of runs/a drifted")
+    assert "drifted" not in str(check("run.seed=1", results_of_checks=[_HOLDS]))
 
 
 def test_a_failed_check_is_made_again(check):

@@ -200,6 +200,85 @@ def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, drawn):
     assert "train_rollout_logprob_abs_diff_max (0 at 11 of 12 steps)" in drawn
 
 
+def _verdict(culprit, step=None, **more):
+    verdict = {"culprit": culprit, "sentence": f"{culprit} it is.", "advice": f"mend {culprit}"}
+    return {"verdict": verdict, **({} if step is None else {"step": step, "drift": 0.1}), **more}
+
+
+def _drifting(root, analysis=None, platform="cpu", **precision):
+    """A run that drifted at steps 5 and 9, by 0.01 and 0.3, and its drift.json."""
+    config = _recipes("fp8", "fp8")
+    config["precision"] = {"rollout": "fp8", "learner": "fp8"} | precision
+    drifts = {5: 1e-3, 9: 0.03}
+    rows = [_metrics(i, drift=drifts.get(i, 0.0)) for i in range(1, _STEPS + 1)]
+    root = _make(root, config=config, metrics=rows)
+    (root / "environment.json").write_text(json.dumps([{"devices": {"platform": platform}}]))
+    if analysis:
+        (root / "drift.json").write_text(json.dumps(analysis))
+    return root
+
+
+def test_drift_is_counted_and_followed_by_what_to_do(tmp_path):
+    """The steps, the largest, what was analysed, and one sentence, which the page has too."""
+    earlier = [{"step": 5, "drift": 0.01, "culprit": "embed", "sentence": "E.", "advice": "a"}]
+    s = summary.summarise(_drifting(tmp_path / "a", _verdict("norm", 9, earlier=earlier)))
+    assert (
+        "The recipes are equal, but there is drift at 2 of 12 steps (RL steps 5, 9), the largest "
+        "0.3 at RL step 9. Analysed: RL step 5 (embed); RL step 9 (norm)."
+    ) in s["notes"]
+    assert s["steps_with_drift"] == 2
+    assert s["advice"] == (
+        "What to do: start again with --config.precision.cpu_products=exact and another run.dir, "
+        "so that no order of summation can make drift, and report it with "
+        f"{tmp_path}/a/drift.json."
+    )
+    root = _drifting(tmp_path / "b")
+    s = summary.summarise(root)
+    assert s["notes"][-1].endswith("Analysed: none of them.")
+    assert f"and run `fp8rl drift --checkpoint {root}`, which names" in s["advice"]
+    assert html.unescape(_read(report.write_report(root))).count(s["advice"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"cpu_products": "exact"}, "What to do: run `fp8rl drift"),
+        ({"platform": "gpu"}, "What to do: run `fp8rl drift"),
+        ({"analysis": _verdict("scaling", 9)}, "What to do: mend scaling."),
+        ({"analysis": {"step": 9, "verdict": 3}}, "What to do: start again"),
+        ({"learner": "bf16"}, None),
+        ({"zero_drift": "report"}, None),
+    ],
+    ids=["exact", "gpu", "a field's", "damaged", "other recipes", "report"],
+)
+def test_what_to_do(fields, advice, tmp_path):
+    found = summary.summarise(_drifting(tmp_path / "run", **fields))["advice"]
+    assert found is advice is None or found.startswith(advice)
+
+
+def test_without_drift_there_is_nothing_to_do(tmp_path):
+    assert summary.summarise(_make(tmp_path / "run"))["advice"] is None
+
+
+def test_an_analysis_of_another_sample_says_so(tmp_path, drawn, monkeypatch):
+    """Under the plot of a run that drifted, an analysis without drift speaks of itself alone."""
+    monkeypatch.setattr(report.drift, "figure_html", lambda figure, caption: "")
+    parts = {key: [] for key in ("by_slot", "by_length", "by_row", "operations", "worst")}
+    names = ("drift_tokens", "logprob_equal_frac", "token_mult_prob_error", "mismatch_kl")
+    names += ("tis_clipfrac", summary.DRIFT_MAX, summary.DRIFT_MEAN)
+    parts |= {"headline": dict.fromkeys(names, 0.0), "logits": None}
+    earlier = [{"step": 5, "drift": 0.01, "culprit": "embed", "sentence": "E.", "advice": "a"}]
+    analysis = _verdict("none", source="the newest weights of a", earlier=earlier, **parts)
+    page = _read(report.write_report(_drifting(tmp_path / "run", analysis)))
+    of_itself = "An analysis of the newest weights of a, which says nothing of the steps above:"
+    assert page.index("RL step 5, run again") < page.index("E.") < page.index(of_itself)
+    assert page.index(of_itself) < page.index("none it is.")
+    analysis = _verdict("norm", 9, **parts)
+    page = _read(report.write_report(_drifting(tmp_path / "other", analysis)))
+    assert "RL step 9, run again from its own weights and questions:" in page
+    assert "An analysis of" not in page
+
+
 @pytest.mark.parametrize("value", [math.nan, None, math.inf])
 @pytest.mark.usefixtures("drawn")
 def test_drift_that_is_not_a_number_is_not_zero(tmp_path, value):

@@ -1,0 +1,276 @@
+"""An RL step whose drift was not zero, whole: kept by the run, and analysed.
+
+What a drift follows from is the policy before the step's update, the step's questions and the key
+of its random bits. Of the policy the run holds a copy until the comparison is done (monitor.py); of
+the steps that drift, the largest is written to RUN_DIR/drift_step, where `fp8rl drift` finds it.
+
+First both programs run again as they ran in the step, and are compared with what they recorded
+then. So it is told apart whether the drift follows from what they were given, and can be traced to
+an operation, or whether a program gave other numbers from the same input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax import processes
+from fp8rl_jax.drift.attribute import Ran, analyse, compare_sides
+from fp8rl_jax.drift.budget import NO_END, Budget
+from fp8rl_jax.drift.compare import bits_differ
+from fp8rl_jax.drift.programs import Host, Programs, affordable
+from fp8rl_jax.envs import Question
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.learner import TrainState
+from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.runtime import Runtime
+
+_NAME = "drift_step"
+_RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
+# Of a step whose drift did not come back.
+_NOT_ANALYSED: dict[str, Any] = {
+    "operations": [], "first": None, "logits": None, "unobservable": [], "not_compared": [],
+    "tapped_programs": 0, "weights": {"comparable": True, "leaves": 0, "differing": []},
+    "products": {"sentence": "not tried", "wrong": []}, "left_out": [],
+}  # fmt: skip
+
+
+def policy_of(state: TrainState) -> dict[str, Any]:
+    """What a policy's log-probabilities follow from, as fields of a TrainState."""
+    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+
+
+@contextlib.contextmanager
+def _opened(directory: pathlib.Path) -> Iterator[tuple[Checkpoints, int] | None]:
+    """The step that is kept in a run's directory, as a checkpoint with its number, if there is
+    one."""
+    if not (directory / _NAME).is_dir():
+        yield None
+        return
+    with contextlib.closing(Checkpoints(directory / _NAME, keep=1)) as checkpoints:
+        number = checkpoints.latest()
+        yield None if number is None else (checkpoints, number)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptStep:
+    """A step that drifted.
+
+    Attributes:
+      step: from 1 on.
+      policy: before the update, as `policy_of` gives it; arrays on the host.
+      questions, first_ids, key: of the rollout, as `training.sample_step.Samples` has them.
+      rollout: {tokens, mask, logprobs: (B, R)}, as recorded.
+      logp: (N, R) of the first update, whose rows are the first N.
+    """
+
+    step: int
+    policy: dict[str, Any]
+    questions: list[Question]
+    first_ids: np.ndarray
+    key: jax.Array
+    rollout: dict[str, np.ndarray]
+    logp: np.ndarray
+
+    @property
+    def first(self) -> slice:
+        """The rows of the first update."""
+        return slice(0, len(self.logp))
+
+    @property
+    def drift(self) -> float:
+        """The largest |dlogp|."""
+        return float(self._differences().max())
+
+    def _differences(self) -> np.ndarray:
+        """|dlogp| (N, R), 0 outside responses."""
+        d = self.logp.astype(np.float64) - self.rollout["logprobs"][self.first]
+        return np.where(self.rollout["mask"][self.first], np.abs(d), 0.0)
+
+    def save(self, runtime: Runtime, directory: pathlib.Path) -> None:
+        """Writes the step to a run's directory, in the place of another one."""
+        places = {id(q): index for index, q in enumerate(runtime.questions["train"])}
+        meta = {
+            "step": self.step,
+            "drift": self.drift,
+            "questions": [places[id(question)] for question in self.questions],
+            "first_ids": self.first_ids.tolist(),
+            "key": np.asarray(jax.random.key_data(self.key)).tolist(),
+            "rows": len(self.logp),
+            "data": runtime.data_digest,
+        }
+        logp = np.zeros_like(self.rollout["logprobs"])
+        logp[: len(self.logp)] = self.logp
+        shutil.rmtree(directory / _NAME, ignore_errors=True)
+        checkpoints = Checkpoints(directory / _NAME, keep=1)
+        mask = self.rollout["mask"].astype(np.uint8)  # checkpoints hold no bool
+        arrays = self.rollout | {"mask": mask, "logp": logp}
+        checkpoints.save(self.step, self.policy | arrays, meta)
+        checkpoints.close()
+
+    @staticmethod
+    def drift_of(directory: pathlib.Path) -> float:
+        """The drift of the step that is kept in a run's directory; 0 if none is, or is readable."""
+        with contextlib.suppress(UserError), _opened(directory) as found:
+            if found:
+                checkpoints, number = found
+                return float(checkpoints.read_meta(number)["drift"])
+        return 0.0
+
+    @classmethod
+    def load(cls, runtime: Runtime, directory: pathlib.Path) -> KeptStep | None:
+        """The step that a run with this configuration has kept; None if there is none.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        config = runtime.config.rollout
+        shape = (config.prompts_per_step * config.group_size, config.max_new_tokens)
+        types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
+        arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
+        state = runtime.state_shapes(optimizer_of_phase(runtime.config, "rl")[0])
+        with _opened(directory) as opened:
+            if opened is None:
+                return None
+            checkpoints, number = opened
+            meta = checkpoints.read_meta(number)
+            if meta["data"] != runtime.data_digest:
+                return None
+            found = jax.device_get(checkpoints.restore(number, policy_of(state) | arrays))
+        return cls(
+            meta["step"],
+            {name: found[name] for name in policy_of(state)},
+            [runtime.questions["train"][index] for index in meta["questions"]],
+            np.asarray(meta["first_ids"]),
+            jax.random.wrap_key_data(jnp.asarray(meta["key"], np.uint32), impl="threefry2x32"),
+            {name: found[name] for name in _RECORDED} | {"mask": found["mask"].astype(bool)},
+            found["logp"][: meta["rows"]],
+        )
+
+    def recorded(self, like: Host) -> Host:
+        """The rollout as recorded, of the rows of the first update; `like` is any Rollout."""
+        rows = {name: values[self.first] for name, values in self.rollout.items()}
+        return dataclasses.replace(like, **rows)
+
+    def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
+        """The two sides before the update, on the questions of some of the groups."""
+        optimizer, _ = optimizer_of_phase(runtime.config, "rl")
+        state = runtime.new_state(self.policy["params"], optimizer, self.policy["scaling_state"])
+        scales = self.policy["kv_scales"]
+        if scales is not None:
+            scales = processes.place(scales, state.step.sharding)
+        state = dataclasses.replace(state, kv_scales=scales)
+        weights = runtime.refit_state(state)[0]
+        questions = [self.questions[i] for i in groups]
+        firsts = self.first_ids[groups]
+        return Programs(runtime, state, weights, questions, self.key, first_ids=firsts)
+
+    def groups(self, runtime: Runtime) -> np.ndarray:
+        """Those of the first update whose values can be kept, the largest drift first; sorted."""
+        config, devices = runtime.config, batch_divisor(runtime.mesh)
+        size, parts = config.rollout.group_size, config.learner.gradient_accumulation_steps
+        worst = self._differences().max(axis=1)
+        worst = np.maximum.reduceat(worst, np.arange(0, len(worst), size))
+        order = np.argsort(-worst, kind="stable")
+        count = len(affordable(runtime, [self.questions[i] for i in order]))
+        unit = math.lcm(size, parts * devices) // size  # groups that make equal parts
+        return np.sort(order[: max(count // unit, 1) * unit])
+
+
+def analyse_step(
+    runtime: Runtime,
+    kept: KeptStep,
+    note: Callable[[str], None] = lambda text: None,
+    budget: Budget = NO_END,
+) -> dict:
+    """`analyse` of a step that a run has kept, with the run's own numbers as its headline.
+
+    The result also holds `step`, `drift` (the largest |dlogp| that the run saw), `again` (what
+    `_run_again` found) and how many questions were looked into, `questions`, `of` all.
+    """
+    every, groups = np.arange(len(kept.questions)), kept.groups(runtime)
+    whole = kept.programs(runtime, every)
+    note(f"running the sampler and the train step of RL step {kept.step} again")
+    ran, again = _run_again(whole, kept, budget)
+    result: dict[str, Any] = _NOT_ANALYSED
+    if again["drift"]:
+        if len(groups) == len(every) and len(kept.logp) == len(ran.rollout.mask):
+            result = analyse(whole, note, budget, ran)
+        else:
+            result = analyse(kept.programs(runtime, groups), note, budget)
+    result = {
+        **result, **compare_sides(whole, kept.recorded(ran.rollout), ran.batch, kept.logp),
+        "step": kept.step, "drift": kept.drift, "again": again,
+        "questions": len(groups), "of": len(every),
+    }  # fmt: skip
+    return {**result, "verdict": _verdict(result)}
+
+
+def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran, dict]:
+    """Both programs on what they were given in the step.
+
+    Returns:
+      What they gave, of the rows of the first update, and {'sampler', 'learner': how many of the
+      `tokens` log-probabilities have other bits than the step recorded; 'drift': the largest
+      |dlogp| between the two now}.
+    """
+    began = budget.clock()
+    out, prompts, lengths = programs.rollout()
+    # The learner gets the tokens of the step, also where the sampler draws others now.
+    batch = programs.batch(dataclasses.replace(out, **kept.rollout), prompts, lengths)
+    batch = jax.tree.map(lambda x: x[kept.first], batch)
+    logp, _ = programs.learner(batch)
+    cut = {name: getattr(out, name)[kept.first] for name in _RECORDED}
+    ran = Ran(dataclasses.replace(out, **cut), batch, logp, budget.clock() - began)
+    recorded = kept.recorded(out)
+    mask = np.asarray(recorded.mask)
+    same = (ran.rollout.tokens == recorded.tokens).all(axis=1, keepdims=True) & mask
+    moved = bits_differ(ran.rollout.logprobs, recorded.logprobs) | ~same
+    gap = np.abs(np.asarray(logp, np.float64) - ran.rollout.logprobs)
+    return ran, {
+        "tokens": int(mask.sum()),
+        "sampler": int((moved & mask).sum()),
+        "learner": int((bits_differ(logp, kept.logp) & mask).sum()),
+        "drift": float(gap[same].max(initial=0.0)),
+    }
+
+
+def _verdict(result: dict) -> dict:
+    """The verdict on a step: of the analysis, if what it analysed is the drift that was seen."""
+    again, step = result["again"], result["step"]
+    if again["drift"] and result["verdict"]["culprit"] != "none":
+        return result["verdict"]
+    if again["drift"]:
+        culprit = "rows"
+        sentence = (
+            f"The drift of RL step {step} comes back when its {result['of']} questions run again, "
+            f"and not with {result['questions']} of them, whose values fit into memory: it depends "
+            "on the number of rows."
+        )
+    else:
+        culprit = "not repeated"
+        sides = {"sampler": "the sampler", "learner": "the train step"}
+        changed = [f"{name} ({again[side]:,})" for side, name in sides.items() if again[side]]
+        sentence = (
+            f"The drift of RL step {step} does not come back when both programs run again on what "
+            f"they were given then: of {again['tokens']:,} log-probabilities "
+            f"{' and '.join(changed)} now gives others than were recorded, and the two sides agree "
+            "bit for bit. So a program gave two results for one input, or its result was changed "
+            "on the way."
+        )
+    advice = (
+        "see whether it stays away with precision.cpu_products=exact on a CPU, or on another "
+        "machine, and report it with drift.json"
+    )
+    return {"culprit": culprit, "layer": None, "sentence": sentence, "advice": advice}

@@ -1,0 +1,172 @@
+"""What a run does about drift that should not be: keeps the step that shows it, and analyses it.
+
+A train step gives the memory of its state to the next one, so what a drift follows from would be
+lost before the two sides are compared. Therefore the policy is copied to the host's memory before
+the update, where that is cheap: parameters up to 1 GiB (0.2 s) before every update, up to 8 GiB
+once a step of the run has drifted. Moments, which no log-probability depends on, are not copied;
+questions and log-probabilities of a step are small.
+
+The first step that drifts is analysed at once, and at the end the largest one, each within a
+budget of time. The largest also goes to RUN_DIR/drift_step, a third of a checkpoint, from which
+`fp8rl drift` analyses it without a budget.
+
+Not done: with several processes nothing is kept, as the arrays are not in one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8rl_jax import processes
+from fp8rl_jax.drift.budget import Budget
+from fp8rl_jax.drift.kept_step import KeptStep, analyse_step, policy_of
+from fp8rl_jax.drift.render import write_json
+from fp8rl_jax.drift.self_check import note_drift
+from fp8rl_jax.learner import TrainState
+from fp8rl_jax.report.verdicts import step_verdicts
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.sample_step import Samples
+
+BUDGET_SECONDS = 180.0  # an analysis of a model of 1M parameters takes 30 to 60 on two cores
+_COPIED, _COPIED_ONCE_DRIFTED = 1 << 30, 8 << 30  # bytes of parameters
+
+
+class DriftMonitor:
+    """The monitor of one execution of a run."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        directory: pathlib.Path,
+        note: Callable[[str], None],
+        stopping: Callable[[], Any] = lambda: None,
+        budget: float = BUDGET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+          runtime: of the run.
+          directory: of the run.
+          note: shows a line.
+          stopping: whether something waits for the run to end: then no part of an analysis begins.
+          budget: seconds of an analysis.
+          clock: of the budget.
+        """
+        self._runtime, self._directory, self._note = runtime, directory, note
+        self._budget, self._clock, self._stopping = budget, clock, stopping
+        self._policy: dict[str, Any] | None = None
+        self._said: set[str] = set()
+        self._largest, self._bytes = 0.0, 0
+        self._command = f"`fp8rl drift --checkpoint {directory}`"
+
+    def keep(self, state: TrainState, drifted: bool) -> None:
+        """Copies what the log-probabilities of a step follow from, before its update; `drifted` is
+        whether an earlier step has."""
+        self._policy = None
+        if not self._runtime.zero_drift or processes.count() > 1:
+            return
+        policy = policy_of(state)
+        self._bytes = sum(x.nbytes for x in jax.tree.leaves(policy))
+        if self._bytes <= (_COPIED_ONCE_DRIFTED if drifted else _COPIED):
+            self._policy = jax.tree.map(np.array, policy)
+
+    def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
+        """Keeps and analyses a step that drifts, if it is the first or the largest.
+
+        Args:
+          step: from 1 on.
+          samples: of the step.
+          logp: of its first update, (N, R).
+          seconds: that its rollout and update took.
+        """
+        note_drift(self._runtime, f"RL step {step} of {self._directory}")
+        if self._policy is None:
+            return self._say_once(self._why_not(step))
+        rollout = {
+            n: np.asarray(getattr(samples.rollout, n)) for n in ("tokens", "mask", "logprobs")
+        }
+        kept = KeptStep(
+            step, self._policy, samples.questions, samples.first_ids, samples.key, rollout, logp
+        )
+        self._policy = None
+        if not kept.drift <= self._largest_kept():
+            self._largest = kept.drift
+            self._save(kept)
+        if not step_verdicts(self._directory):
+            self._analyse(kept, seconds)
+
+    def finish(self) -> None:
+        """Analyses the largest drift of the run, if it was not."""
+        if processes.count() > 1 or not self._runtime.zero_drift:
+            return
+        try:
+            kept = KeptStep.load(self._runtime, self._directory)
+        except Exception as error:  # a run must not die of its monitor
+            return self._note(f"{self._directory} holds a step that cannot be analysed: {error}")
+        analysed = [verdict["step"] for verdict in step_verdicts(self._directory)]
+        if kept is not None and kept.step not in analysed:
+            self._analyse(kept, 0.0)
+
+    def _largest_kept(self) -> float:
+        """The drift of the step that is kept, by this execution or an earlier one."""
+        if not self._largest:
+            self._largest = KeptStep.drift_of(self._directory)
+        return self._largest
+
+    def _why_not(self, step: int) -> str:
+        if processes.count() > 1:
+            return f"{self._command}, in one process, names the operation"
+        if self._bytes <= _COPIED_ONCE_DRIFTED:
+            return (
+                f"the weights before RL step {step} were not kept, as they are above "
+                f"{_COPIED >> 30} GiB: from now on they are, up to {_COPIED_ONCE_DRIFTED >> 30} "
+                "GiB, and the next step that drifts is analysed"
+            )
+        return (
+            f"the weights of a step are above {_COPIED_ONCE_DRIFTED >> 30} GiB and are not kept: "
+            f"{self._command} looks for the operation at the newest checkpoint"
+        )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._note(text)
+
+    def _save(self, kept: KeptStep) -> None:
+        try:
+            kept.save(self._runtime, self._directory)
+        except Exception as error:  # a run must not die of its monitor
+            self._note(f"RL step {kept.step} could not be kept for `fp8rl drift`: {error!r}")
+
+    def _now(self) -> float:
+        return math.inf if self._stopping() else self._clock()
+
+    def _analyse(self, kept: KeptStep, seconds: float) -> None:
+        """Writes drift.json, and says what was found."""
+        minutes, step = f"{self._budget / 60:g} minutes", f"RL step {kept.step}"
+        budget = Budget(self._clock() + self._budget, self._now)
+        if not budget.allows(seconds):
+            self._note(f"{step} is kept, and not analysed in the run: {self._command} does that")
+            return
+        self._note(
+            f"drift: looking for the operation in {step} itself (drift {kept.drift:.1e}), for "
+            f"about {minutes} at most; the run waits"
+        )
+        try:
+            result = analyse_step(self._runtime, kept, lambda t: self._note(f"  {t}"), budget)
+            write_json(result, self._directory)
+        except Exception as error:  # a run must not die of its monitor
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            self._note(f"{step} could not be analysed ({reason}): {self._command} tries again")
+            return
+        verdict = result["verdict"]
+        self._note(f"drift: {verdict['sentence']} What to do: {verdict['advice']}.")
+        if left_out := ", ".join(result["left_out"]):
+            self._note(f"time was up before {left_out}: {self._command} does the rest")

@@ -1,0 +1,29 @@
+"""What analyses of a run's own steps found: the verdicts in its drift.json."""
+
+from __future__ import annotations
+
+import pathlib
+
+from fp8rl_jax.json_file import read_json
+
+NAME = "drift.json"
+LONGEST = 100_000_000  # bytes
+
+
+def step_verdicts(directory: pathlib.Path) -> list[dict]:
+    """What analyses of a run's own steps found, by step: dicts of step, drift, culprit, sentence
+    and advice. Empty where there is no drift.json, or none that can be read."""
+    try:
+        result = read_json(directory / NAME, LONGEST)
+        found = list(result.get("earlier", []))
+        if "step" in result:
+            verdict = {name: result["verdict"][name] for name in ("sentence", "advice", "culprit")}
+            found.append({"step": result["step"], "drift": result["drift"], **verdict})
+        texts = ("culprit", "sentence", "advice")
+        if not all(isinstance(row[name], str) for row in found for name in texts):
+            return []
+        numbers = [{"step": int(row["step"]), "drift": float(row["drift"])} for row in found]
+        rows = [row | number for row, number in zip(found, numbers, strict=True)]
+        return sorted(rows, key=lambda row: row["step"])
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return []
