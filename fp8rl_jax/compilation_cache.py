@@ -11,7 +11,8 @@ Its directory is the first of these that is set:
 A program of XLA:CPU holds instructions of the CPU that it was compiled on, so every kind of CPU has
 a subdirectory of its own. The least recently used programs go when there are more than `MAX_BYTES`.
 Reads and writes hold a lock. A program that a killed process did not write to its end is deleted
-at the next start. If the directory cannot be used, the command says so and runs without it.
+at the next start. If the directory cannot be used, the command says so and runs without it; a user
+who has no home directory has no cache either.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from fp8rl_jax.paths import expanded
 from fp8rl_jax.user_cache import machine, user_cache
 
 ENVIRONMENT = "FP8RL_COMPILATION_CACHE"
@@ -86,9 +88,13 @@ def use_compilation_cache(setting: str = "") -> str | None:
     if not setting and jax.config.jax_compilation_cache_dir:
         return None
     problem = None
-    directory = None if setting == OFF else pathlib.Path(setting or user_cache() / "compilation")
+    directory = None
+    if setting and setting != OFF:
+        directory = pathlib.Path(expanded(setting, ENVIRONMENT))
+    elif not setting and (kept := user_cache()):
+        directory = kept / "compilation"
     if directory is not None:
-        directory = directory.expanduser().absolute() / machine()
+        directory = directory.absolute() / machine()
         try:
             _delete_unfinished(directory)
         except OSError as error:

@@ -1,7 +1,9 @@
 """Errors that a user can fix. The command line prints them in one line and exits with 2."""
 
 import contextlib
+import errno
 import re
+import resource
 from collections.abc import Iterator
 
 _LONGEST = 4000
@@ -28,6 +30,36 @@ class UserError(ValueError):
             half = _LONGEST // 2
             sentence = f"{sentence[:half]} ... {sentence[-half:]}"
         super().__init__(visible(sentence))
+
+
+def limit_reached(error: BaseException) -> str | None:
+    """What a limit of this process (`ulimit`) has to do with an error or its causes, as the
+    beginning of a sentence; None if nothing."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE):
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"too many files are open, and {most} may be in this process (`ulimit -n`)"
+        if isinstance(one, OSError) and one.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if most != resource.RLIM_INFINITY:
+                return f"a file may have {most} bytes in this process (`ulimit -f`), and needs more"
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return None
+
+
+def raised(error: BaseException) -> str:
+    """The type of whatever somebody's code has raised, and the beginning of its text, in a line."""
+    try:
+        text = " ".join(str(error).split())[:300]
+    except BaseException:  # its class is theirs too
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ Every process runs the same Python on the same host values. Process 0 alone writ
 what depends on a clock, a file, a signal or a user's function is found out once and told to all.
 With one process every function here is what it would be without it, and costs nothing.
 
-Processes are found in the environment: `FP8RL_COORDINATOR` (host:port of process 0),
-`FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, else in Slurm's variables of a step with several tasks.
+`meeting` says how they are found.
 """
 
 from __future__ import annotations
@@ -26,24 +25,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.meeting import JOIN_SECONDS, Place, meet, place_of_environment
 
-_VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
-_JOIN_SECONDS = 300
 _HEARTBEAT_SECONDS = 60  # after which JAX takes a silent process for dead
 _LOOK_SECONDS = 2.0  # between looks at whether another process has ended
 _SILENT_SECONDS = 30.0  # after which process 0, whose store does not answer, is taken for gone
 _GRACE_SECONDS = 15.0  # for a process to end by itself, after another one has
-_ANSWER = b"fp8rl: "  # of process 0 to those that have come
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
-
-
-class _Place(NamedTuple):
-    """This process among the others."""
-
-    processes: int = 1
-    process: int = 0
-    coordinator: str | None = None  # None: JAX finds it in Slurm's variables
 
 
 class Traffic(NamedTuple):
@@ -58,41 +47,13 @@ class Traffic(NamedTuple):
     bytes: int = 0
 
 
-_joined = _Place()
+_joined = Place()
 _traffic = Traffic()
-
-
-def _place_of_environment() -> _Place:
-    """What the environment says of this process and the others.
-
-    Raises:
-      UserError: what it says is incomplete or no number.
-    """
-    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if given:
-        missing = [name for name in _VARIABLES if name not in given]
-        if missing:
-            raise UserError(
-                f"{', '.join(given)} is set and {', '.join(missing)} is not: set all three, or none"
-            )
-        coordinator, count, process = given.values()
-        if not coordinator.rpartition(":")[2].isdecimal() or ":" not in coordinator:
-            raise UserError(f"FP8RL_COORDINATOR is {coordinator!r}: write HOST:PORT of process 0")
-        if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):
-            raise UserError(
-                f"FP8RL_PROCESSES is {count!r} and FP8RL_PROCESS_ID {process!r}: write a number of "
-                "processes, and one from 0 to below it"
-            )
-        return _Place(int(count), int(process), coordinator)
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")  # of `srun`, not of a batch script
-    if not tasks.isdecimal() or int(tasks) < 2:
-        return _Place()
-    return _Place(int(tasks), int(os.environ["SLURM_PROCID"]))
 
 
 def asked() -> int:
     """How many processes the environment speaks of; UserError as `join`."""
-    return _place_of_environment().processes
+    return place_of_environment().processes
 
 
 def join() -> None:
@@ -105,14 +66,14 @@ def join() -> None:
       UserError: the environment is incomplete, or the others cannot be reached.
     """
     global _joined
-    place = _place_of_environment()
+    place = place_of_environment()
     if place.processes == 1:
         return
     # JAX's own service would take SIGTERM, and knows no other signal; see training's `stop`.
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {}
     if place.coordinator:
-        _meet(place)
+        meet(place)
         options = {
             "coordinator_address": place.coordinator, "num_processes": place.processes,
             "process_id": place.process, "cluster_detection_method": "deactivate",
@@ -121,94 +82,18 @@ def join() -> None:
         options = {"local_device_ids": _visible_devices()}
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=_JOIN_SECONDS,
+            **options, initialization_timeout=int(JOIN_SECONDS),
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, shutdown_timeout_seconds=60,
         )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())[:200]
+    except Exception as error:  # of JAX, gRPC and what it reads of Slurm
         raise UserError(
             f"process {place.process} of {place.processes} cannot join the others "
-            f"({type(error).__name__}: {said}): start all of them with the same coordinator and "
+            f"({raised(error)}): start all of them with the same coordinator and "
             "number, each with its own process number, and a port that is free on process 0's host"
         ) from None
     _joined = place
     _own_standard_output(place.process == 0)
     threading.Thread(target=_watch, daemon=True).start()
-
-
-def _meet(place: _Place) -> None:
-    """Waits until all processes are there, at the address where JAX's service will be: of one that
-    is missing JAX would know only its own deadline, and abort.
-
-    Raises:
-      UserError: they are not, or do not fit together.
-    """
-    host, _, port = (place.coordinator or "").rpartition(":")
-    deadline = time.monotonic() + _JOIN_SECONDS
-    if place.process == 0:
-        problem = _receive_all(place, int(port), deadline)
-    else:
-        problem = _announce_to(host, int(port), place, deadline)
-    if problem:
-        raise UserError(
-            f"process {place.process} of {place.processes} cannot join the others: {problem}; "
-            "start all of them with the same FP8RL_COORDINATOR and FP8RL_PROCESSES, and each with "
-            "its own FP8RL_PROCESS_ID"
-        )
-
-
-def _receive_all(place: _Place, port: int, deadline: float) -> str:
-    """Process 0 waits for the others; what is wrong, which they are told too, or ''."""
-    callers: list[socket.socket] = []
-    missing = set(range(1, place.processes))
-    with contextlib.ExitStack() as stack:
-        try:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-            stack.enter_context(listener)
-        except OSError as error:
-            return f"port {port} cannot be taken here ({error.strerror})"
-        problem = ""
-        while missing and not problem:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                caller = stack.enter_context(listener.accept()[0])
-            except TimeoutError:
-                names = ", ".join(map(str, sorted(missing)))
-                problem = f"after {_JOIN_SECONDS:.0f} s there is no process {names}"
-                break
-            try:
-                caller.settimeout(2.0)
-                process, processes = json.loads(caller.recv(100))
-            except (OSError, ValueError, TypeError):  # no process of ours
-                continue
-            callers.append(caller)
-            if processes != place.processes:
-                problem = f"process {process} says that there are {processes}"
-            elif process not in missing:
-                problem = f"two say that they are process {process}"
-            missing.discard(process)
-        for caller in callers:
-            with contextlib.suppress(OSError):
-                caller.sendall(_ANSWER + problem.encode() + b"\n")
-        return problem
-
-
-def _announce_to(host: str, port: int, place: _Place, deadline: float) -> str:
-    """Tells process 0 that this one is there; what is wrong, or ''."""
-    while time.monotonic() < deadline:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host.strip("[]"), port), 5.0) as caller,
-        ):
-            caller.settimeout(_JOIN_SECONDS + _GRACE_SECONDS)  # process 0 has a deadline of its own
-            caller.sendall(json.dumps((place.process, place.processes)).encode())
-            answer = caller.makefile("rb").readline()
-            if answer.startswith(_ANSWER):  # others than process 0 may be at that port
-                return answer.removeprefix(_ANSWER).decode().strip()
-        time.sleep(0.2)
-    return f"process 0 is not found at {host}:{port} within {_JOIN_SECONDS:.0f} s"
 
 
 def _visible_devices() -> list[int] | None:
@@ -223,7 +108,8 @@ def _own_standard_output(mine: bool) -> None:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    stream = open(kept if mine else os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    where = kept if mine else os.devnull
+    stream = open(where, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = stream
 
 

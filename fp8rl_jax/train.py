@@ -120,8 +120,8 @@ def _check_rooms(runtime: Runtime) -> None:
     """Raises UserError if a directory that the run writes to cannot hold what it will."""
     config = runtime.config
     check_room(pathlib.Path(config.run.dir), bytes_to_write(runtime))
-    if config.sft.steps:
-        check_room(cache_directory(config).parent, state_bytes(runtime), "run.cache_dir")
+    if config.sft.steps and (cache := cache_directory(config)):
+        check_room(cache.parent, state_bytes(runtime), "run.cache_dir")
 
 
 def _check_run(runtime: Runtime, resume: bool, surroundings: dict[str, Any]) -> str | None:
@@ -240,12 +240,7 @@ class _Run:
             **more,
         }
         self.lock.check()
-        try:
-            self.checkpoints.save(number, state, meta)
-        except Exception as error:  # tensorstore reports a full disk as ValueError
-            if "No space left" in str(error) or "ENOSPC" in str(error):
-                raise no_room(self.directory, OSError(28, "No space left")) from error
-            raise
+        self.checkpoints.save(number, state, meta)
 
     def _save_for_reward(self, state: TrainState, **more) -> None:
         """Before a run stops because of its reward."""
@@ -258,7 +253,7 @@ class _Run:
         rt = self.runtime
         number = self.checkpoints.latest()
         if number is None:
-            self.logs = RunLogs(self.directory, None, self.config)
+            self.logs = RunLogs(self.directory, None, self.config, self.display.note)
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
@@ -272,7 +267,7 @@ class _Run:
         self.evaluation_failed = meta.get("evaluation_failed", False)
         like = rt.state_shapes(optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
-        self.logs = RunLogs(self.directory, meta["offsets"], self.config)
+        self.logs = RunLogs(self.directory, meta["offsets"], self.config, self.display.note)
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
         return state
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
 
 
 def load(text: str, what: str) -> Any:
@@ -27,9 +27,11 @@ def load(text: str, what: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise UserError(
-            f"{what} {text!r} cannot be imported ({type(error).__name__}: {error}); check that it "
+            f"{what} {text!r} cannot be imported ({raised(error)}); check that it "
             "is written 'package.module:function' and that the module is in the current "
             "directory or on PYTHONPATH"
         ) from None
@@ -45,11 +47,11 @@ def call(text: str, what: str, returns: type) -> Any:
     wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"
     try:
         value = function()
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise UserError(
-            f"{what} {text!r} fails with {type(error).__name__}: {error}; it takes no argument and "
+            f"{what} {text!r} fails with {raised(error)}; it takes no argument and "
             f"returns a {wanted}"
         ) from None
     if not isinstance(value, returns):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import pwd
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,13 @@ from fp8rl_jax.compilation_cache import (
     use_compilation_cache,
     without_compilation_cache,
 )
+from fp8rl_jax.config import load_config
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.kernels.reference import probe
 from fp8rl_jax.models import ModelConfig, forward, rope_tables
 from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.training.sft import cache_directory
 
 _SETTINGS = (
     "jax_compilation_cache_dir",
@@ -49,6 +54,31 @@ def no_cache(monkeypatch):
 def _directory() -> pathlib.Path | None:
     found = jax.config.jax_compilation_cache_dir
     return None if found is None else pathlib.Path(found).parent
+
+
+@pytest.mark.parametrize("home", [None, "/proc/none", "relative"])
+def test_a_user_without_a_home(home, monkeypatch):
+    """Neither account nor HOME, or one in which nothing can be written: nothing is kept, no word
+    is said, and no directory called `~` is made."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, None]().__getitem__)  # KeyError: no account
+    if home is None:
+        monkeypatch.delenv("HOME", raising=False)
+    else:
+        monkeypatch.setenv("HOME", home)
+    there = set(pathlib.Path().iterdir())
+    assert use_compilation_cache() is None and _directory() is None
+    config = load_config(str(CONFIG))
+    assert cache_directory(config) is None
+    config.run.cache_dir = "somewhere"
+    assert cache_directory(config).parent == pathlib.Path("somewhere")
+    monkeypatch.setattr(probe, "choose", lambda: probe.EXACT)
+    assert probe.cpu_way.__wrapped__() == probe.EXACT
+    assert set(pathlib.Path().iterdir()) == there
+    monkeypatch.setenv(ENVIRONMENT, "~/x")
+    if home is None:
+        with pytest.raises(UserError, match=f"{ENVIRONMENT} is '~/x', and this user has no home"):
+            use_compilation_cache()
 
 
 def test_where_programs_are_kept(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _EVERYBODY_MAY = {
-    "bounds", "by_name", "errors", "exact_jit", "json_file", "processes", "user_code", "version",
-    "whole_file",
+    "bounds", "by_name", "errors", "exact_jit", "json_file", "meeting", "paths", "processes",
+    "user_code", "version", "whole_file",
 }  # fmt: skip
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
 _PROGRAM = _LIBRARY | {
@@ -28,6 +28,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "exact_jit": {"kernels"},
     "json_file": set(),
+    "meeting": set(),
+    "paths": set(),
     "processes": set(),
     "user_code": set(),
     "version": set(),

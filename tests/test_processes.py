@@ -21,8 +21,7 @@ import read_part
 from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
 from tiny_run import CONFIG, overrides, reproducible
 
-from fp8rl_jax import cli, processes
-from fp8rl_jax.errors import UserError
+from fp8rl_jax import cli
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.sharding import between_hosts
 
@@ -79,23 +78,6 @@ def test_two_processes_are_one(tmp_path):
     assert all(r["grad_norm"] > 0.1 for r in two["metrics"])  # the reward has a gradient
     assert {r["train_rollout_logprob_abs_diff_max"] for r in two["metrics"]} == {0.0}
     assert _checksums(roots[0]) == _checksums(roots[1]) != {}
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"FP8RL_PROCESSES": ""}, "FP8RL_COORDINATOR, FP8RL_PROCESS_ID .* FP8RL_PROCESSES is not"),
-        ({"FP8RL_COORDINATOR": "here"}, "FP8RL_COORDINATOR is 'here': write HOST:PORT"),
-        ({"FP8RL_PROCESS_ID": "2"}, "'2': write a number of processes, and one from 0"),
-        ({"FP8RL_PROCESSES": "two"}, "FP8RL_PROCESSES is 'two'"),
-    ],
-)
-def test_environment_that_cannot_be(variables, words, monkeypatch):
-    good = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
-    for name, value in (good | variables).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=words):
-        processes.asked()
 
 
 def test_axis_between_hosts():
@@ -284,7 +266,7 @@ def test_refused_before_anything_is_written(tmp_path):
     )
     assert error.count("run.dir: process 1 does not see what process 0 writes in run") == 1
     two = (
-        "from fp8rl_jax import processes\nprocesses._JOIN_SECONDS = 10\n"
+        "from fp8rl_jax import meeting\nmeeting.JOIN_SECONDS = 10\n"
         "if mine == '1': os.environ['FP8RL_COORDINATOR'] = 'localhost:1'\n"
     )
     error = _finished(_train(tmp_path, 2, 1, program=["-c", begin + two + end]), 2)

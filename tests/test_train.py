@@ -25,6 +25,7 @@ from fp8rl_jax import cli, train
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import NonFiniteError
+from fp8rl_jax.training import sinks
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.runtime import Runtime
@@ -240,6 +241,52 @@ def test_stopped_at_any_point(tiny_run, tmp_path, capsys, asked):
     assert Checkpoints(tmp_path / "run" / "checkpoints", keep=2).latest() == number
     steps = len(reproducible(tmp_path)["sft"]) + len(reproducible(tmp_path)["metrics"])
     assert steps == number
+
+
+class _DyingLogger:
+    """Takes what it is given until RL step 3, and nothing afterwards."""
+
+    writes_anew = False
+
+    def __init__(self, directory, config):
+        pass
+
+    def write(self, phase, numbers, step):
+        if phase == "rl" and step >= 3:
+            raise ConnectionError("the service is away")
+
+    def close(self):
+        raise ConnectionError("the service is away")
+
+
+@pytest.mark.slow
+def test_a_run_whose_logger_dies(tiny_run, tmp_path, monkeypatch, capsys):
+    """At step 3 of 6, and again at its end: the run is the one without it, with its report."""
+    monkeypatch.setitem(sinks._SINKS, "wandb", (_DyingLogger, "json"))
+    more = {"run.loggers": "tensorboard,wandb"}
+    outcome = train.train(load_config(str(CONFIG), overrides(tmp_path, **more)))
+    assert outcome.finished and outcome.report.exists()
+    assert reproducible(tmp_path) == reproducible(tiny_run[0])
+    output = capsys.readouterr().out
+    assert output.count("warning: run.loggers: wandb fails (ConnectionError") == 1
+    assert output.count("wandb has missed 4 of ") == 1 and "the first of rl step 3" in output
+
+
+_ODD_NAMES = [
+    "[lr=1e-4]", "a*b?", "a\\b", "a%20b#c", "a b\nc", "~", "-é漢", "gs:", "s3:x", "[[{a,b}]]",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _ODD_NAMES)
+def test_killed_in_a_directory_of_any_name(name, tiny_run, tmp_path):
+    """SIGKILL after an RL step, twice a name: nothing is lost, and the run is that of any name."""
+    directory = tmp_path / name
+    for count, more in ((1, []), (4, ["--resume"])):
+        kill_after_records(start(directory, *more), directory, "metrics", count)
+    finish(start(directory, "--resume"))
+    assert reproducible(directory) == reproducible(tiny_run[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.slow

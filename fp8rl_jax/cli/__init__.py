@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli.output import is_gone, silence
+from fp8rl_jax.cli.output import is_gone, prepare_streams, silence
 
 _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
@@ -18,6 +18,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def entry() -> None:
     """Entry point of the console script: also for Ctrl-C and an output that cannot be written."""
+    prepare_streams()
     # Libraries that are being imported lose a KeyboardInterrupt, or make an error of it.
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.paths import expanded
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +66,7 @@ class Command:
             from fp8rl_jax.config.cases import CASES
 
             parser.add_argument(
-                "--config", default="", metavar="FILE",
+                "--config", default="", type=a_path, metavar="FILE",
                 help="the config file; FILE:CASE for other precisions: " + ", ".join(CASES),
             )  # fmt: skip
         for names, settings in self.arguments:
@@ -151,11 +152,19 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
+def a_path(text: str) -> str:
+    """A type of an argument: the path of a file or a directory, with `~` expanded."""
+    try:
+        return expanded(text, "it")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def directory(text: str) -> str:
-    """A type of an argument: the name of a directory to write to."""
+    """A type of an argument: the path of a directory to write to."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; name a directory, or leave it out")
-    return text
+    return a_path(text)
 
 
 def config_file(command: str, values: argparse.Namespace) -> str:

@@ -9,8 +9,9 @@ import pathlib
 import sys
 import textwrap
 
-from fp8rl_jax.cli.arguments import Command, argument, whole, words, writable
+from fp8rl_jax.cli.arguments import Command, a_path, argument, whole, words, writable
 from fp8rl_jax.errors import UserError, visible
+from fp8rl_jax.paths import expanded
 
 _MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
 
@@ -74,7 +75,7 @@ def _files_by_split(text: str) -> dict[str, pathlib.Path]:
     names = words(text)
     found: dict[str, pathlib.Path] = {}
     for name in names:
-        path = pathlib.Path(name)
+        path = pathlib.Path(expanded(name, "fp8rl data prepare: --from"))
         named = splits_named(path.name) or (["train"] if len(names) == 1 else [])
         split = named[0] if len(named) == 1 else ""
         if not split or split in found or os.path.isdir(path):
@@ -143,7 +144,7 @@ COMMANDS = (
                 "network",
             ),
             argument(
-                "--out", metavar="DIR",
+                "--out", type=a_path, metavar="DIR",
                 help="where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
             ),
         ),

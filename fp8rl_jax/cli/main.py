@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
+import resource
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from fp8rl_jax.cli import algo, bench, data, sample_eval, study
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
+    a_path,
     argument,
     found_programs,
     keep_programs,
@@ -32,9 +33,10 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
-from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError
+from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError, limit_reached
 from fp8rl_jax.jax_settings import hold_settings
 
+_OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
 _DRIFTED = 3
 
@@ -109,7 +111,7 @@ def _drift(values: argparse.Namespace) -> int:
         raise UserError(
             f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
         )
-    if values.checkpoint is not None and not pathlib.Path(values.checkpoint).is_dir():
+    if values.checkpoint is not None and not os.path.isdir(values.checkpoint):
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
@@ -185,14 +187,14 @@ _COMMANDS = (
         "where rollout and learner differ, if they do: compares the two programs bit by bit",
         _drift,
         (
-            argument("--checkpoint", metavar="RUN_DIR",
+            argument("--checkpoint", type=a_path, metavar="RUN_DIR",
                      help="a run whose kept step, or else newest weights, to take instead of "
                      "random weights; without --config its own configuration"),
             argument("--prompts", type=int, metavar="N",
                      help="questions to sample with the newest weights; those of an RL step if "
                      "left out"),
             ALLOW_IMPORT,
-            argument("--out", metavar="DIR",
+            argument("--out", type=a_path, metavar="DIR",
                      help="directory of drift.json and drift.html; run.dir if left out"),
             argument("--fail-above", type=float, metavar="X",
                      help="exit with status 1 if a |dlogp| is above this"),
@@ -245,7 +247,7 @@ _COMMANDS = (
         "a checkpoint in Hugging Face's format in another number format",
         _convert,
         (
-            argument("paths", nargs="*", metavar="SRC DST",
+            argument("paths", nargs="*", type=a_path, metavar="SRC DST",
                      help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
                      "a GGUF file of the llama architecture; DST: a new directory"),
             argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
@@ -258,7 +260,7 @@ _COMMANDS = (
         "report",
         "writes RUN_DIR/report.html again, with a comparison if other runs are named",
         _report,
-        (argument("directories", nargs="*", metavar="RUN_DIR", help="of runs"),),
+        (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
     ),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _COMMANDS}
@@ -303,6 +305,7 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         values = command.parse(words)
         hold_settings()
+        _check_limits(command)
         _join(command)
         status = command.run(values)
         if found := found_programs():
@@ -316,10 +319,22 @@ def run(arguments: Sequence[str]) -> int:
         return processes.end(_DRIFTED, f"stopped: {' '.join(str(error).split())}")
     except NonFiniteError as error:
         return processes.end(1, f"stopped: {error}")
-    except BaseException:
+    except BaseException as error:
+        if limit := limit_reached(error):
+            return processes.end(2, f"error: {limit}: raise that limit")
         if processes.count() == 1:
             raise
         return processes.end(1, traceback.format_exc().rstrip())
+
+
+def _check_limits(command: Command) -> None:
+    """Raises UserError if this process may open too few files: then checkpoints fail half-way."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if command.config and most < _OPEN_FILES:
+        raise UserError(
+            f"fp8rl {command.name} may open {most} files at a time (`ulimit -n`): allow "
+            f"{_OPEN_FILES} or more"
+        )
 
 
 def _join(command: Command) -> None:

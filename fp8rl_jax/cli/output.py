@@ -1,4 +1,5 @@
-"""Standard output that may go away: a run outlives the terminal or the pipe that it talks to."""
+"""Standard streams that may be closed, go away, or not hold every character: a run outlives the
+terminal, the pipe or the cron that it talks to."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import TextIO
 
 
 class _Outlived(io.TextIOBase):
-    """A text stream that goes on as nothing, with a word on standard error, once it can no longer
-    be written."""
+    """A text stream that goes on as nothing once it can no longer be written, with a word on
+    standard error if `told`."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, told: bool):
+        self._stream, self._told = stream, told
 
     def write(self, text: str) -> int:
         self._call(self._stream.write, text)
@@ -29,10 +30,13 @@ class _Outlived(io.TextIOBase):
             function(*arguments)
         except OSError as error:
             silence(self._stream)
-            with contextlib.suppress(OSError):
-                print(
-                    f"standard output is gone ({error.strerror}); the run goes on", file=sys.stderr
-                )
+            if self._told:
+                with contextlib.suppress(OSError):
+                    word = f"standard output is gone ({error.strerror}); the run goes on"
+                    print(word, file=sys.stderr)
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -45,10 +49,28 @@ class _Outlived(io.TextIOBase):
         return self._stream.encoding
 
 
+def prepare_streams() -> None:
+    """Makes the standard streams of this process ones that can be used: those that were closed at
+    its start are nothing, characters that an output cannot hold are replaced, and standard error
+    may go away. A file that the process opens never takes the number of one of them."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            assert opened == number
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stderr = _Outlived(sys.stderr, told=False)
+
+
 @contextlib.contextmanager
 def keep_talking() -> Iterator[None]:
     """Within it nothing ends because standard output cannot be written."""
-    with contextlib.redirect_stdout(_Outlived(sys.stdout)):
+    with contextlib.redirect_stdout(_Outlived(sys.stdout, told=True)):
         yield
         sys.stdout.flush()
 

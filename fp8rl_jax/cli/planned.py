@@ -4,7 +4,7 @@ there."""
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import os
 
 import ml_collections
 from jax.sharding import AbstractMesh
@@ -59,7 +59,7 @@ def read_planned(config: ml_collections.ConfigDict, devices: int | None = None) 
 def _with_shapes(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """The config with shapes that can be read: of the name, where the checkpoint is missing."""
     checkpoint = config.model.checkpoint
-    if not checkpoint or pathlib.Path(checkpoint).is_dir():
+    if not checkpoint or os.path.isdir(checkpoint):
         return config
     if not config.model.name:
         raise UserError(

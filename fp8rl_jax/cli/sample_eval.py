@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
+import os
 import re
 from collections.abc import Sequence
 
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
+    a_path,
     argument,
     config_file,
     keep_programs,
@@ -21,7 +22,7 @@ from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
 _POLICY = (
-    argument("--checkpoint", metavar="DIR",
+    argument("--checkpoint", type=a_path, metavar="DIR",
              help="directory of a run, or of a Hugging Face model; in the place of --config"),
     argument("--chat", action="store_true", default=None,
              help="prompts are the user's messages in the model's chat template"),
@@ -58,7 +59,7 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
 
 def _policy_config(command: str, values: argparse.Namespace):
     """The configuration of --checkpoint or --config, and the options beside it."""
-    from fp8rl_jax.config import load_config, override
+    from fp8rl_jax.config import load_config, override, set_options
     from fp8rl_jax.policy.source import directory_config, is_released
 
     if values.config and values.checkpoint is not None:
@@ -66,7 +67,7 @@ def _policy_config(command: str, values: argparse.Namespace):
             f"fp8rl {command}: --config and --checkpoint both name a policy; leave one out"
         )
     if values.checkpoint is not None:
-        if not values.checkpoint or not pathlib.Path(values.checkpoint).is_dir():
+        if not os.path.isdir(values.checkpoint):
             raise UserError(
                 f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
                 "a run, or of a Hugging Face model"
@@ -102,10 +103,9 @@ def _policy_config(command: str, values: argparse.Namespace):
 
             one = "," not in values.task and is_generated(values.task)
             config.env.eval_task = "" if one else values.task
-        with config.env.task_options.ignore_type():
-            config.env.task_options.update(_pairs("eval", "task-options", values.task_options))
+        set_options(config.env.task_options, _pairs("eval", "task-options", values.task_options))
     override(config, values.overrides)
-    config.data.chat_options.update(_pairs(command, "chat-options", values.chat_options))
+    set_options(config.data.chat_options, _pairs(command, "chat-options", values.chat_options))
     keep_programs(config.run.compilation_cache)
     return config
 

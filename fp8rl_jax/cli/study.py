@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
+    a_path,
     argument,
     counts,
     directory,
@@ -65,7 +67,7 @@ def _check(command: str, values: argparse.Namespace) -> None:
 
 def _check_checkpoint(command: str, values: argparse.Namespace) -> None:
     """Raises UserError unless --checkpoint is a directory, and of one seed."""
-    if not pathlib.Path(values.checkpoint).is_dir():
+    if not os.path.isdir(values.checkpoint):
         raise UserError(
             f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
             "run, or of a Hugging Face model"
@@ -232,7 +234,7 @@ def _all(values: argparse.Namespace) -> int:
 def _options(quick: str) -> tuple:
     """Options that every study has; `quick` is the help of --quick."""
     return (
-        argument("--checkpoint", metavar="DIR",
+        argument("--checkpoint", type=a_path, metavar="DIR",
                  help="a run, or a Hugging Face model, in the place of a config's"),
         argument("--seeds", type=counts((1 << 31) - 1, 0), default=[0], metavar="N,...",
                  help="a model is trained for each of them (default: 0)"),

@@ -9,4 +9,5 @@ from fp8rl_jax.config.load import (
     load_config,
     override,
     saved_config,
+    set_options,
 )

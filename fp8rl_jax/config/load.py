@@ -14,7 +14,8 @@ import difflib
 import functools
 import importlib.util
 import inspect
-import pathlib
+import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,8 @@ from ml_collections import config_flags
 from fp8rl_jax.bounds import shown
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.paths import expanded
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
@@ -43,6 +45,10 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
+_PATHS = (
+    "run.dir", "run.cache_dir", "run.compilation_cache", "model.checkpoint", "data.tokenizer",
+    "env.data_dir",
+)  # fmt: skip
 _LARGEST = 10**300  # of a whole number in the place of a float
 
 
@@ -201,7 +207,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
                     raise UserError(f"{where}: {path} is {value!r}; write a dict")
-                config[section][name] = ml_collections.ConfigDict(value)
+                config[section][name] = _options(value, path, where)
                 continue
             if not _fits(value, field.default):
                 raise UserError(
@@ -209,6 +215,24 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
                     f"{_article(field.default)}"
                 )
             config[section][name] = float(value) if isinstance(field.default, float) else value
+
+
+def _options(
+    options: ml_collections.ConfigDict, path: str, where: str
+) -> ml_collections.ConfigDict:
+    """A copy of a free-form field's options, which config.json can hold.
+
+    Raises:
+      UserError: it cannot.
+    """
+    try:
+        json.dumps(content := options.to_dict())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}: {path} cannot be written as JSON ({raised(error)}): write numbers, texts, "
+            "True or False, lists and dicts of these"
+        ) from None
+    return ml_collections.ConfigDict(content)
 
 
 def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
@@ -235,11 +259,11 @@ def _read_config_file(path: str) -> tuple[Any, dict[str, str]]:
       UserError: no such file, or it cannot be run, or it has no get_config, or there is no such
         case.
     """
-    file, colon, text = pathlib.Path(path), "", ""
-    if not file.exists():
+    file, colon, text = path, "", ""
+    if not os.path.exists(path):
         name, colon, text = path.rpartition(":")
-        file = pathlib.Path(name) if colon else file
-    if not file.is_file():
+        file = name if colon else file
+    if not os.path.isfile(file):
         raise UserError(
             f"--config: {path} is no file; name a config such as configs/tiny_arithmetic.py"
         )
@@ -254,11 +278,11 @@ def _read_config_file(path: str) -> tuple[Any, dict[str, str]]:
         if colon and inspect.signature(module.get_config).parameters:
             return module.get_config(text), {}
         changes = module.get_config()
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's file raises
+    except BaseException as error:  # whatever a user's file raises
         raise UserError(
-            f"--config: {path} fails with {type(error).__name__}: {error}; fix the file so that "
+            f"--config: {path} fails with {raised(error)}; fix the file so that "
             "get_config() takes no argument (or the text after a colon) and returns a ConfigDict"
         ) from None
     if colon and text not in CASES:
@@ -281,7 +305,10 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.Conf
     """
     config = default_config()
     changes, case = _read_config_file(path)
-    _merge(config, changes, path)
+    try:
+        _merge(config, changes, path)
+    except RecursionError:
+        raise UserError(f"{path}: the config holds itself, or is nested too deeply") from None
     config.precision.update(case)
     override(config, overrides)
     return config
@@ -299,6 +326,9 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
             _apply_preset(config, preset)
     for argument in overrides:
         _apply(config, argument)
+    for name in _PATHS:
+        section, _, field = name.partition(".")
+        config[section][field] = expanded(config[section][field], name)
 
 
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
@@ -314,29 +344,35 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
     section, field, *option_parts = name.split(".")
     if option_parts:
-        options = config[section][field]
-        option, value = option_parts[0], literal(text)
         if len(option_parts) > 1:
             raise UserError(
                 f"command line: {name}: an option's name holds no dot; write "
                 f"--config.{section}.{field}.NAME=VALUE"
             )
-        if option in options and type(options[option]) in (bool, int, float, str):
-            default = options[option]
-            if not _fits(value, default):
-                raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
-        with options.ignore_type():
-            options[option] = value
+        option, value = option_parts[0], literal(text)
+        default = config[section][field].get(option)
+        if type(default) in (bool, int, float, str) and not _fits(value, default):
+            raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
+        set_options(config[section][field], {option: value})
+        _options(config[section][field], name, "command line")
         return
     values = flags.FlagValues()
     argv = ["fp8rl", f"--config.{name}={text}"]
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    config_flags.DEFINE_config_dict(
+        "config", config, flag_values=values, sys_argv=argv, lock_config=False
+    )
     try:
         values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
             f"command line: {name} is {text!r}; write {_article(FIELDS[section][field].default)}"
         ) from None
+
+
+def set_options(options: ml_collections.ConfigDict, changes: dict[str, Any]) -> None:
+    """Sets options of a free-form field, new ones too and of any type, in place."""
+    with options.unlocked(), options.ignore_type():  # a config file may have locked them
+        options.update(changes)
 
 
 def literal(text: str) -> Any:

@@ -67,7 +67,8 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
             raise UserError(f"model.name is {name!r}; write one of {', '.join(PRESETS)}")
         return preset(name), None
     described = _read_directory(checkpoint)
-    if config.data.tokenizer == "byte" and pathlib.Path(checkpoint, "tokenizer.json").is_file():
+    has_tokenizer = os.path.isfile(os.path.join(checkpoint, "tokenizer.json"))
+    if config.data.tokenizer == "byte" and has_tokenizer:
         raise UserError(
             f"data.tokenizer is 'byte', and model.checkpoint = {checkpoint!r} has a tokenizer of "
             "its own: set data.tokenizer='checkpoint'"
@@ -85,7 +86,7 @@ def _read_directory(checkpoint: str) -> dict[str, Any]:
         return described
     lacks = (
         "has no config.json with a model_type; name the directory of a Hugging Face model"
-        if pathlib.Path(checkpoint).is_dir()
+        if os.path.isdir(checkpoint)
         else "is no directory; name one with the config.json and the safetensors of a Hugging Face "
         "model"
     )

@@ -99,6 +99,8 @@ def self_check(runtime: Runtime) -> SelfCheck:
 def kept_self_check(runtime: Runtime) -> SelfCheck:
     """`self_check`, or what it said when it held for this configuration before."""
     path = _place(runtime)
+    if path is None:
+        return self_check(runtime)
     if kept := processes.decided(lambda: _read(path)):
         return kept
     checked = self_check(runtime)
@@ -111,18 +113,20 @@ def note_drift(runtime: Runtime, where: str) -> None:
     """Has a check that is kept say that `where`, a step with its configuration, drifted."""
     with contextlib.suppress(OSError):  # a file of the user's that is gone
         path = _place(runtime)
-        if processes.first() and (kept := _read(path)):
+        if path and processes.first() and (kept := _read(path)):
             _keep(dataclasses.replace(kept, drifted=where), path)
 
 
-def _place(runtime: Runtime) -> pathlib.Path:
-    """The file of a check for this configuration, code and machine."""
+def _place(runtime: Runtime) -> pathlib.Path | None:
+    """The file of a check for this configuration, code and machine; None without a cache."""
     config = runtime.config
     sections = {name: fields.to_dict() for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
     files = files_of_functions(named_functions(config))
-    root = pathlib.Path(config.run.cache_dir or user_cache())
-    return root / (cache_name("self-check", sections, files) + ".json")
+    root = config.run.cache_dir or user_cache()
+    if root is None:
+        return None
+    return pathlib.Path(root, cache_name("self-check", sections, files) + ".json")
 
 
 def _keep(checked: SelfCheck, path: pathlib.Path) -> None:

@@ -25,6 +25,7 @@ from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
 from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import LONGEST, check_regular, is_file_name, parse_json, read_json
+from fp8rl_jax.paths import expanded
 
 _JSONL, _GZ, _ARROW = ".jsonl", ".jsonl.gz", ".arrow"
 _HUB = (arrow_rows.PARQUET, _JSONL, _GZ)
@@ -72,7 +73,7 @@ def find(name: str) -> Found:
     Raises:
       UserError: it does not exist, or holds no data, or several data sets.
     """
-    path = pathlib.Path(os.path.expanduser(name))
+    path = pathlib.Path(expanded(name, "env.task"))
     if os.path.isdir(path):
         found = _find_in_directory(path)
     elif not os.path.exists(path):

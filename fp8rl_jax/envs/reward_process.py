@@ -11,17 +11,19 @@ import contextlib
 import fcntl
 import json
 import linecache
-import multiprocessing
 import os
 import pickle
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 
 from fp8rl_jax.envs import reward_call, reward_worker
 from fp8rl_jax.envs.reward_call import Failure
+from fp8rl_jax.envs.reward_channel import TOKEN_BYTES, Channel, ForeignBytes
 from fp8rl_jax.envs.reward_worker import Calls, Limits, Load
 from fp8rl_jax.envs.rewards import module_file
 
@@ -30,12 +32,14 @@ _PROGRAM = (
     "from fp8rl_jax.envs.reward_worker import main; main(*settings)"
 )
 _LOAD_SECONDS = 600.0  # for the start of a process and all that a user's module imports
+_SEND_SECONDS = 60.0  # for a worker that has nothing to do to take a request
 _DUMP_SECONDS = 1.0  # for the traceback of a call that takes too long
 _END_SECONDS = 1.0  # for a worker that ends by itself
+_MOST_DUMP = 2**20  # bytes of a traceback that are read
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OURS = (reward_call.__file__, reward_worker.__file__, "<string>")  # in every traceback
-TIME_LIMIT, EXIT = "time limit", "exit"  # kinds of failures
+TIME_LIMIT, EXIT, FOREIGN = "time limit", "exit", "foreign bytes"  # kinds of failures
 
 
 class WorkerProcess:
@@ -54,7 +58,9 @@ class WorkerProcess:
           OSError: no process can be started.
         """
         self.limits, self.calls, self.ended = limits, 0, False
-        self._connection, theirs = multiprocessing.Pipe()
+        ours, theirs = socket.socketpair()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._channel = Channel(ours, token)
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
         self._file = ""
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -65,7 +71,7 @@ class WorkerProcess:
                 # Above those of standard input and output, which may be closed here.
                 numbers.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))
                 stack.callback(os.close, numbers[-1])
-            settings = json.dumps([path, *numbers, limits])
+            settings = json.dumps([path, *numbers, limits, token.hex()])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _PROGRAM, settings],
                 stdin=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
@@ -101,7 +107,7 @@ class WorkerProcess:
         """Ends the worker: at once if it is in a call, else by itself, as a program ends."""
         if self.ended:
             return
-        self._connection.close()
+        self._channel.close()
         self._end()
 
     def kill(self) -> None:
@@ -110,36 +116,45 @@ class WorkerProcess:
             self._process.kill()
 
     def _send(self, request: Load | Calls) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the next answer says
-            self._connection.send_bytes(pickle.dumps(request))
+        try:
+            self._channel.send(pickle.dumps(request), _SEND_SECONDS)
+        except TimeoutError:
+            self.kill()
+        except OSError:  # it has ended, which the next answer says
+            pass
 
     def _answer(self, seconds: float):
         try:
-            if self._connection.poll(seconds):
-                return pickle.loads(self._connection.recv_bytes())
+            return pickle.loads(self._channel.receive(seconds))
+        except TimeoutError:
+            # faulthandler writes where the call is, also where Python's lock is not given back.
+            with contextlib.suppress(OSError, EOFError):
+                os.kill(self._process.pid, signal.SIGABRT)
+                self._channel.receive(_DUMP_SECONDS)
+            return self._end(TIME_LIMIT, seconds)
+        except ForeignBytes:
+            return self._end(FOREIGN)
         except (EOFError, OSError):
             return self._end()
-        # faulthandler writes where the call is, also where Python's lock is not given back.
-        with contextlib.suppress(OSError):
-            os.kill(self._process.pid, signal.SIGABRT)
-            self._connection.poll(_DUMP_SECONDS)
-        return self._end(seconds)
 
-    def _end(self, after: float | None = None) -> Failure:
-        """Ends the worker, and says how it ended, or that its call had taken `after` seconds."""
+    def _end(self, kind: str = "", after: float = 0.0) -> Failure:
+        """Ends the worker, and says how it ended, or why it had to: `kind`, of a call that had
+        taken `after` seconds."""
         self.ended = True
-        if after is None:  # what it is about to end with is to be known
+        if not kind:  # what it is about to end with is to be known
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
         with contextlib.suppress(OSError):  # the group, with all that the reward started
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
-        self._connection.close()
+        self._channel.close()
         self._dump.seek(0)
-        dump = self._dump.read().decode(errors="replace")
+        dump = self._dump.read(_MOST_DUMP).decode(errors="replace")
         self._dump.close()
-        if after is not None:
-            kind, text = TIME_LIMIT, f"it took longer than env.reward_timeout = {after:g} s"
+        if kind == TIME_LIMIT:
+            text = f"it took longer than env.reward_timeout = {after:g} s"
+        elif kind == FOREIGN:
+            text = "it wrote to a file descriptor that is not its own, over which results are sent"
         elif status < 0:
             kind = f"signal {-status}"
             text = f"its process was ended by {signal.strsignal(-status) or kind} ({kind})"

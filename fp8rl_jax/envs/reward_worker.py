@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing.connection
 import os
 import pickle
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
 from fp8rl_jax.envs.reward_call import Failure, attempt, failure_of, seed
+from fp8rl_jax.envs.reward_channel import Channel
 from fp8rl_jax.envs.reward_form import call_of, score_of
 from fp8rl_jax.envs.rewards import load_reward, module_file, source_digest
 
@@ -73,7 +74,7 @@ _LATE_IMPORTS = {"math_equal": "math_verify", "task_score": "reasoning_gym"}  # 
 STALE = "stale"  # the module that a worker holds has another source
 
 
-def main(connection_number: int, life: int, dump_number: int, limits: list) -> None:
+def main(connection_number: int, life: int, dump_number: int, limits: list, token: str) -> None:
     """Serves requests until the connection ends.
 
     Args:
@@ -81,10 +82,11 @@ def main(connection_number: int, life: int, dump_number: int, limits: list) -> N
       life: of a pipe's reading end; it ends when the process that started this one has gone.
       dump_number: of a file for the traceback of a call that ends this process.
       limits: a `Limits`.
+      token: of the channel, in hexadecimal digits.
     """
     for number in (connection_number, life, dump_number):
         os.set_inheritable(number, False)  # what a reward starts must not keep them open
-    connection = multiprocessing.connection.Connection(connection_number)
+    channel = Channel(socket.socket(fileno=connection_number), bytes.fromhex(token))
     seconds, memory = limits
     _limit(resource.RLIMIT_CORE, 0)  # a crash leaves no core file behind
     if memory:
@@ -97,9 +99,9 @@ def main(connection_number: int, life: int, dump_number: int, limits: list) -> N
     rewards: dict[str, tuple[Callable, str]] = {}  # with the digest of its module
     while True:
         try:
-            request = pickle.loads(connection.recv_bytes())
+            request = pickle.loads(channel.receive())
             for answer in _answers(request, rewards):
-                connection.send_bytes(pickle.dumps(answer))
+                channel.send(pickle.dumps(answer))
                 if isinstance(answer, Failure) and answer.kind == "MemoryError":
                     return  # see WorkerProcess.answer
         except (EOFError, OSError):  # nobody asks, or listens, any more

@@ -19,6 +19,7 @@ from fp8rl_jax.envs import files, tfds, tfds_prepare
 from fp8rl_jax.envs.rows import Rows
 from fp8rl_jax.envs.tasks import check_task
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.paths import expanded
 
 _TFDS = "tfds:"
 
@@ -131,7 +132,7 @@ def _check_data_set(task: str, env: Any) -> None:
 
 
 def _path(task: str) -> pathlib.Path:
-    return pathlib.Path(os.path.expanduser(task))
+    return pathlib.Path(expanded(task, "env.task"))
 
 
 def read_rows(task: str, env: Any) -> DataSet:

@@ -26,7 +26,8 @@ from fp8rl_jax.training.runtime import make_runtime
 
 def is_run(directory: str | pathlib.Path) -> bool:
     """Whether this is the directory of a run."""
-    return (pathlib.Path(directory) / "checkpoints").is_dir() and not pretrained_config(directory)
+    is_theirs = pretrained_config(directory) is not None
+    return os.path.isdir(os.path.join(directory, "checkpoints")) and not is_theirs
 
 
 def export_run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -120,7 +121,7 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
     Raises:
       UserError: there is none, or it is of another model.
     """
-    if not (directory / "checkpoints").is_dir():
+    if not os.path.isdir(directory / "checkpoints"):
         raise UserError(
             f"{directory} holds no checkpoints: train first, or name the directory of a run with "
             "--checkpoint or --config.run.dir"

@@ -70,7 +70,7 @@ class RunFiles:
 def load_run(run_dir: str | os.PathLike) -> RunFiles:
     path, notes = pathlib.Path(run_dir), []
     if not os.path.lexists(path / "config.json"):
-        what = "has no config.json" if path.is_dir() else "does not exist"
+        what = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
     try:
         config = {**read_json(path / "config.json")}
@@ -80,7 +80,7 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    first = "warmup" if (path / "warmup.jsonl").is_file() else "sft"  # its former name
+    first = "warmup" if os.path.isfile(path / "warmup.jsonl") else "sft"  # its former name
     names = (first, "metrics", "eval", "samples")
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
     # Of several held-out sets the first is shown.
@@ -90,7 +90,7 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
 
 
 def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         notes.append(f"{path.name} is missing.")
         return []
     rows, bad, count = [], [], 0

@@ -2,12 +2,17 @@
 
 A checkpoint is the `TrainState` and a small JSON with the phase, the step, the position of
 the data, the sizes of the run's log files and a checksum of every byte of the state. Orbax writes
-into a temporary directory and renames it, so a killed run leaves complete checkpoints only.
+into a temporary directory and renames it, so a killed run leaves complete checkpoints only. The
+first checkpoint of a directory is read back at once.
+
+Orbax and tensorstore take some names for patterns or addresses (`[lr=1e-4]`, `a\\b`, `gs:`), and
+then a checkpoint is written that nothing can read. They see a directory by its open descriptor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import hashlib
@@ -16,9 +21,11 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +41,12 @@ from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
 
+_MISREAD = re.compile(r"[*?\[\]\\:]")
+_PART_BYTES = 2**28  # of arrays that are read back together
+_WRITE_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM,
+    errno.EROFS, errno.EIO,
+)  # fmt: skip
 _OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
 
 
@@ -49,16 +62,29 @@ class Checkpoints:
       keep: how many of the newest ones stay.
       own: nothing else writes there, so what killed processes have left is removed: checkpoints
         that were not complete, and those above `keep`.
+
+    Raises:
+      UserError: the directory cannot be made or opened.
     """
 
     def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
         logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports every phase of a save
         self._directory = directory.resolve()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise UserError(
+                f"{self._directory} cannot be used ({error.strerror}): mend that, or choose "
+                "another run.dir"
+            ) from None
+        self._release = weakref.finalize(self, os.close, descriptor)
+        self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, create=True,
             cleanup_tmp_directories=own,
         )  # fmt: skip
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._manager = ocp.CheckpointManager(self._path, options=options)
         processes.barrier("the checkpoints are known")  # before one is deleted
         for number in sorted(self._manager.all_steps())[:-keep] if own else ():
             self._manager.delete(number)
@@ -68,8 +94,14 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
-        """Writes a checkpoint; one that exists under that number is left alone."""
-        if number in self._manager.all_steps():
+        """Writes a checkpoint; one that exists under that number is left alone.
+
+        Raises:
+          UserError: it is the first one there, and what was written cannot be read.
+          OSError: it cannot be written.
+        """
+        there = self._manager.all_steps()
+        if number in there:
             return
         sums = _array_checksums(state)
         meta = {
@@ -83,6 +115,33 @@ class Checkpoints:
         with _one_error():
             self._manager.save(number, args=args, force=True)
             self._manager.wait_until_finished()
+        if not there:
+            processes.everywhere(lambda: self._read_back(number, state, sums))
+
+    def _read_back(self, number: int, state: Any, sums: list[int]) -> None:
+        """Reads what was just saved as it is restored, some arrays at a time.
+
+        Raises:
+          UserError: it cannot be read, or has other bytes.
+        """
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        how = ocp.checkpoint_utils.construct_restore_args(shapes)
+        leaves, structure = jax.tree.flatten(shapes)
+        try:
+            self.read_meta(number)
+            for part in _parts(leaves):
+                wanted = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
+                args = ocp.args.PyTreeRestore(structure.unflatten(wanted), restore_args=how)
+                with ocp.PyTreeCheckpointer() as reader:
+                    tree = reader.restore(self._path / str(number) / "state", args=args)
+                found = jax.tree.leaves(tree)
+                if _array_checksums([found[i] for i in part]) != [sums[i] for i in part]:
+                    raise ValueError("other bytes came back")
+        except Exception as error:  # see read_meta
+            raise UserError(
+                f"{self._directory / str(number)} was written and cannot be read back "
+                f"({self._said(error)}): set run.dir on another file system"
+            ) from None
 
     def read_meta(self, number: int) -> dict[str, Any]:
         """The JSON beside a checkpoint's arrays."""
@@ -146,7 +205,7 @@ class Checkpoints:
             args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
             try:
                 with ocp.PyTreeCheckpointer() as one:
-                    found = one.restore(self._directory / str(number) / "state", args=args)
+                    found = one.restore(self._path / str(number) / "state", args=args)
                 array = traverse_util.flatten_dict(found["params"])[path]
                 expected = meta.get("arrays", {}).get(keys[path])
                 with _on_cpu():  # it may be larger than an accelerator
@@ -169,8 +228,7 @@ class Checkpoints:
             )
         no_room = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
         obstacle = error if no_room else _obstacle(path)
-        reason = " ".join(str(obstacle or error).split())[:160]
-        named = f"{type(obstacle or error).__name__}: {reason}"
+        named = self._said(obstacle or error)
         if obstacle:
             return UserError(f"{path} cannot be read ({named}): mend that and try again")
         others = [n for n in self._manager.all_steps() if n < number]
@@ -179,8 +237,44 @@ class Checkpoints:
         )  # fmt: skip
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
+    def _said(self, error: Exception) -> str:
+        """An error's type and the beginning of its text, with the directory by its name."""
+        text = str(error).replace(str(self._path), str(self._directory))
+        return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
+
     def close(self) -> None:
         self._manager.close()
+        self._release()
+
+
+def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:
+    """A path to an open directory in which its name does not occur.
+
+    Raises:
+      UserError: the system has none, and the name is one that orbax may misread.
+    """
+    path = pathlib.Path(f"/proc/self/fd/{descriptor}")
+    if path.is_dir():
+        return path
+    if _MISREAD.search(str(directory)):
+        raise UserError(
+            f"run.dir: {directory} has one of the characters * ? [ ] \\ : in its name, and without "
+            "/proc checkpoints cannot be kept there: choose another name"
+        )
+    return directory
+
+
+def _parts(leaves: list) -> Iterator[list[int]]:
+    """Indices of arrays that are read together: of a few hundred megabytes, or one."""
+    part, size = list[int](), 0
+    for index, leaf in enumerate(leaves):
+        nbytes = int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+        if part and size + nbytes > _PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(index)
+        size += nbytes
+    yield part
 
 
 @contextlib.contextmanager
@@ -200,6 +294,11 @@ def _one_error() -> Iterator[None]:
                 traceback.clear_frames(error.__traceback__)
                 gc.collect()
                 time.sleep(_OTHER_WRITES)
+                if isinstance(error, OSError):
+                    raise
+                for number in _WRITE_ERRORS:  # tensorstore reports them as ValueError
+                    if os.strerror(number) in str(error):
+                        raise OSError(number, os.strerror(number)) from error
                 raise
     finally:
         logging.disable(before)

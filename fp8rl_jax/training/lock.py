@@ -23,6 +23,7 @@ from typing import Any
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_file import read_json
+from fp8rl_jax.paths import open_regular
 from fp8rl_jax.whole_file import write_whole
 
 _NAME = "lock"
@@ -34,7 +35,7 @@ class RunLock:
     """The lock of a directory while it is entered; of several processes the first one has it.
 
     Raises (on entering):
-      UserError: another process holds it.
+      UserError: another process holds it, or there is something else under its name.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -46,7 +47,10 @@ class RunLock:
         if not processes.first():
             return self
         while True:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise self._not_ours(error) from None
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -54,13 +58,15 @@ class RunLock:
                 raise self._held() from None
             except OSError as error:
                 os.close(self._file)
-                if error.errno not in _NO_FLOCK:
-                    raise
                 self._file = None
+                if error.errno not in _NO_FLOCK:
+                    raise self._not_ours(error) from None
                 self._enter_by_heartbeat()
                 return self
             if _same_file(self._file, self._path):  # and not one that its holder has removed since
-                break
+                if os.fstat(self._file).st_nlink == 1:
+                    break
+                self._path.unlink()  # a second name of some other file, which is not to be emptied
             os.close(self._file)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, _owner(), 0)
@@ -103,6 +109,12 @@ class RunLock:
                 f"run.dir: {self._path.parent} was removed, or is another process's now: this run "
                 "stops without writing there; continue it with --resume"
             )
+
+    def _not_ours(self, error: OSError) -> UserError:
+        return UserError(
+            f"run.dir: {self._path} cannot be taken as a lock ({error.strerror}): if no run uses "
+            "that directory, delete it, or choose another --config.run.dir"
+        )
 
     def _held(self) -> UserError:
         owner = _read(self._path)

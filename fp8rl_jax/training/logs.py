@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import strict_json
-from fp8rl_jax.training.sinks import Sink, open_sinks
+from fp8rl_jax.json_file import LONGEST, parse_json, strict_json
+from fp8rl_jax.paths import open_regular
+from fp8rl_jax.training.sinks import Outside, open_sinks
 
 
 class JsonlWriter:
     """Appends one JSON object a line; its size is a position that a run can return to."""
 
     def __init__(self, path: pathlib.Path):
+        """Raises UserError if something else than a file that can be written is there."""
         self.path = path
-        self._file = open(path, "ab")  # noqa: SIM115  (held open for the run)
+        try:
+            file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): move it away, or choose another "
+                "--config.run.dir"
+            ) from None
+        self._file = os.fdopen(file, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes one line of strict JSON and hands it to the operating system."""
@@ -44,16 +52,58 @@ class JsonlWriter:
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
-    """All complete lines of a file; none if it does not exist."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    """The records of a file, up to the first line that is none; none if it does not exist."""
+    records: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        for record in _records(path):
+            records.append(record)
     return records
+
+
+def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a file that a run has written.
+
+    Raises:
+      UserError: it cannot be read, or a line is no record of a run.
+    """
+    try:
+        return [_checked(record) for record in _records(path, b"\n")]
+    except (OSError, ValueError) as error:
+        what = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else (
+            f"is damaged ({error})"
+        )  # fmt: skip
+        raise UserError(
+            f"{path} {what}: put the file back, or start again with another run.dir"
+        ) from None
+
+
+def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line, each of which has this end.
+
+    Raises:
+      OSError: it cannot be read, or is no regular file.
+      ValueError: a line is no JSON object.
+    """
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        number = 0
+        while line := file.readline(LONGEST):
+            number += 1
+            try:
+                record = parse_json(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not line.endswith(end):
+                raise ValueError(f"line {number} is no record")
+            yield record
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """A record, if what is read of it has its type; ValueError otherwise."""
+    step = record.get("step")
+    texts = [record.get(name, "") for name in ("phase", "set")]
+    if type(step) is not int or step < 0 or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"it has a record of step {step!r}, phase {texts[0]!r}, set {texts[1]!r}")
+    return record
 
 
 class RunLogs:
@@ -64,21 +114,30 @@ class RunLogs:
 
     NAMES = ("metrics", "sft", "eval", "samples")
 
-    def __init__(self, directory: pathlib.Path, offsets: dict[str, int] | None, config):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        offsets: dict[str, int] | None,
+        config,
+        note: Callable[[str], None] = print,
+    ):
         """Opens the files; cuts them to `offsets` (sizes in bytes by name).
 
         With None they start empty, and what a former run has left in them is kept: it moves to
         `earlier-1`, `earlier-2`, ... of the directory, and `moved_to` names that.
 
-        `config` names the loggers and is handed to them.
+        `config` names the loggers and is handed to them; `note` is told what they miss.
+
+        Raises:
+          UserError: a file is not what a run has written.
         """
         self.moved_to: pathlib.Path | None = None
         self._writers: dict[str, JsonlWriter] = {}
-        self._sinks: list[Sink] = []
+        self._sinks: list[Outside] = []
         if processes.first():
-            self._open(directory, offsets, config)
+            self._open(directory, offsets, config, note)
 
-    def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config) -> None:
+    def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config, note) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
         if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
             former.rename(directory / "sft.jsonl")
@@ -91,9 +150,10 @@ class RunLogs:
                     f"({size} bytes): put the file back, or start again with another run.dir"
                 )
             writer.truncate(size)
-        self._sinks = open_sinks(directory, config)
-        for name, writer in self._writers.items():
-            for record in read_jsonl(writer.path):
+        written = {name: read_log(writer.path) for name, writer in self._writers.items()}
+        self._sinks = open_sinks(directory, config, note)
+        for name, records in written.items():
+            for record in records:
                 self._show(name, record, again=True)
 
     def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
@@ -127,7 +187,7 @@ class RunLogs:
         """Hands a record's numbers to the loggers; `again`: it was written before a resumption."""
         if name == "samples":
             return
-        prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record['phase']}"
+        prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
         if "set" in record:
             prefix += f"/{record['set']}"
         numbers = {
@@ -144,7 +204,7 @@ class RunLogs:
         return {name: writer.sync() for name, writer in self._writers.items()}
 
     def close(self) -> None:
-        """Closes all of them, also where one fails; the first failure is raised."""
+        """Closes all of them, also where a file fails; the first failure is raised."""
         with contextlib.ExitStack() as stack:
             for each in reversed((*self._writers.values(), *self._sinks)):
                 stack.callback(each.close)

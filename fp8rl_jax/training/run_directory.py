@@ -24,8 +24,8 @@ from fp8rl_jax.config import default_config, flatten, saved_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.errors import UserError, limit_reached
+from fp8rl_jax.json_file import read_bytes, read_json
 from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
@@ -34,7 +34,10 @@ from fp8rl_jax.whole_file import write_whole
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
-WRITE_ERRORS = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
+WRITE_ERRORS = (
+    *_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EFBIG,
+    errno.EMFILE, errno.ENFILE,
+)  # fmt: skip
 # What such an error means, and what helps beside another directory.
 _CAUSES = {
     **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
@@ -48,6 +51,7 @@ _CAUSES = {
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
+    "run.loggers", "run.project",
     "model.check_finite", "precision.self_check", "env.data_dir", "env.download",
     "env.reward_timeout", "env.reward_memory_gb",
 )  # fmt: skip
@@ -109,11 +113,21 @@ def open_run(resolved: Resolved) -> pathlib.Path:
 def check_unchanged(directory: pathlib.Path, digest: str) -> None:
     """Raises UserError if the run in `directory` began with other rows of its data set."""
     saved = directory / _DIGEST
-    if digest and saved.exists() and saved.read_text().strip() != digest:
+    if digest and os.path.lexists(saved) and _kept_digest(saved) != digest:
         raise UserError(
             f"env.task: the data set has changed since the run in {directory} began: put it back, "
             "or choose another --config.run.dir"
         )
+
+
+def _kept_digest(path: pathlib.Path) -> str:
+    try:
+        return read_bytes(path, most=1000).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or choose "
+            "another --config.run.dir"
+        ) from None
 
 
 def keep_digest(directory: pathlib.Path, digest: str) -> None:
@@ -285,6 +299,8 @@ def check_shared(directory: pathlib.Path) -> None:
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
     """The sentence for a write that failed."""
+    if limit := limit_reached(error):
+        return UserError(f"{field}: cannot write in {directory}: {limit}: raise that limit")
     reason, remedy = _CAUSES.get(error.errno or 0, (error.strerror or str(error), ""))
     return UserError(
         f"{field}: cannot write in {directory}: {reason}; {remedy}set {field} elsewhere"

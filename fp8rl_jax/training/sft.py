@@ -26,9 +26,10 @@ from fp8rl_jax.errors import NonFiniteError, UserError
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.logs import RunLogs, read_jsonl
+from fp8rl_jax.training.logs import RunLogs, read_log
 from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.run_directory import no_room
 from fp8rl_jax.training.runtime import Runtime, to_device
 from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
@@ -51,8 +52,12 @@ WITHOUT_EFFECT = (
 _TWO_DAYS = 2 * 24 * 3600.0
 
 
-def cache_directory(config, data_digest: str = "") -> pathlib.Path:
-    """Where the result of this configuration's stage is kept; `data_digest` is `Data.digest`."""
+def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
+    """Where the result of this configuration's stage is kept, None if nowhere; `data_digest` is
+    `Data.digest`."""
+    root = config.run.cache_dir or user_cache()
+    if root is None:
+        return None
     flat = flatten(config)
     parts = {
         name: value
@@ -66,7 +71,7 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path:
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     files += files_of_functions(named_functions(config))
     name = cache_name("sft", parts, files)
-    return pathlib.Path(config.run.cache_dir or user_cache()) / name
+    return pathlib.Path(root, name)
 
 
 def _kept(state: TrainState) -> dict:
@@ -77,28 +82,44 @@ def _kept(state: TrainState) -> dict:
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config, runtime.data_digest)
-    if not all(processes.exchange(directory.is_dir())):  # of several hosts one may not have it
+    there = directory is not None and directory.is_dir()
+    if not all(processes.exchange(there)):  # of several hosts one may not have it
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
+    names = ("sft", "eval", "samples")
     try:
         kept = checkpoints.restore(0, _kept(like))
+        written = {name: read_log(directory / f"{name}.jsonl") for name in names}
     except UserError as error:
-        reason = str(error).partition(";")[0]
+        reason = str(error).partition(";")[0].partition(": put the file back")[0]
         raise UserError(
             f"the cached fine-tuning cannot be used: {reason}; move {directory.resolve()} away, "
             "and fine-tuning runs again"
         ) from None
     finally:
         checkpoints.close()
-    for name in ("sft", "eval", "samples"):
-        for record in read_jsonl(directory / f"{name}.jsonl"):
+    for name, records in written.items():
+        for record in records:
             logs.write(name, record)
     return kept["params"], kept["scaling_state"]
 
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
-    """Keeps the result of a finished stage; complete or not at all."""
+    """Keeps the result of a finished stage; complete or not at all.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     directory = cache_directory(runtime.config, runtime.data_digest)
+    if directory is None:
+        return
+    try:
+        _save_in(directory, state, run_dir)
+    except OSError as error:
+        raise no_room(directory.parent, error, "run.cache_dir") from error
+
+
+def _save_in(directory: pathlib.Path, state: TrainState, run_dir: pathlib.Path) -> None:
     temporary = processes.decided(lambda: _temporary(directory))
     if temporary is None:
         return

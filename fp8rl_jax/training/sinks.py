@@ -1,20 +1,28 @@
 """Places that a run's numbers go to beside its JSON lines: TensorBoard, Weights & Biases, MLflow.
 
-None of them decides anything: a run resumes from its own files. TensorBoard's events are written
-anew at each start; the services keep what they have, so that steps after the checkpoint that a
-resumed run continues from appear there twice.
+None of them decides anything: a run resumes from its own files, and whatever a logger does, raises
+or waits for, the run goes on (`Outside`). TensorBoard's events are written anew at each start; the
+services keep what they have, so that steps after the checkpoint that a resumed run continues from
+appear there twice.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
+import queue
 import shutil
+import threading
 import time
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.json_file import read_bytes
 from fp8rl_jax.whole_file import write_whole
+
+_END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
 
 
 class Sink(Protocol):
@@ -42,9 +50,10 @@ class TensorBoard:
         from tensorboardX.event_file_writer import EventsWriter
 
         del config
-        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        (directory / "tensorboard").mkdir()
-        self._events = EventsWriter(str(directory / "tensorboard" / "events"))
+        place = directory.resolve() / "tensorboard"  # `s3:x` would be an address to tensorboardX
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        self._events = EventsWriter(str(place / "events"))
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -92,7 +101,7 @@ class MLflow:
         self._mlflow = mlflow
         mlflow.set_experiment(config.run.project)
         file = directory / "mlflow_run"
-        known = file.read_text().strip() if file.exists() else None
+        known = _kept_name(file)
         run = mlflow.start_run(run_id=known, run_name=None if known else directory.name)
         if not known:
             write_whole(file, run.info.run_id + "\n")
@@ -115,9 +124,17 @@ def _identity(directory: pathlib.Path) -> str:
     import uuid
 
     file = directory / "wandb_run"
-    if not file.exists():
-        write_whole(file, uuid.uuid4().hex[:12] + "\n")
-    return file.read_text().strip()
+    if known := _kept_name(file):
+        return known
+    write_whole(file, (name := uuid.uuid4().hex[:12]) + "\n")
+    return name
+
+
+def _kept_name(file: pathlib.Path) -> str | None:
+    """The name in a file of a run directory; None if there is no file, or no name in it."""
+    if not os.path.lexists(file):
+        return None
+    return read_bytes(file, most=1000).decode().strip() or None
 
 
 # Name in `run.loggers` -> sink, and the package that it needs.
@@ -146,20 +163,78 @@ def logger_names(config) -> list[str]:
     return names
 
 
-def open_sinks(directory: pathlib.Path, config) -> list[Sink]:
-    """The sinks of `run.loggers`; packages are imported now, when a run writes.
+class Outside:
+    """A sink that lives in a thread of its own and decides nothing: what it raises becomes one
+    warning, what it missed is said at the end, and nobody waits for it before that.
 
-    Raises:
-      UserError: a service cannot be reached or refuses.
+    Args:
+      name: in `run.loggers`.
+      directory, config: of the run.
+      note: called with a line to show.
     """
-    sinks = []
-    for name in logger_names(config):
+
+    def __init__(self, name: str, directory: pathlib.Path, config, note: Callable[[str], None]):
+        self._kind, self._name = _SINKS[name][0], name
+        self._directory, self._config, self._note = directory, config, note
+        self.writes_anew = self._kind.writes_anew
+        self._records: queue.SimpleQueue = queue.SimpleQueue()
+        self._given = self._taken = 0
+        self._first_missed = ""
+        self._warned = self._failing = False
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
+        """As `Sink.write`; returns at once."""
+        self._given += 1
+        self._records.put((phase, numbers, step))
+
+    def close(self) -> None:
+        """Waits until everything is handed over, or for `_END_SECONDS`; says what is missing."""
+        self._ends.set()
+        self._records.put(None)
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"does not end within {_END_SECONDS:.0f} s")
+        if missed := self._given - self._taken:
+            first = f", the first of {self._first_missed}" if self._first_missed else ""
+            self._note(
+                f"{self._name} has missed {missed} of {self._given} records{first}; the .jsonl "
+                f"files in {self._directory} have them"
+            )
+
+    def _serve(self) -> None:
+        sink = self._try("cannot be opened", lambda: self._kind(self._directory, self._config))
+        while record := self._records.get():
+            # At the end a service that is away is not waited for again and again.
+            gone = sink is None or (self._failing and self._ends.is_set())
+            if not gone and self._try("fails", lambda r=record: sink.write(*r) or True):
+                self._taken += 1
+            elif not self._first_missed:
+                self._first_missed = f"{record[0]} step {record[2]}"
+        if sink is not None:
+            self._try("fails at its end", sink.close)
+
+    def _try(self, what: str, call: Callable):
+        """What `call` returns; None if it raises anything."""
         try:
-            sinks.append(_SINKS[name][0](directory, config))
-        except Exception as error:  # whatever a service's package raises
-            text = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"run.loggers: {name} cannot be opened ({type(error).__name__}: {text}): set it "
-                "up, or leave it out"
-            ) from None
-    return sinks
+            value = call()
+        except BaseException as error:  # of a service's package; SystemExit too
+            self._failing = True
+            self._warn(f"{what} ({raised(error)})")
+            return None
+        self._failing = False
+        return value
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._note(f"warning: run.loggers: {self._name} {what}; the run goes on without it")
+
+
+def open_sinks(
+    directory: pathlib.Path, config, note: Callable[[str], None] = print
+) -> list[Outside]:
+    """The sinks of `run.loggers`; packages are imported now, when a run writes."""
+    return [Outside(name, directory, config, note) for name in logger_names(config)]

@@ -258,19 +258,25 @@ def surroundings() -> list:
     return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
 
 
-def user_cache() -> pathlib.Path:
-    """The directory of what is kept for a user: of $XDG_CACHE_HOME, or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(home, "fp8rl_jax")
+def user_cache() -> pathlib.Path | None:
+    """The directory of what is kept for a user: of $XDG_CACHE_HOME, or ~/.cache; None for a user
+    without a home directory in which it can be made."""
+    home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    path = pathlib.Path(home, "fp8rl_jax")
+    if not path.is_absolute():
+        return None
+    with contextlib.suppress(OSError):
+        path.mkdir(parents=True, exist_ok=True)
+    return path if os.access(path, os.W_OK | os.X_OK) else None
 
 
-def _kept() -> pathlib.Path:
+def _kept(cache: pathlib.Path) -> pathlib.Path:
     """The file of the answer for this machine, environment, version and code."""
     files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
     depends_on = [*surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
-    return user_cache() / f"cpu-products-{digest[:20]}.json"
+    return cache / f"cpu-products-{digest[:20]}.json"
 
 
 def _read(path: pathlib.Path) -> Way | None:
@@ -307,7 +313,10 @@ def cpu_way() -> Way:
     """How products are made in this process: `choose`, or what is kept of it."""
     if jax.default_backend() != "cpu":
         return ELSEWHERE
-    path = _kept()
+    cache = user_cache()
+    if cache is None:
+        return choose()
+    path = _kept(cache)
     if way := _read(path):
         return way
     way = choose()

@@ -1,17 +1,21 @@
-"""Standard output that cannot be written, and signals that a run notes."""
+"""Standard streams that cannot be used, limits of the system, and signals that a run notes."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from fp8rl_jax import cli
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
+from fp8rl_jax.errors import limit_reached
 
 _FP8RL = (sys.executable, "-m", "fp8rl_jax.cli")
 
@@ -76,6 +80,7 @@ def test_a_signal_is_noted(number):
 
 _INTERRUPTED = """
 import signal, sys
+from fp8rl_jax import cli
 from fp8rl_jax.cli.interrupt import Interrupt
 with Interrupt() as stop:
     if sys.argv[1] == "waits":
@@ -116,3 +121,95 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+_STREAMS = """
+import os, sys
+from fp8rl_jax.cli.output import prepare_streams
+prepare_streams()
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+assert file > 2, file  # else what libraries print would be in it
+print("\\u2192 \\ufffd \\udcff", flush=True)
+print("a note", file=sys.stderr, flush=True)
+print(sys.stdin.read(), flush=True)
+os.write(2, b"of a library")
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_streams_that_are_closed_at_the_start(closed, tmp_path):
+    """As under cron, or by `>&-` and `2>&-`: they are nothing, and no file takes their number."""
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" "$2" ' + " ".join(f"{n}>&-" for n in closed),
+         sys.executable, _STREAMS, str(tmp_path / "file")],
+        stdin=subprocess.DEVNULL, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout == b"") == (1 in closed) and (done.stderr == b"") == (2 in closed)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1", "utf-8"])
+def test_characters_that_an_output_cannot_hold(encoding, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _STREAMS, str(tmp_path / "file")], stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (b"? ? ?\n\n" if encoding != "utf-8" else "→ \ufffd ?\n\n".encode())
+
+
+def test_standard_error_that_is_full_or_gone(tmp_path):
+    """It is nothing from then on, without a word: there is nowhere to say it."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", _STREAMS, str(tmp_path / "file")], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=full, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0 and done.stdout
+
+
+def test_a_command_without_standard_streams():
+    command = '"$0" -m fp8rl_jax.cli recipe list >&- 2>&- <&-'
+    assert subprocess.run(["bash", "-c", command, sys.executable], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "x"), "too many files are open, and 99 may be"),
+        (OSError(errno.EFBIG, "x"), "a file may have 99 bytes in this process"),
+        (ExceptionGroup("all", [ValueError(), OSError(errno.ENFILE, "x")]), "too many files"),
+        (OSError(errno.ENOENT, "x"), None),
+        (ValueError("Too many open files"), None),
+    ],
+)
+def test_limits_are_named(error, words, monkeypatch):
+    """Also where a library has made another error of it."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (99, 99))
+    outer = RuntimeError("of a library")
+    outer.__context__ = error
+    error.__context__ = outer  # causes in a ring
+    found = limit_reached(outer)
+    assert found is None if words is None else words in found
+
+
+def test_a_file_that_is_too_large_for_its_file_system():
+    assert limit_reached(OSError(errno.EFBIG, "x")) is None  # ulimit -f is unlimited
+
+
+def test_too_few_open_files(monkeypatch, capsys):
+    """A command with a config says so before it begins; elsewhere it is a sentence too."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (24, 24))
+    assert cli.run(["train", "--config", "none.py"]) == 2
+    assert "may open 24 files at a time (`ulimit -n`): allow 64" in capsys.readouterr().err
+
+    def fail():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("fp8rl_jax.cli.recipe.list_recipes", fail)
+    assert cli.run(["recipe", "list"]) == 2
+    assert capsys.readouterr().err == (
+        "error: too many files are open, and 24 may be in this process (`ulimit -n`): raise that "
+        "limit\n"
+    )

@@ -25,8 +25,9 @@ from refusals import (
 
 from fp8rl_jax import cli, train
 from fp8rl_jax.config import load_config
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.policy import evaluate
-from fp8rl_jax.training import sft
+from fp8rl_jax.training import run_directory, sft
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -73,6 +74,18 @@ def test_run_that_exists_needs_resume(refused_fields, run_dir):
     assert begins(*train_command(), "--resume")
 
 
+def test_loggers_are_no_part_of_a_run(run_dir):
+    """A service that is gone, or another project, does not hold up a resumption."""
+    assert begins(*train_command("run.loggers=", "run.project=other"), "--resume")
+
+
+def test_a_digest_that_is_no_file(run_dir):
+    """Nothing is waited for."""
+    os.mkfifo(run_dir / "data.sha256")
+    with pytest.raises(UserError, match=r"data.sha256 cannot be read \(it is no regular file\)"):
+        run_directory.check_unchanged(run_dir, "digest")
+
+
 def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
     """Two checkpoints of the three that may exist at a time are there: one must fit."""
     shutil.copytree(run_dir / "checkpoints" / "1", run_dir / "checkpoints" / "2")
@@ -104,6 +117,7 @@ def test_room_for_the_checkpoints_that_are_still_to_come(refused, run_dir, monke
         (errno.EROFS, ["read-only", "writable"]),
         (errno.ENAMETOOLONG, ["too long", "set run.dir elsewhere"]),
         (errno.ENOTDIR, ["a part of the name is a file"]),
+        (errno.EMFILE, ["too many files are open", "`ulimit -n`", "raise that limit"]),
         (errno.EIO, ["Input/output error", "set run.dir elsewhere"]),
     ],
 )

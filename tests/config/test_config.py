@@ -2,6 +2,8 @@
 
 import math
 import pathlib
+import pwd
+import re
 
 import jax
 import ml_collections
@@ -16,7 +18,9 @@ from fp8rl_jax.config import (
     default_config,
     describe_fields,
     flatten,
+    literal,
     load_config,
+    set_options,
 )
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
@@ -440,3 +444,115 @@ def test_argument_of_a_config_file(tmp_path):
     assert load_config(f"{path}:case1").precision == default_config().precision
     with pytest.raises(UserError, match="fails with KeyError: 'long'"):
         load_config(f"{path}:long")
+
+
+_FREE = ("env.task_options.min_terms=3", "data.chat_options.enable_thinking=True")
+
+
+@pytest.mark.parametrize("free", _FREE)
+@pytest.mark.parametrize("locked", [False, True])
+def test_options_in_any_order(free, locked, tmp_path):
+    """A library locks the configuration at a field; a file may have locked it too."""
+    path, name = tmp_path / "config.py", free.split("=")[0]
+    path.write_text(
+        "import ml_collections\n\n\ndef get_config():\n"
+        "    config = ml_collections.ConfigDict(\n"
+        "        {'env': {'task_options': {'old': 1}}, 'data': {'chat_options': {'old': 1}}}\n"
+        f"    )\n    return config.lock() if {locked} else config\n"
+    )
+    others = ["--config.run.seed=3", "--config.run.steps=4"]
+    for at in range(3):
+        config = load_config(str(path), [*others[:at], f"--config.{free}", *others[at:]])
+        section, field, option = name.split(".")
+        assert config[section][field].to_dict() == {"old": 1, option: literal(free.split("=")[1])}
+        assert (config.run.seed, config.run.steps) == (3, 4)
+
+
+def test_options_of_another_type_than_a_file_gave():
+    """`fp8rl sample --chat-options enable=1` where a file says True."""
+    options = ml_collections.ConfigDict({"enable": True}).lock()
+    set_options(options, {"enable": 1, "more": [2]})
+    assert options.to_dict() == {"enable": 1, "more": [2]}
+
+
+_RAISES = {
+    "class Stop(BaseException): pass\nraise Stop('now')": "Stop: now",
+    "raise GeneratorExit": "GeneratorExit",
+    "import asyncio\nraise asyncio.CancelledError('late')": "CancelledError: late",
+    "raise SystemExit(3)": "SystemExit: 3",
+    "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])": "ExceptionGroup: two",
+    "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "fails with E;",
+    "raise ValueError('x' * 100_000)": "ValueError: xxx",
+    "def get_config(): return get_config()": "RecursionError",
+    "(" * 300: "fails with SyntaxError",
+    "\0": "fails with",
+}
+
+
+@pytest.mark.parametrize("source", _RAISES)
+def test_whatever_a_config_file_raises(source, tmp_path, capsys):
+    """One sentence with the file; what is no Exception too, and an error that has no text."""
+    path = tmp_path / "config.py"
+    path.write_text(source)
+    assert cli.run(["train", "--config", str(path)]) == 2
+    sentence = capsys.readouterr().err
+    assert sentence.startswith(f"error: --config: {path} fails with ") and len(sentence) < 1000
+    assert _RAISES[source] in sentence and sentence.count("\n") == 1
+
+
+def test_a_ctrl_c_while_a_config_file_runs(tmp_path):
+    (tmp_path / "config.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_config(str(tmp_path / "config.py"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("c.env.task_options.x = c.env.task_options", "env.task_options cannot be written as JSON"),
+        ("c.env.task_options.x = l = []; l.append(l)", "env.task_options cannot be written"),
+        ("c.env.task_options.x = {1, 2}", "env.task_options cannot be written as JSON"),
+        ("c.data.chat_options.x = print", "data.chat_options cannot be written as JSON"),
+        ("c.run = {'dir': 'gs://bucket/run'}", "run.dir is 'gs://bucket/run', an address"),
+        ("c.env.x = c.env", "there is no config field 'env.x'"),
+        ("c.run = {'dir': 'a\0b'}", "run.dir is 'a\\x00b': no path holds a NUL"),
+        ("c.model = {'checkpoint': '\0'}", "model.checkpoint is '\\x00': no path holds a NUL"),
+    ],
+)
+def test_what_a_config_cannot_hold(line, words, tmp_path):
+    """Dicts and lists that hold themselves, values that config.json cannot hold, NUL in a path."""
+    path = tmp_path / "config.py"
+    path.write_text(
+        "import ml_collections\n\n\ndef get_config():\n    c = ml_collections.ConfigDict(\n"
+        "        {'env': {'task_options': {}}, 'data': {'chat_options': {}}})\n    "
+        + line.replace("\0", "\\0")
+        + "\n    return c\n"
+    )
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_config(str(path))
+
+
+def test_options_that_are_no_json(load):
+    with pytest.raises(UserError, match=r"command line: env.task_options.x cannot be written"):
+        load({}, "env.task_options.x={1, 2}")
+
+
+@pytest.mark.parametrize(
+    "name", ["run.dir", "run.cache_dir", "run.compilation_cache", "model.checkpoint",
+             "data.tokenizer", "env.data_dir"],
+)  # fmt: skip
+def test_home_in_paths(name, load, monkeypatch):
+    """`~` alike in every path, from a file and from the command line, as a shell expands it."""
+    section, field = name.split(".")
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, path in [
+        ("~/x", "/home/me/x"), ("~", "/home/me"), ("a/~", "a/~"), ("~nobody-has-it/x",) * 2,
+        ("~root", pwd.getpwnam("root").pw_dir),
+    ]:  # fmt: skip
+        assert load({section: {field: text}})[section][field] == path
+        assert load({}, f"{name}={text}")[section][field] == path
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, None]().__getitem__)  # KeyError: no account
+    with pytest.raises(UserError, match=f"{name} is '~/x', and this user has no home directory"):
+        load({}, f"{name}=~/x")
+    assert load({}, f"{name}=x")[section][field] == "x"

@@ -126,3 +126,45 @@ def test_a_file_that_says_nothing(mode, tmp_path, content):
         os.utime(tmp_path / "lock", (0, 0))
     with RunLock(tmp_path) as held:
         held.check()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "directory", "device"])
+def test_what_is_no_file_of_ours(kind, mode, tmp_path):
+    """A link is not followed, nothing is waited for, and the sentence says what is there."""
+    path, victim = tmp_path / "lock", tmp_path / "victim"
+    victim.write_text("precious")
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "dangling":
+        path.symlink_to(tmp_path / "new")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/full")
+    words = {"fifo": "no regular file", "directory": "is a directory"}.get(kind, "symbolic link")
+    with pytest.raises(UserError, match=f"lock cannot be taken as a lock .*{words}"):
+        RunLock(tmp_path).__enter__()
+    assert victim.read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+def test_a_lock_that_may_not_be_opened(tmp_path, monkeypatch):
+    """Of another user."""
+
+    def refuse(*arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=r"lock \(Permission denied\): if no run uses"):
+        RunLock(tmp_path).__enter__()
+
+
+def test_a_second_name_of_another_file(mode, tmp_path):
+    """A hard link: the lock gets a file of its own, the other one keeps its content."""
+    (tmp_path / "victim").write_text("precious")
+    os.link(tmp_path / "victim", tmp_path / "lock")
+    with RunLock(tmp_path) as held:
+        held.check()
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "victim").read_text() == "precious"

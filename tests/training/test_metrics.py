@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from tiny_run import TIME_PREFIXES, without_times
@@ -197,3 +198,56 @@ def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
     with pytest.raises(UserError, match=name):
         RunLogs(tmp_path, offsets, default_config()).close()
     assert b"\0" not in path.read_bytes()
+
+
+def _damaged(content: bytes) -> dict[str, bytes]:
+    """A log of three lines, damaged in ways that leave its size."""
+    lines, size = content.splitlines(keepends=True), len(content)
+    return {
+        "zeros": bytes(size),
+        "bytes": b"\xff" * size,
+        "a line": lines[0] + b"x" * (len(lines[1]) - 1) + b"\n" + lines[2],
+        "a list": lines[0] + b"[1]".ljust(len(lines[1]) - 1) + b"\n" + lines[2],
+        "a key": content.replace(b'"step"', b'"stop"'),
+        "a step": content.replace(b'"step": 1', b'"step":[]'),
+        "an end": content[:-1] + b" ",
+        "depth": b"[" * (size - 1) + b"\n",
+    }
+
+
+@pytest.mark.parametrize("name", RunLogs.NAMES)
+def test_a_damaged_log_of_the_right_size(tmp_path, name):
+    """One sentence with the file; its bytes stay, and no logger is opened."""
+    logs = RunLogs(tmp_path, None, default_config())
+    _fill(logs, range(3))
+    offsets = logs.offsets()
+    logs.close()
+    path = tmp_path / f"{name}.jsonl"
+    for how, content in _damaged(path.read_bytes()).items():
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}.jsonl is damaged .*put the file back"):
+            RunLogs(tmp_path, offsets, default_config())
+        assert path.read_bytes() == content, how
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+@pytest.mark.parametrize("kind", ["link", "fifo", "device", "directory"])
+def test_a_log_that_is_no_file(tmp_path, kind, resumed):
+    """Nothing is waited for, and what a link points to is neither cut nor written."""
+    (tmp_path / "run").mkdir()
+    path, victim = tmp_path / "run" / "metrics.jsonl", tmp_path / "victim"
+    victim.write_text("")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else victim)
+    words = {"fifo": "no regular file", "directory": "a directory"}.get(kind, "a symbolic link")
+    offsets = dict.fromkeys(RunLogs.NAMES, 0) if resumed else None
+    if kind == "directory" and not resumed:  # moves to earlier-1
+        RunLogs(tmp_path / "run", offsets, default_config()).close()
+        return
+    with pytest.raises(UserError, match=f"metrics.jsonl cannot be written .*{words}"):
+        RunLogs(tmp_path / "run", offsets, default_config())
+    assert victim.read_text() == ""

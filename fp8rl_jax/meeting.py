@@ -1,0 +1,213 @@
+"""Where the processes of one program are found, and how they meet.
+
+The environment says it: `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or Slurm's
+variables. With the former, all processes meet at the coordinator's port before JAX starts there:
+of one that is missing JAX would know only its own deadline, and abort. Others may call at that
+port, or answer there; what is no process of ours is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from typing import NamedTuple
+
+from fp8rl_jax.errors import UserError
+
+_VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
+_SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+_SLURM_NUMBERS = (_SLURM_TASKS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+_HELLO = b"fp8rl process "  # of a process to process 0
+_ANSWER = b"fp8rl: "  # of process 0 to those that have come
+_LONGEST_LINE = 2**15  # bytes of either; it may name thousands of processes
+_MOST_STRANGERS = 100  # at process 0's port, that are listened to at a time
+JOIN_SECONDS = 300.0  # for all processes to be there
+_GRACE_SECONDS = 15.0  # for the answer of process 0, after its deadline
+
+
+class Place(NamedTuple):
+    """This process among the others."""
+
+    processes: int = 1
+    process: int = 0
+    coordinator: str | None = None  # None: JAX finds it in Slurm's variables
+
+
+def place_of_environment() -> Place:
+    """What the environment says of this process and the others.
+
+    Raises:
+      UserError: what it says is incomplete or no number.
+    """
+    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if given:
+        missing = [name for name in _VARIABLES if name not in given]
+        if missing:
+            raise UserError(
+                f"{', '.join(given)} is set and {', '.join(missing)} is not: set all three, or none"
+            )
+        coordinator, *numbers = given.values()
+        host_and_port = coordinator.rpartition(":")
+        if not host_and_port[1] or not 0 < (_whole(host_and_port[2]) or 0) < 2**16:
+            raise UserError(
+                f"FP8RL_COORDINATOR is {coordinator!r}: write HOST:PORT of process 0, with a port "
+                "from 1 to 65535"
+            )
+        count, process = map(_whole, numbers)
+        if count is None or process is None or process >= count:
+            raise UserError(
+                f"FP8RL_PROCESSES is {numbers[0]!r} and FP8RL_PROCESS_ID {numbers[1]!r}: write a "
+                "number of processes, and one from 0 to below it"
+            )
+        return Place(count, process, coordinator)
+    tasks = os.environ.get(_SLURM_TASKS)  # of `srun`, not of a batch script
+    return Place() if tasks in (None, "1") else _place_in_slurm()
+
+
+def _place_in_slurm() -> Place:
+    """What Slurm's variables say, those included that only JAX reads.
+
+    Raises:
+      UserError: one is missing or no number, or they contradict each other.
+    """
+    given = {name: os.environ.get(name) for name in (*_SLURM_NUMBERS, "SLURM_STEP_NODELIST")}
+    numbers = {name: _whole(given[name] or "") for name in _SLURM_NUMBERS}
+    wrong = [name for name, number in numbers.items() if number is None]
+    wrong += [] if given["SLURM_STEP_NODELIST"] else ["SLURM_STEP_NODELIST"]
+    if wrong:
+        found = ", ".join(f"{name} is {given[name]!r}" for name in wrong)
+        raise UserError(
+            f"this is a step of Slurm with several tasks, and {found}: start the tasks with srun, "
+            f"or set {', '.join(_VARIABLES)}"
+        )
+    tasks, process, of_job = (numbers[name] for name in _SLURM_NUMBERS[:3])
+    if not process < tasks == of_job:
+        said = ", ".join(f"{name} is {numbers[name]}" for name in _SLURM_NUMBERS[:3])
+        raise UserError(
+            f"Slurm's variables contradict each other: {said}; start the tasks with srun, or set "
+            + ", ".join(_VARIABLES)
+        )
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    if port and not 0 < (_whole(port) or 0) < 2**16:
+        raise UserError(f"JAX_COORDINATOR_PORT is {port!r}: write a port from 1 to 65535")
+    return Place(tasks, process)
+
+
+def _whole(text: str) -> int | None:
+    """The whole number that a text is, at most nine digits; None if it is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def meet(place: Place) -> None:
+    """Waits until all processes are there, at the address where JAX's service will be.
+
+    Raises:
+      UserError: they are not, or do not fit together.
+    """
+    host, _, port = (place.coordinator or "").rpartition(":")
+    deadline = time.monotonic() + JOIN_SECONDS
+    if place.process == 0:
+        problem = _receive_all(place, int(port), deadline)
+    else:
+        problem = _announce_to(host, int(port), place, deadline)
+    if problem:
+        raise UserError(
+            f"process {place.process} of {place.processes} cannot join the others: {problem}; "
+            "start all of them with the same FP8RL_COORDINATOR and FP8RL_PROCESSES, and each with "
+            "its own FP8RL_PROCESS_ID"
+        )
+
+
+def _receive_all(place: Place, port: int, deadline: float) -> str:
+    """Process 0 waits for the others; what is wrong, which they are told too, or ''."""
+    callers: list[socket.socket] = []
+    heard: dict[socket.socket, bytes] = {}  # of those who have not said who they are
+    missing = set(range(1, place.processes))
+    with contextlib.ExitStack() as stack:
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            stack.enter_context(listener)
+        except OSError as error:
+            return f"port {port} cannot be taken here ({error.strerror})"
+        listener.setblocking(False)
+        problem = ""
+        while missing and not problem:
+            if (left := deadline - time.monotonic()) <= 0:
+                names = ", ".join(map(str, sorted(missing)))
+                problem = f"after {JOIN_SECONDS:.0f} s there is no process {names}"
+                break
+            ready, _, _ = select.select([listener, *heard], [], [], left)
+            if listener in ready:
+                with contextlib.suppress(OSError):
+                    heard[stack.enter_context(listener.accept()[0])] = b""
+                if len(heard) > _MOST_STRANGERS:
+                    del heard[stranger := next(iter(heard))]
+                    stranger.close()
+            for caller in [caller for caller in heard if caller in ready]:
+                heard[caller] += (piece := _received(caller))
+                if heard[caller].endswith(b"\n") and (who := _introduced(heard[caller])):
+                    del heard[caller]
+                    callers.append(caller)
+                    process, processes = who
+                    if processes != place.processes:
+                        problem = f"process {process} says that there are {processes}"
+                    elif process not in missing:
+                        problem = f"two say that they are process {process}"
+                    missing.discard(process)
+                elif not piece or not _may_become(heard[caller], _HELLO):
+                    del heard[caller]  # no process of ours
+                    caller.close()
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                caller.settimeout(2.0)
+                caller.sendall(_ANSWER + problem.encode() + b"\n")
+        return problem
+
+
+def _received(caller: socket.socket) -> bytes:
+    """What a connection that is ready has; nothing at its end."""
+    try:
+        return caller.recv(_LONGEST_LINE)
+    except OSError:
+        return b""
+
+
+def _may_become(content: bytes, beginning: bytes) -> bool:
+    """Whether more may follow, so that a line with this beginning comes out."""
+    begins = content.startswith(beginning) or beginning.startswith(content)
+    return begins and b"\n" not in content and len(content) < _LONGEST_LINE
+
+
+def _introduced(line: bytes) -> tuple[int, int] | None:
+    """The number of a process and how many it says there are; None of a stranger's line."""
+    numbers = line.removeprefix(_HELLO).decode(errors="replace").strip().split(" of ")
+    process, processes = map(_whole, numbers if len(numbers) == 2 else ("", ""))
+    if not line.startswith(_HELLO) or process is None or processes is None:
+        return None
+    return process, processes
+
+
+def _announce_to(host: str, port: int, place: Place, deadline: float) -> str:
+    """Tells process 0 that this one is there; what is wrong, or ''."""
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(OSError, UnicodeError),  # of a name that no host can have
+            socket.create_connection((host.strip("[]"), port), 5.0) as caller,
+        ):
+            caller.sendall(_HELLO + f"{place.process} of {place.processes}\n".encode())
+            answer = b""
+            while _may_become(answer, _ANSWER):  # others than process 0 may be at that port
+                # Process 0 has a deadline of its own.
+                caller.settimeout(max(deadline + _GRACE_SECONDS - time.monotonic(), 0.01))
+                if not (piece := caller.recv(_LONGEST_LINE)):
+                    break
+                answer += piece
+            if answer.startswith(_ANSWER) and answer.endswith(b"\n"):
+                return answer.removeprefix(_ANSWER).decode(errors="replace").strip()
+        time.sleep(0.2)
+    return f"process 0 is not found at {host}:{port} within {JOIN_SECONDS:.0f} s"

@@ -1,0 +1,74 @@
+"""Names of files as users write them, and files that are what they seem to be.
+
+A run opens files under known names in directories that others may write to. Without care a link
+decides which file is emptied, and a FIFO or a device how long the run waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+
+from fp8rl_jax.errors import UserError
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def expanded(path: str, where: str) -> str:
+    """The path with `~` and `~name` at its beginning replaced by a home directory, as a shell does;
+    one of a user that does not exist stays.
+
+    Args:
+      path: as it was written.
+      where: what it was written for, as the beginning of a sentence.
+
+    Raises:
+      UserError: it begins with `~`, and this user has no home directory; it holds a NUL; or it is
+        an address (`gs://...`), which would become a directory of that name here.
+    """
+    if "\0" in path:
+        raise UserError(f"{where} is {path!r}: no path holds a NUL character; leave it out")
+    if _ADDRESS.match(path):
+        raise UserError(
+            f"{where} is {path!r}, an address: write a path on this machine, such as that under "
+            "which the storage is mounted"
+        )
+    found = os.path.expanduser(path)
+    if found == path and path.partition("/")[0] == "~":
+        raise UserError(
+            f"{where} is {path!r}, and this user has no home directory: write the whole path, or "
+            "set HOME"
+        )
+    return found
+
+
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """The descriptor of a regular file; nothing else is opened, and no link is followed.
+
+    Args:
+      path: of the file, which `os.O_CREAT` among the flags makes.
+      flags: as of `os.open`.
+
+    Raises:
+      OSError: it cannot be opened, or is a link, a FIFO, a device, a socket or a directory.
+    """
+    if os.path.lexists(path):
+        _check(os.lstat(path))
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        _check(os.fstat(file))  # it may have been replaced since
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _check(status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link")
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, "it is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")

@@ -1,0 +1,207 @@
+"""What the environment says of several processes, and how they meet at a port that is not theirs
+alone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from fp8rl_jax import meeting
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.meeting import Place, meet, place_of_environment
+
+_OURS = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
+_SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[1-2]",
+}  # fmt: skip
+
+
+def _set(monkeypatch, variables: dict[str, str | None]) -> None:
+    for name in (*_OURS, *_SLURM, "JAX_COORDINATOR_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+
+def test_environments_that_can_be(monkeypatch):
+    for variables, place in [
+        ({}, Place()),
+        (_OURS, Place(2, 0, "a:1")),
+        (_OURS | {"FP8RL_COORDINATOR": "[::1]:65535"}, Place(2, 0, "[::1]:65535")),
+        (_SLURM, Place(2, 1)),
+        (_SLURM | _OURS, Place(2, 0, "a:1")),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, Place()),
+        ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8"}, Place()),  # a batch script
+    ]:
+        _set(monkeypatch, variables)
+        assert place_of_environment() == place
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"FP8RL_PROCESSES": ""}, "FP8RL_COORDINATOR, FP8RL_PROCESS_ID .* FP8RL_PROCESSES is not"),
+        ({"FP8RL_COORDINATOR": "here"}, "FP8RL_COORDINATOR is 'here': write HOST:PORT"),
+        ({"FP8RL_COORDINATOR": "here:"}, "FP8RL_COORDINATOR is 'here:'"),
+        ({"FP8RL_COORDINATOR": "here:0"}, "a port from 1 to 65535"),
+        ({"FP8RL_COORDINATOR": "here:65536"}, "a port from 1 to 65535"),
+        ({"FP8RL_COORDINATOR": "here:" + "9" * 5000}, "a port from 1 to 65535"),
+        ({"FP8RL_COORDINATOR": "here:²"}, "a port from 1 to 65535"),
+        ({"FP8RL_PROCESS_ID": "2"}, "'2': write a number of processes, and one from 0"),
+        ({"FP8RL_PROCESS_ID": "-1"}, "FP8RL_PROCESS_ID '-1'"),
+        ({"FP8RL_PROCESSES": "two"}, "FP8RL_PROCESSES is 'two'"),
+        ({"FP8RL_PROCESSES": "9" * 5000}, "FP8RL_PROCESSES is '999"),
+        ({"FP8RL_PROCESSES": "0"}, "FP8RL_PROCESSES is '0'"),
+    ],
+)
+def test_variables_of_ours_that_cannot_be(variables, words, monkeypatch):
+    _set(monkeypatch, _OURS | variables)
+    with pytest.raises(UserError, match=words):
+        place_of_environment()
+
+
+@pytest.mark.parametrize("value", [None, "", "x", "1.0", "-1", "9" * 5000])
+@pytest.mark.parametrize("name", [*_SLURM])
+def test_variables_of_slurm_that_cannot_be(name, value, monkeypatch):
+    if value is None and name == "SLURM_STEP_NUM_TASKS":
+        return  # a batch script
+    if value and name == "SLURM_STEP_NODELIST":
+        return  # a name
+    _set(monkeypatch, _SLURM | {name: value})
+    with pytest.raises(UserError, match=f"{name} is .*: start the tasks with srun, or set FP8RL_"):
+        place_of_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SLURM_PROCID": "2"}, "contradict each other: .* SLURM_PROCID is 2"),
+        ({"SLURM_NTASKS": "4"}, "SLURM_STEP_NUM_TASKS is 2, .* SLURM_NTASKS is 4"),
+        ({"JAX_COORDINATOR_PORT": "70000"}, "JAX_COORDINATOR_PORT is '70000': write a port"),
+        ({"JAX_COORDINATOR_PORT": "x"}, "JAX_COORDINATOR_PORT is 'x': write a port"),
+    ],
+)
+def test_variables_of_slurm_that_do_not_fit(variables, words, monkeypatch):
+    _set(monkeypatch, _SLURM | variables)
+    with pytest.raises(UserError, match=words):
+        place_of_environment()
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _in_thread(place: Place) -> tuple[threading.Thread, list]:
+    """`meet` beside this thread; what it raised is put into the list, or None."""
+    result: list = []
+
+    def run():
+        try:
+            result.append(meet(place))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, result
+
+
+def _call(port: int, content: bytes) -> socket.socket:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            caller = socket.create_connection(("localhost", port), 1.0)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    caller.sendall(content)
+    return caller
+
+
+_STRANGERS = [
+    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"[[], {}]\n", b"fp8rl process \n",
+    b"fp8rl process 1\n", b"fp8rl process one of two\n", b"fp8rl process 1 of 2", b"\xff" * 50_000,
+    b"fp8rl process " + b"1" * 50_000, b"fp8rl process -1 of 2\n", b"fp8rl process " + b"\0" * 10,
+    "fp8rl process ² of ²\n".encode(),
+]  # fmt: skip
+
+
+def test_strangers_at_the_port_are_ignored():
+    """Those that say something, nothing, half of what a process says, or go away: the processes
+    meet, at once."""
+    port, begin = _free_port(), time.monotonic()
+    first, found = _in_thread(Place(2, 0, f"localhost:{port}"))
+    with contextlib.ExitStack() as stack:
+        for content in _STRANGERS * 10:  # more than are listened to at a time
+            stack.enter_context(_call(port, content))
+        _call(port, b"").close()
+        second, also = _in_thread(Place(2, 1, f"localhost:{port}"))
+        first.join(20)
+        second.join(20)
+    assert found == also == [None]
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"fp8rl process 1 of 3\n", "process 1 says that there are 3"),
+        (b"fp8rl process 0 of 2\n", "two say that they are process 0"),
+        (b"fp8rl process 7 of 2\n", "two say that they are process 7"),
+    ],
+)
+def test_processes_that_do_not_fit(content, words):
+    """They are told, too."""
+    port = _free_port()
+    first, found = _in_thread(Place(2, 0, f"localhost:{port}"))
+    with _call(port, content) as caller:
+        first.join(20)
+        assert words in str(found[0]) and isinstance(found[0], UserError)
+        assert words.encode() in caller.recv(1000)
+
+
+def test_strangers_do_not_hold_up_the_deadline(monkeypatch):
+    """One calls after the other, and the process that is missing does not come."""
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    port = _free_port()
+    first, found = _in_thread(Place(2, 0, f"localhost:{port}"))
+    while first.is_alive():
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 0.1):
+            time.sleep(0.01)
+    assert "there is no process 1" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 10**6, b"fp8rl: " + b"y" * 10**6]
+)
+def test_a_stranger_in_the_place_of_process_0(answer, monkeypatch):
+    """Whatever it answers, for as long as it likes, is no answer of process 0."""
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.1)
+    with socket.create_server(("localhost", 0)) as server:
+        server.settimeout(5)
+        thread, found = _in_thread(Place(2, 1, f"localhost:{server.getsockname()[1]}"))
+        while thread.is_alive():
+            with contextlib.suppress(OSError):
+                server.settimeout(0.1)
+                caller, _ = server.accept()
+                with caller:
+                    caller.sendall(answer)
+                    if not answer:
+                        thread.join(5)  # says nothing
+    assert "process 0 is not found at localhost" in str(found[0])
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a..b", "nobody.invalid"])
+def test_a_host_that_cannot_be(host, monkeypatch):
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.3)
+    with pytest.raises(UserError, match="process 0 is not found at"):
+        meet(Place(2, 1, f"{host}:1"))
