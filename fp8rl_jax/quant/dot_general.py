@@ -50,6 +50,10 @@ def make_dot_general(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
     ):
         del precision, out_sharding
+        dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+        quantised = isinstance(rhs, QArray | BoundWeight | StackedLayer)
+        if not quantised and 0 in (*lhs.shape, *rhs.shape):  # as in nn.Dense(0): nothing to do
+            return jax.lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=dtype)
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
         rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
@@ -57,7 +61,7 @@ def make_dot_general(
         depth = math.prod(lhs.shape[a] for a in lhs_contract)
         height = math.prod(lhs.shape[a] for a in lhs_free)
         x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not isinstance(rhs, QArray | BoundWeight | StackedLayer):
+        if not quantised:
             matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
             matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
             w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
@@ -68,7 +72,6 @@ def make_dot_general(
                 f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
                 f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
             )
-        dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         if batch:
             product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
             weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), w)

@@ -344,3 +344,16 @@ def test_rows_of_bad_values_do_not_spread_under_fixed_scales():
     rows = np.isnan(np.asarray(bad)).all(1)
     assert rows[[2, 5]].all() and rows.sum() == 2
     np.testing.assert_array_equal(np.asarray(good)[~rows], np.asarray(bad)[~rows])
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "bf16"])
+def test_sizes_of_zero(recipe):
+    """As of `lax.dot_general`, forward and backward: there is nothing to quantise."""
+    product = make_dot_general(recipe)
+    for x, w in (((2, 0), (0, 4)), ((0, 8), (8, 4)), ((2, 8), (8, 0))):
+        dims = (((1,), (0,)), ((), ()))
+        loss = lambda x, w, dims=dims: product(x, w, dims).sum()
+        y = product(jnp.ones(x), jnp.ones(w), dims)
+        assert y.shape == (x[0], w[1]) and not y.any()
+        dx, dw = jax.grad(loss, (0, 1))(jnp.ones(x), jnp.ones(w))
+        assert (dx.shape, dw.shape) == (x, w) and not dw.any()
