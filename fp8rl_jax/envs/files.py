@@ -73,7 +73,7 @@ def find(name: str) -> Found:
     Raises:
       UserError: it does not exist, or holds no data, or several data sets.
     """
-    path = pathlib.Path(expanded(name, "env.task"))
+    path = pathlib.Path(expanded(name, "the path"))
     if os.path.isdir(path):
         found = _find_in_directory(path)
     elif not os.path.exists(path):

@@ -132,7 +132,7 @@ def _check_data_set(task: str, env: Any) -> None:
 
 
 def _path(task: str) -> pathlib.Path:
-    return pathlib.Path(expanded(task, "env.task"))
+    return pathlib.Path(expanded(task, "the path"))
 
 
 def read_rows(task: str, env: Any) -> DataSet:

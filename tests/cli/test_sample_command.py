@@ -220,7 +220,7 @@ _REFUSED = {
     ),
     "no new tokens": (
         ["sample", "--checkpoint=model", "--prompt=x", "--max-new-tokens=0"],
-        ["rollout.max_new_tokens", "at least 1"],
+        ["rollout.max_new_tokens", "from 1 to"],
     ),
     "too many tokens": (
         ["sample", "--checkpoint=model", "--prompt=the cat", "--max-new-tokens=128"],

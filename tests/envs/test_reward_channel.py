@@ -14,6 +14,7 @@ import pytest
 from fp8rl_jax.envs import reward_channel
 from fp8rl_jax.envs.reward_call import Failure
 from fp8rl_jax.envs.reward_channel import Channel, ForeignBytes
+from fp8rl_jax.envs.reward_form import Response
 from fp8rl_jax.envs.reward_process import EXIT, FOREIGN, TIME_LIMIT, WorkerProcess
 from fp8rl_jax.envs.reward_worker import Calls, Limits
 from fp8rl_jax.envs.rewards import load_reward, source_digest
@@ -89,7 +90,7 @@ def start(tmp_path_factory):
 
 
 def _begin(worker: WorkerProcess, *responses: str) -> None:
-    calls = [pickle.dumps(("q", response, "a", {})) for response in responses]
+    calls = [pickle.dumps(Response("q", response, "a", {})) for response in responses]
     worker.begin(Calls("foreign_rewards:act", False, calls))
 
 

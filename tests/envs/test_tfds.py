@@ -137,7 +137,7 @@ def test_files_that_would_be_waited_for(name, tmp_path):
 
 @pytest.mark.parametrize("root", ["a" * 300, "a\0b", "~no_user/sets", __file__])
 def test_places_that_cannot_be(root):
-    with pytest.raises(UserError, match="mine is not prepared in"):
+    with pytest.raises(UserError, match=r"mine is not prepared in|holds a NUL"):
         _load("tfds:mine", pathlib.Path(root), download=False)
 
 

@@ -133,7 +133,7 @@ def _rope(**changes) -> dict:
         (_LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         (_LLAMA, {"hidden_size": None}, ["no field hidden_size"]),
         (_LLAMA, {"hidden_size": "4096"}, ["hidden_size", "'4096'", "whole number"]),
-        (_LLAMA, {"vocab_size": 0}, ["vocab_size", "above 0"]),
+        (_LLAMA, {"vocab_size": 0}, ["vocab_size", "from 1 to"]),
         (_LLAMA, {"num_attention_heads": 0}, ["num_attention_heads"]),
         (_LLAMA, {"head_dim": 258}, ["head_dim", "258", "256"]),
         (_LLAMA, {"rms_norm_eps": True}, ["rms_norm_eps", "number"]),
