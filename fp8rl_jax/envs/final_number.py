@@ -16,7 +16,6 @@ from fp8rl_jax.envs.written_number import Number, last_number, whole_number
 _STRICT_CHARACTERS = 300
 _MARK = "####"
 _BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:
@@ -63,9 +62,20 @@ def _strict(response: str) -> Number | None:
 
 
 def final_number(text: str) -> Number | None:
-    """The number that a text ends with, marked or not; None if it has none."""
-    parts = list(marked(text))
-    return _first_number(parts) if parts else last_number(text)
+    """The number that a text ends with, marked or not; None if it has none. What is behind a last
+    </think> counts first."""
+    for part in behind_reasoning(text):
+        parts = list(marked(part))
+        found = _first_number(parts) if parts else last_number(part)
+        if found is not None or parts:
+            return found
+    return None
+
+
+def behind_reasoning(text: str) -> list[str]:
+    """What is behind the last </think>, if there is one, and the whole text."""
+    _, thought, rest = text.rpartition("</think>")
+    return [rest, text] if thought and rest.strip() else [text]
 
 
 def _first_number(parts: Iterator[str] | list[str]) -> Number | None:
@@ -78,18 +88,35 @@ def marked(text: str) -> Iterator[str]:
     _, mark, rest = text.rpartition(_MARK)
     if mark:
         yield rest.lstrip().partition("\n")[0].partition("<")[0]
-    if (box := last_boxed(text)) is not None:
-        yield box
-    if tags := _TAG.findall(text):
-        yield tags[-1]
+    if found := boxes(text):
+        yield found[-1][2]
+    if (tagged := last_tagged(text)) is not None:
+        yield tagged
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What is in the last complete \boxed{} or \fbox{} of a text; None without one."""
-    last, open_ = (0, 0), []
+def last_tagged(text: str) -> str | None:
+    """What is in the last <answer> of a text; None without one."""
+    before, end, _ = text.rpartition("</answer>")
+    _, begin, inside = before.rpartition("<answer>")
+    return inside if end and begin else None
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""(begin, end, what is inside) of each complete \boxed{} or \fbox{} of a text, in order; of
+    nested ones the innermost, with the place of the outermost."""
+    found: list[tuple[int, int, str]] = []
+    open_: list[re.Match] = []
+    inner: list[str | None] = []  # of each open brace: what a box within it holds
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             open_.append(brace)
-        elif open_ and (begin := open_.pop())[0] != "{" and begin.end() > last[0]:
-            last = begin.end(), brace.start()
-    return text[slice(*last)] if last[0] else None
+            inner.append(None)
+        elif open_:
+            begin, inside = open_.pop(), inner.pop()
+            if begin[0] != "{":
+                inside = inside or text[begin.end() : brace.start()]
+                if not any(b[0] != "{" for b in open_):
+                    found.append((begin.start(), brace.end(), inside))
+            if inner and inside is not None:
+                inner[-1] = inside
+    return found

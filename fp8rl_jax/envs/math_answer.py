@@ -14,19 +14,30 @@ import decimal
 import re
 from typing import Any, NamedTuple
 
-from fp8rl_jax.envs.final_number import marked
-from fp8rl_jax.envs.written_number import Number, whole_number
+from fp8rl_jax.envs.final_number import behind_reasoning, boxes, marked
+from fp8rl_jax.envs.written_number import Number, repeating_as_fractions, whole_number
 
 _LONGEST = 400  # characters of a bare answer
 _DELIMITER = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\f?box(?:ed)?\b")
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_ANCHOR = re.compile(r"answer\s*(?:is|:|=)\s*:?\s*([^\n]{1,400})", re.IGNORECASE)
+_LIST = re.compile(r"[\s$]*(?:,|;|and|or|,\s*(?:and|or))[\s$]*")  # between boxes of one answer
+_ANCHOR = re.compile(r"answer\s*(?:is|:|=)\s*:?", re.IGNORECASE)
+_CHOICE = re.compile(
+    r"\s*(?:(?:option|choice|letter)\s+)?(?:\(([A-Z])\)|([A-Z])(?=[).:]|\s*$))(?:[).:]|\s|$).*",
+    re.DOTALL,
+)
+_CHOICES = re.compile(r"\(?[A-Za-z]\)?(?:\s*,\s*\(?[A-Za-z]\)?)+")
+# Dates and telephone numbers, which would be differences.
+_CODE = re.compile(r"\d+[-/]\d+[-/]\d[\d/-]*|\d{3}-\d{4}")
+_RELATION = re.compile(
+    r"[<>≤≥≠]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|not)(?![a-zA-Z])"
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _MIXED = re.compile(r"(?<![\w./^,{}])(\d{1,9})\s+(?:and\s+)?(\d{1,9})\s?/\s?(\d{1,9})(?![\d/.])")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d{1,30}(?:\.\d{1,30})?)[eE]([-+]?\d{1,2})(?![\w.])")
 _SIGN_APART = re.compile(r"((?:^|[=:(,{]|\bis)\s*)([-−])\s+(?=[\d.\\])")
 _IN_LATEX = {
     "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
+    "∅": r"\emptyset ", r"\varnothing": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm ", "°": r"^\circ ",
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", " percent": r"\%",
 }  # fmt: skip
@@ -44,6 +55,7 @@ _FUNCTION = re.compile(
 )
 _EDGES = " \t\n.,;:!?()[]\"'“”$*`"
 _MOST_WORDS = 8
+_LONGEST_TEXT = 40  # characters of what is neither number, formula nor words
 
 
 class Answer(NamedTuple):
@@ -53,11 +65,19 @@ class Answer(NamedTuple):
       number: that it is; None if it is another formula, or words.
       words: in lower case without punctuation; '' if it has none that count as an answer.
       parsed: what math-verify read: a value and its text, or less.
+      text: that was read.
     """
 
     number: Number | None
     words: str
     parsed: list
+    text: str
+
+    @property
+    def plain(self) -> str:
+        """The text without spaces, in lower case: two that are equal are one answer."""
+        text = re.sub(r"\\[,;:! ]|\\(?:left|right)(?![a-z])|[\s$]", "", self.text)
+        return text.rstrip(".").casefold()
 
 
 def math_equal(prompt: str, response: str, answer: str) -> float:
@@ -82,17 +102,30 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
     given = _given(response)
     if given is None:
         return 0.0
-    if gold.words:
-        return float(gold.words == given.words)
-    same = gold.number and given.number and gold.number.equals(given.number)
-    if same and not (_is_equation(gold) and _is_equation(given)):  # x = 5 is not y = 5
+    if gold.plain == given.plain:
         return 1.0
+    if gold.number:
+        return float(_equal_numbers(gold, given))
+    if gold.words:
+        choice = _CHOICE.fullmatch(given.text) if len(gold.words) == 1 else None
+        return float(gold.words == ((choice[1] or choice[2]).casefold() if choice else given.words))
     right, found = _value(gold), _value(given)
     if right is None or found is None or given.words:
         return 0.0
-    if (gold.number or _is_number(right)) and not (given.number or _is_number(found)):
+    if _is_equation(gold) and not _names(gold) and not _is_equation(given):
+        return 0.0  # the right side of an equation is no answer; that of a name is
+    if _is_number(right) and not (given.number or _is_number(found)):
         return 0.0
     return float(math_verify.verify(gold.parsed, given.parsed))
+
+
+def _equal_numbers(gold: Answer, given: Answer) -> bool:
+    if not gold.number or not given.number:
+        return False
+    names = [a.text.partition("=")[0].strip() for a in (gold, given) if "=" in a.text]
+    if len(set(names)) > 1:  # x = 5 is not y = 5
+        return False
+    return gold.number.equals(given.number) or gold.number.is_about(given.number)
 
 
 def math_answer(response: str) -> str | None:
@@ -108,16 +141,30 @@ def math_answer(response: str) -> str | None:
 
 
 def _given(response: str) -> Answer | None:
-    """The answer of a response: in its boxes, else in its last <answer> or after its last '####',
-    else after 'answer is', else where math-verify finds one, else all of it."""
-    if not _BOX.search(response):
-        for part in marked(response):
-            if (found := _of_part(part)) is not None:
-                return found
-        if anchors := _ANCHOR.findall(response):
-            part = _SENTENCE_END.split(anchors[-1], maxsplit=1)[0]
-            if (found := _of_part(part)) is not None:
-                return found
+    """The answer of a response, behind its last </think> if there is one: in its boxes, else in its
+    last <answer> or after its last '####', else after 'answer is', else where math-verify finds
+    one, else all of it."""
+    found = (_of_response(part) for part in behind_reasoning(response))
+    return next((answer for answer in found if answer is not None), None)
+
+
+def _of_response(response: str) -> Answer | None:
+    if found := boxes(response):
+        inside = [found[-1][2]]
+        for before, after in zip(found[-2::-1], found[::-1], strict=False):
+            if not _LIST.fullmatch(response[before[1] : after[0]]):
+                break
+            inside.insert(0, before[2])
+        return _boxed(",".join(inside))
+    for part in marked(response):
+        if (answer := _of_part(part)) is not None:
+            return answer
+    if anchors := list(_ANCHOR.finditer(response)):
+        line = response[anchors[-1].end() :].strip().partition("\n")[0][:_LONGEST]
+        if (answer := _of_part(_SENTENCE_END.split(line, maxsplit=1)[0])) is not None:
+            return answer
+        if choice := _CHOICE.fullmatch(line):
+            return Answer(None, (choice[1] or choice[2]).casefold(), [], line)
     whole = _bare(response)
     if whole is not None and not whole.words:
         return whole
@@ -134,24 +181,36 @@ def _bare(text: str) -> Answer | None:
     text = text.strip()
     if not text or len(text) > _LONGEST or _DELIMITER.search(text):
         return None
-    number, words = whole_number(text), _words(text)
-    if not number and not words and _is_prose(text):
-        return None
+    if not whole_number(text) and not _words(text) and _is_prose(text):
+        return _answer([], text)
+    return _boxed(text)
+
+
+def _boxed(text: str) -> Answer | None:
+    if _words(text) and not whole_number(text):
+        return _answer([], text)
     return _answer(_parsed(rf"\boxed{{{text}}}")[0], text)
 
 
 def _answer(parsed: list, text: str) -> Answer | None:
     number = whole_number(text)
     words = "" if number else _words(text)
-    if not number and not words and not any(not isinstance(x, str) for x in parsed):
-        return None
-    return Answer(number, words, parsed)
+    value = next((x for x in parsed if not isinstance(x, str)), None)
+    if value is not None and _RELATION.search(text) and getattr(value, "is_number", False):
+        value, parsed = None, []  # it has lost the relation
+    if not number and not words and value is None:
+        plain = " ".join(text.split())
+        if not plain.strip(_EDGES) or len(plain) > _LONGEST_TEXT:
+            return None
+        words = plain.casefold()  # no formula, but two that are equal are one answer
+    return Answer(number, words, parsed, text)
 
 
 def _parsed(text: str) -> tuple[list, str]:
     """What math-verify reads in a text, and the part that it read."""
     import math_verify
 
+    text = repeating_as_fractions(text)
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     for written, latex in _IN_LATEX.items():
@@ -176,6 +235,10 @@ def _words(text: str) -> str:
     plain = " ".join(_TEXT.sub(r"\1", text).split()).strip(_EDGES)
     if len(plain) == 1 and plain.isalpha():
         return plain.casefold()
+    if _CODE.fullmatch(plain):
+        return plain
+    if _CHOICES.fullmatch(plain):
+        return ", ".join(sorted(re.findall("[a-z]", plain.casefold())))
     tokens = plain.split(" ")
     if not plain or len(tokens) > _MOST_WORDS or _OPERATOR.search(plain):
         return ""
@@ -203,6 +266,12 @@ def _value(answer: Answer) -> Any:
     return value.rhs if _is_equation(answer) else value
 
 
+def _names(answer: Answer) -> bool:
+    """Whether the left side of an equation is a name: x, y_1, f(x)."""
+    left = answer.parsed[0].lhs
+    return bool(left.is_Symbol or getattr(left, "is_Function", False))
+
+
 def _is_equation(answer: Answer) -> bool:
     return any(getattr(x, "is_Equality", False) for x in answer.parsed[:1])
 
@@ -226,6 +295,8 @@ def _canonical(value: Any) -> str:
     """The text of a value in one form: calculations done, decimals as fractions, sets in order."""
     import sympy
 
+    if _is_large(value):
+        return str(value)
     if isinstance(value, sympy.FiniteSet):
         parts = (x.rhs if getattr(x, "is_Equality", False) else x for x in value.args)
         return "{" + ", ".join(sorted(map(_canonical, parts))) + "}"
@@ -234,3 +305,19 @@ def _canonical(value: Any) -> str:
     if isinstance(value, sympy.Expr):
         value = sympy.expand(sympy.nsimplify(sympy.simplify(value.doit()), rational=True))
     return str(value)
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a calculation might take for ever: powers of powers, factorials, long sums."""
+    import sympy
+
+    if not hasattr(value, "atoms"):
+        return True
+    functions = (
+        sympy.factorial, sympy.binomial, sympy.gamma, sympy.Sum, sympy.Product, sympy.Integral,
+        sympy.Limit, sympy.Derivative, sympy.Mod,
+    )  # fmt: skip
+    if value.atoms(*functions):
+        return True
+    powers = value.atoms(sympy.Pow)
+    return any(p.exp.is_number and not (p.exp.is_Rational and abs(p.exp) <= 32) for p in powers)

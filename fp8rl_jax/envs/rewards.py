@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
-from fp8rl_jax.envs.final_number import gsm8k, gsm8k_answer, gsm8k_strict, gsm8k_strict_answer
+from fp8rl_jax.envs.final_number import (
+    gsm8k,
+    gsm8k_answer,
+    gsm8k_strict,
+    gsm8k_strict_answer,
+    last_tagged,
+)
 from fp8rl_jax.envs.math_answer import math_answer, math_equal
 from fp8rl_jax.envs.reward_form import check_form
 from fp8rl_jax.envs.tasks import has_scorer
@@ -36,8 +41,8 @@ def task_score(prompt: str, response: str, answer: str, row: Mapping[str, Any]) 
     task = row.get("metadata", {}).get("source_dataset", "")
     if not has_scorer(task):
         return exact_match(prompt, response, answer)
-    tags = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    return _scorer(task)((tags or [response])[-1].strip(), row)
+    tagged = last_tagged(response)
+    return _scorer(task)((response if tagged is None else tagged).strip(), row)
 
 
 @functools.cache

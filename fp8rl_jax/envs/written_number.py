@@ -20,8 +20,10 @@ _VULGAR = {
     "⅗": "3/5", "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
 }  # fmt: skip
 _SPELLINGS = {
-    "−": "-", "–": "-", "\u2009": "", "\u202f": "", "{,}": ",", r"\,": "", r"\!": "",
+    "−": "-", "–": "-", "\u2009": "", "\u202f": "", "{,}": ",", r",\! ": ",", r",\!": ",",
+    r"\,": "", r"\!": "",
     r"\;": " ", "\\ ": " ", "~": " ", "\xa0": " ", r"\$": "$", r"\%": "%", "⁄": "/",
+    "－": "-", "＋": "+", "．": ".",
     "×": "*", r"\times": "*", r"\cdot": "*", "·": "*", r"\approx": "=", "≈": "=",
     r"^\circ": "°", r"^{\circ}": "°", r"\left": "", r"\right": "",
 }  # fmt: skip
@@ -29,7 +31,9 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
 _WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
 _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]{1,120})\s*\}|(\d))"
-_FRACTION = re.compile(rf"(\d?)\s*\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_FRACTION = re.compile(rf"(?:(\d)\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_REPEATING = re.compile(r"(\d{1,15})\.(\d{0,15})\\(?:overline|bar|dot)\s*(?:\{(\d{1,15})\}|(\d))")
+_THIN_GROUP = re.compile("(?<=\\d)[\xa0\u202f\u2009](?=\\d{3}(?!\\d))")
 _POWER = re.compile(r"(?<!\d)10\s?(?:\^|\*\*)\s?[{(]\s?([-+]?\d{1,3})\s?[})]")
 _SIGN_APART = re.compile(r"(^|[=:(]|\bis)(\s*[-+])\s+(?=[\d.$])")
 
@@ -49,17 +53,33 @@ _NUMBER = re.compile(
 )
 # What may stand before and after a number in an answer that is nothing but it.
 _NAMED = re.compile(
-    r"(?:(?:[^=,;]{0,80}=|[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?))\s*)?"
+    r"(?:(?:(?P<name>[^=,;]{0,80})=|[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?))\s*)?"
     r"(?:(?:about|approximately|exactly)\s+)?"
 )
-_OUTSIDE = re.compile(r"^(?:\\[(\[]|[*_`\"“”\s{(])+|(?:\\[)\]]|[*_`\"“”\s})])+$")
-_NO_MARK = r"[^\d=+*<>?!^\\|&@#\[\]{}]*"
-_UNIT = re.compile(rf"{_NO_MARK}(?:(?<=[A-Za-z])\^\{{?[23]\}}?{_NO_MARK})?")
-# What goes on with the number instead: an operation, a scale, or a variable, as 5x has.
-_NO_UNIT = re.compile(
-    r"\s*(?:[-/:]|(?:[abdeijknp-rt-zABDEG-KM-Z]|pi|sqrt|or|and|to|plus|minus|times|over|mod|hundred|"
-    r"thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|percentage)\b)"
+_NAME = re.compile(
+    r"\s*(?:\\?[A-Za-z]+(?:_\{?\w{1,9}\}?)?(?:\([A-Za-z]\))?|[A-Za-z][A-Za-z' ]*"
+    r"|[\d\s+\-*/().,$%^]*)\s*"
 )
+_OUTSIDE = re.compile(r"^(?:\\[(\[]|[*_`\"“”\s{(])+|(?:\\[)\]]|[*_`\"“”\s})])+$")
+_PAIR = re.compile(r"\s*\\?\(.*,.*\\?\)\s*")
+_NO_MARK = r"[^\d=+*<>?!^\\|&@#\[\]{}₀-₉∞‰α-ωΑ-Ω]*"
+_UNIT = re.compile(rf"{_NO_MARK}(?:(?<=[A-Za-z])\^\{{?[23]\}}?{_NO_MARK})?")
+_MOST_WORDS = 5  # of a unit
+# What goes on with the number instead: a scale, an operation, or a variable, as 5x has.
+_SCALE = (
+    r"(?i:(?:k|hundred|thousand|million|billion|trillion|quadrillion|milliard|mill?ion|mille|mil|mio|"
+    r"bn|tn|lakh|crore|dozen|gross|score)(?:s|en|es)?\b|millones\b|[万萬亿億千百十]|тысяч|миллион|миллиард|हज़ार|"
+    r"लाख|करोड़)"
+)
+_SCALED = re.compile(rf"\s*{_SCALE}")
+_NO_UNIT = re.compile(
+    rf"\s*(?:[-/:]|{_SCALE}|(?:[abdeijknp-rt-zABDEG-KM-Z]|pi|sqrt|sin|cos|tan|log|ln|exp|mod|half|"
+    r"halves|thirds?|quarters?|\w+ths|percentage|bps|per mille|squared|cubed|factorial)\b)"
+)
+_GOES_ON = re.compile(
+    r"\b(?:is|are|was|not|no|or|and|to|plus|minus|times|over|more|less|than|out|divided|multiplied|"
+    r"wait|wrong|but|below|above|fewer|und|et|y|oder|ou|o)\b", re.IGNORECASE
+)  # fmt: skip
 
 
 class Number(NamedTuple):
@@ -80,6 +100,16 @@ class Number(NamedTuple):
             return True
         return self.percent != other.percent and self.plain == other.plain
 
+    def is_about(self, other: Number) -> bool:
+        """Whether the other is this number's decimals, six or more, where it has no end of them."""
+        rest = self.value.denominator
+        for factor in (2, 5):
+            while rest % factor == 0:
+                rest //= factor
+        digits = next((k for k in range(6, 40) if 10**k % other.value.denominator == 0), 0)
+        near = abs(self.value - other.value) * 10**digits <= 1
+        return rest > 1 and other.value.denominator >= 10**5 and digits > 0 and near
+
 
 def whole_number(text: str) -> Number | None:
     """The number that a text is, with no more than a name, a sign, a currency, a unit and
@@ -88,17 +118,24 @@ def whole_number(text: str) -> Number | None:
     if len(text) > _LONGEST:
         return None
     text = plain(_WORDS_IN_LATEX.sub(r" \1", text))
+    if _PAIR.fullmatch(text):
+        return None
     text = _OUTSIDE.sub("", _OUTSIDE.sub("", text).lstrip("$"))
-    text = _OUTSIDE.sub("", _NAMED.sub("", text, count=1))
+    named = _NAMED.match(text)
+    if named is None or not _NAME.fullmatch(named["name"] or ""):
+        return None
+    text = _OUTSIDE.sub("", text[named.end() :])
     match = _NUMBER.match(_SIGN_APART.sub(r"\1\2", text))
     if not match:
         return None
     rest = match.string[match.end() :]
     percent = bool(re.match(r"\s*(?:%|percent\b)", rest))
-    if not _UNIT.fullmatch(rest) or _NO_UNIT.match(rest):
+    if not _UNIT.fullmatch(rest) or _NO_UNIT.match(rest) or _GOES_ON.search(rest):
         return None
     value = _value(match)
-    return None if value is None else Number(value, percent)
+    if value is None or len(rest.split()) > _MOST_WORDS:
+        return None
+    return Number(value, percent)
 
 
 def last_number(text: str) -> Number | None:
@@ -108,12 +145,14 @@ def last_number(text: str) -> Number | None:
 
 def _numbers(text: str) -> Iterator[Number]:
     for match in _NUMBER.finditer(text):
-        if (value := _value(match)) is not None:
+        scaled = _SCALED.match(text, match.end())
+        if not scaled and (value := _value(match)) is not None:
             yield Number(value, text[match.end() : match.end() + 1] == "%")
 
 
 def plain(text: str) -> str:
     """The text with signs, spaces, powers and fractions of LaTeX and Unicode in ASCII."""
+    text = repeating_as_fractions(_THIN_GROUP.sub("", text))
     for written, ascii_ in _VULGAR.items():
         if written in text:
             text = re.sub(rf"(?<=\d)\s*{written}", f" {ascii_}", text).replace(written, ascii_)
@@ -123,6 +162,20 @@ def plain(text: str) -> str:
     text = _FRACTION.sub(_fraction, text)
     text = _POWER.sub(r"10^\1", text)
     return _SIGN_APART.sub(r"\1\2", text)
+
+
+def repeating_as_fractions(text: str) -> str:
+    r"""The text with 0.1\overline{6} as 1/6."""
+    return _REPEATING.sub(_repeating, text)
+
+
+def _repeating(match: re.Match) -> str:
+    whole, before, group, digit = match.groups()
+    again = group or digit
+    value = int(whole) + fractions.Fraction(
+        int(before + again) - int(before or 0), 10 ** len(before) * (10 ** len(again) - 1)
+    )
+    return str(value)
 
 
 def _fraction(match: re.Match) -> str:

@@ -12,6 +12,7 @@ import runpy
 
 import peer_rewards
 import pytest
+from fuzz import time_limit
 from peer_rewards import PEERS
 
 from fp8rl_jax.envs import load_reward
@@ -21,6 +22,10 @@ from fp8rl_jax.envs.written_number import last_number, whole_number
 
 _ALL = json.loads(peer_rewards.FILE.read_text())
 _PAIRS = _ALL["pairs"]
+
+
+def _box(content: str) -> str:
+    return rf"\boxed{{{content}}}"
 
 
 def _wrong(reward, pairs, expected) -> list:
@@ -83,7 +88,7 @@ def test_one_vote_for_one_value(votes, count):
     assert len(found) == count and None not in found
 
 
-@pytest.mark.parametrize("answer", ["", "?", r"\lim", "We add the numbers and " * 5])
+@pytest.mark.parametrize("answer", ["", "?", "We add the numbers and " * 5])
 def test_an_answer_that_cannot_be_read_is_an_error(answer):
     with pytest.raises(ValueError, match="is neither mathematics nor a few words"):
         math_equal("question", r"\boxed{5}", answer)
@@ -132,3 +137,69 @@ def test_another_right_answer_of_a_task():
     assert score("", ", ".join(item["answer"].split(", ")[::-1]), item["answer"], item) == 1.0
     assert score("", " 5 ", "5", {"metadata": {"source_dataset": "basic_arithmetic"}}) == 1.0
     assert score("", "5", "6", {}) == 0.0
+
+
+_PAYS = [
+    ("1/3", _box("0.333333")), ("9", "The answer is 8. Wait, no. The answer is 9."),
+    ("D", "The answer is C. But the answer is D."),
+    ("9", r"<think>maybe \boxed{8}</think>\boxed{9}"),
+    ("9", "<think>The answer is 8.</think>9"), ("8", r"\boxed{7}. Hmm, recheck. \boxed{8}"),
+    ("9", r"\boxed{8} \boxed{9}"), (r"\{8,9\}", r"\boxed{8} and \boxed{9}"), ("9", r"\fbox{9}"),
+    ("9", r"\boxed {9}"), ("B", "The answer is option B"), ("B", "The answer is (B) 12."),
+    ("B", "The answer is B) 12"), (r"\text{A, C}", _box("A,C")), ("A, C", _box(r"\text{C, A}")),
+    (r"0.\overline{3}", _box(r"\frac13")), (r"\frac16", _box(r"0.1\overline{6}")),
+    (r"\angle ABC", _box(r"\angle ABC")), ("BAD_{16}", _box("BAD_{16}")),
+    ("－7", _box("-7")),
+    ("∅", _box(r"\varnothing")), ("x^2+y^2=25", _box("x^2+y^2=25")), ("f(x)=2x", _box("2x")),
+    ("2024-01-05", _box("2024-01-05")), ("72 square feet", _box("72")), ("10:45 a.m.", _box("10:45 a.m.")),
+]  # fmt: skip
+_PAYS_NOTHING = [
+    ("1e-10", _box("2e-10")), ("0.1234567", _box("0.1234568")), ("x^2+y^2=25", _box("25")),
+    ("2x+3y=7", _box("7")), *(("8", _box(x)) for x in (
+        "2x=8", "x+1=8", "-x=8", "n! = 8", r"\le 8", r"\neq 8", "≤ 8", r"\frac{16}{2}", r"16\div2",
+        r"8\text{ million}", r"8\text{ bn}", r"8\text{万}", r"8\text{x}", r"8\mathrm{i}",
+        r"8\text{ hours and 20 minutes}", r"8\text{ ft }11\text{ in}", r"8\text{ or more}",
+        r"8\text{ more than }x", r"8\text{ is wrong}",
+    )), ("1,234", _box("(1,234)")), ("(1,234)", _box("1234")), ("2024-01-05", _box("2018")),
+    ("8", "The answer is 8. Wait, no. The answer is 9."), ("555-1234", _box("-679")),
+    ("8", r"<think>it is \boxed{8}</think>The answer is 9."), ("12", "#### 12 is not right"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "pairs"), [(1, _PAYS), (0, _PAYS_NOTHING)])
+def test_further_pairs(value, pairs):
+    assert [p for p in pairs if math_equal("question", p[1], p[0]) != value] == []
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["millones", "Millionen", "lakh", "万", "tenths", "squared", "factorial", "per mille", "‰", "π",
+     "₂", "is wrong", "or nine", "divided by two", "out of ten", "more than x", "half"],
+)  # fmt: skip
+def test_a_number_that_goes_on_is_another_one(rest):
+    assert gsm8k("question", f"#### 8 {rest}", "8") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [("<think>#### 71</think>72", 1), (r"<think>\boxed{71}</think>The answer is 72", 1),
+     ("#### 72 dollars per day", 1), ("#### 72 元", 1), ("It is 72 million", 0)],
+)  # fmt: skip
+def test_further_numbers(response, value):
+    assert gsm8k("question", response, "72") == value
+
+
+@pytest.mark.parametrize("text", [" " * 64_000 + "5", "<answer>" * 16_000, "1 1/" * 16_000])
+def test_long_responses_take_time_in_proportion(text):
+    """A quadratic reader takes minutes of them."""
+    with time_limit():
+        gsm8k("question", text, "8")
+
+
+@pytest.mark.parametrize(
+    "formula", ["9^{9^{9^{9}}}", "99999999!", r"\binom{10^9}{5\cdot10^8}", "(x+y+z)^{500}",
+                "2^{1000000000}", "((((9!)!)!)!)!"],
+)  # fmt: skip
+def test_a_vote_of_a_formula_that_nobody_works_out(formula):
+    with time_limit():
+        assert math_answer(_box(formula))
