@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from fp8rl_jax.errors import UserError
 
 # The smallest normal number of float32: compiled programs take smaller ones for 0.
-_TINY = 2.0**-126
+TINY = 2.0**-126
 
 
 class Bounds(NamedTuple):
@@ -169,17 +169,18 @@ BOUNDS: dict[str, Bounds] = {
     # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are no fields.
     "sapo.tau_positive": _above(0, 1e6),
     "sapo.tau_negative": _above(0, 1e6),
-    "tis.cap": _above(0, _RATIO),
-    "tis.low": _real(0, _RATIO),
-    "seq_tis.cap": _above(0, _RATIO),
-    "icepop.low": _real(0, _RATIO),
-    "icepop.high": _real(0, _RATIO),
-    "mask_sequence.low": _real(0, _RATIO),
-    "mask_sequence.high": _real(0, _RATIO),
-    "mask_geometric.low": _real(0, _RATIO),
-    "mask_geometric.high": _real(0, _RATIO),
+    # A correction does nothing at zero drift: its bounds of a ratio have 1 between them.
+    "tis.cap": _real(1, _RATIO),
+    "tis.low": _real(0, 1),
+    "seq_tis.cap": _real(1, _RATIO),
+    "icepop.low": _real(0, 1),
+    "icepop.high": _real(1, _RATIO),
+    "mask_sequence.low": _real(0, 1),
+    "mask_sequence.high": _real(1, _RATIO),
+    "mask_geometric.low": _real(0, 1),
+    "mask_geometric.high": _real(1, _RATIO),
     "mask_k3.most": _real(0, _RATIO),
-    "veto.least": _real(0, _RATIO),
+    "veto.least": _real(0, 1),
     "opsm.delta": _real(0, _RATIO),
     "overlong_penalty.max_length": _whole(1, _COUNT),
     "overlong_penalty.buffer": _whole(0, _COUNT),
@@ -209,7 +210,7 @@ def _check(bounds: Bounds, found: str, value: Any) -> None:
     """`found`: how the sentence begins."""
     if not bounds.hold(value):
         raise UserError(f"{found} write {bounds}")
-    if value and abs(value) < _TINY:
+    if value and abs(value) < TINY:
         raise UserError(f"{found} write {bounds}; it is 0 in float32")
 
 

@@ -12,7 +12,7 @@ from fp8rl_jax.errors import UserError
 
 
 def choose(
-    text: str, factories: Mapping[str, Callable], what: str, **defaults: Any
+    text: str, factories: Mapping[str, Callable], what: str, *, most: int = 0, **defaults: Any
 ) -> list[tuple[str, Any]]:
     """The names in `text`, each with what its factory returns, in the order of the text.
 
@@ -21,11 +21,12 @@ def choose(
         ``my_module:my_function``, which stands for itself. Arguments are literals.
       factories: by name.
       what: how the sentence of an error begins, such as 'algo.loss'.
+      most: names that the text may have; 0 for any number.
       **defaults: arguments of the factories that have a parameter of that name, unless the text
         gives them.
 
     Raises:
-      UserError: a name is unknown, or its arguments do not fit.
+      UserError: there is no name or too many, one is unknown, or its arguments do not fit.
     """
     if ":" in text and "(" not in text:
         function = user_code.load(text.strip(), f"{what}:")
@@ -35,20 +36,25 @@ def choose(
     known = ", ".join(factories)
     try:
         body = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested deeply
         raise UserError(
             f"{what} is {text!r}, which is not understood: write one of {known}, with arguments "
             "in parentheses if any, or 'module:function'"
         ) from None
-    return [
-        _call(node, text, factories, what, known, defaults)
-        for node in (body.elts if isinstance(body, ast.Tuple) else [body])
-    ]
+    nodes = body.elts if isinstance(body, ast.Tuple) else [body]
+    if not nodes or (most and len(nodes) > most):
+        count = f"{most} of" if most else "one or several of"
+        raise UserError(f"{what} is {text!r}, which names {len(nodes)}: write {count} {known}")
+    return [_call(node, text, factories, what, known, defaults) for node in nodes]
 
 
 def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults: dict):
     function = node.func if isinstance(node, ast.Call) else node
-    name = function.id if isinstance(function, ast.Name) else ast.unparse(function)
+    name = (
+        function.id
+        if isinstance(function, ast.Name)
+        else ast.get_source_segment(text.strip(), function)
+    )
     if name not in factories:
         raise UserError(f"{what} is {text!r}; {name!r} is unknown: write one of {known}")
     signature = inspect.signature(factories[name])
@@ -56,7 +62,11 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     try:
         arguments = [ast.literal_eval(x) for x in getattr(node, "args", [])]
         named = {str(k.arg): ast.literal_eval(k.value) for k in getattr(node, "keywords", [])}
+        if len(named) < len(getattr(node, "keywords", [])):
+            raise TypeError("an argument is there twice")
         given = signature.bind(*arguments, **named).arguments
+    except RecursionError:
+        raise UserError(f"{what} is {text!r}: arguments are numbers; write {usage}") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} is {text!r}: {error}; write {usage}") from None
     if not all(type(value) in (int, float) for value in given.values()):

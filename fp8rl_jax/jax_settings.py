@@ -4,8 +4,10 @@ JAX takes a default for each of its settings from the environment (JAX_THREEFRY_
 and from whoever called `jax.config.update` in this process. Some change random bits, sums or what
 is an error; a promise of equal bits must not rest on them. So each is one of four kinds:
 
-  HELD      set to the default when a command or a run begins (`hold_settings`); where JAX's
-            default is none, as of transfers, to what it stands for
+  HELD      set to the default (`hold_settings`) when a command or a run begins, again once the
+            functions that its configuration names are imported, and before every part of a
+            step, as losses, corrections and loggers run later; where JAX's default is none, as
+            of transfers, set to what it stands for
   REFUSED   named in a sentence if it is on: with it nothing here works as it says
   RECORDED  left to the user; in environment.json, compared at --resume, part of caches' names
   HARMLESS  changes no number and no outcome
@@ -192,14 +194,15 @@ def hold_settings() -> None:
     Raises:
       UserError: a setting is on that is REFUSED.
     """
+    values = jax.config.values  # a new dict each time
     for name, reason in REFUSED.items():
-        if jax.config.values.get(name):
+        if values.get(name):
             raise UserError(
                 f"{name.upper()} is on, and {reason}: unset it, or jax.config.update('{name}', "
                 "False)"
             )
     for name, value in HELD.items():
-        if name in jax.config.values:
+        if values.get(name, value) != value:
             jax.config.update(name, value)
     for name, value in FLAX_HELD.items():
         if name in flax.config._values:

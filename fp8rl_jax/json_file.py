@@ -13,11 +13,62 @@ import math
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 LONGEST = 2**24  # bytes; a config.json has thousands
 DEEPEST = 100  # lists and objects within each other
+
+
+class Table(Mapping[str, Any]):
+    """A JSON object in a configuration, with any names: ml_collections freezes no dict in a list,
+    and takes no name with a dot. It cannot be changed; `plain` gives the dict."""
+
+    def __init__(self, content: dict[str, Any]):
+        self._content = content
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __repr__(self) -> str:
+        return repr(self._content)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def tabled(value: Any, deepest: int = DEEPEST) -> Any:
+    """A JSON value with a `Table` in the place of each dict.
+
+    Raises:
+      TypeError: the name in an object is no text.
+      ValueError: it is nested more deeply than `deepest`.
+    """
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if not deepest:
+        raise ValueError("it is nested too deeply")
+    if not isinstance(value, dict):
+        return type(value)(tabled(part, deepest - 1) for part in value)
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is no text")
+    return Table({name: tabled(part, deepest - 1) for name, part in value.items()})
+
+
+def plain(value: Any) -> Any:
+    """The value with a dict in the place of each `Table`, and lists that may have been frozen."""
+    if isinstance(value, dict | Table):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value
 
 
 def is_file_name(name: Any) -> bool:
@@ -54,20 +105,23 @@ def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
 
 
 def parse_json(
-    content: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+    content: bytes | str,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    integers: Callable[[str], Any] | None = None,
 ) -> Any:
     """The value of a JSON text; NaN and Infinity are numbers in it, as for `json`.
 
     Args:
       content: the text.
       pairs: makes an object of its keys and values; without it the last of equal keys counts.
+      integers: makes a whole number of its digits; without it more than Python reads are an error.
 
     Raises:
       ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
     """
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text, object_pairs_hook=pairs, parse_int=integers)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except MemoryError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import socket
 import time
 from typing import NamedTuple
@@ -141,7 +141,7 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
                 names = ", ".join(map(str, sorted(missing)))
                 problem = f"after {JOIN_SECONDS:.0f} s there is no process {names}"
                 break
-            ready, _, _ = select.select([listener, *heard], [], [], left)
+            ready = _ready([listener, *heard], left)
             if listener in ready:
                 with contextlib.suppress(OSError):
                     heard[stack.enter_context(listener.accept()[0])] = b""
@@ -167,6 +167,15 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
                 caller.settimeout(2.0)
                 caller.sendall(_ANSWER + problem.encode() + b"\n")
         return problem
+
+
+def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
+    """Those that have something, after at most these seconds; of any number (`select.select` takes
+    descriptors below 1024 alone)."""
+    with selectors.DefaultSelector() as selector:
+        for one in sockets:
+            selector.register(one, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]
 
 
 def _received(caller: socket.socket) -> bytes:

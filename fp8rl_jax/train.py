@@ -23,6 +23,7 @@ from fp8rl_jax import processes, sharding
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check, policy_of
 from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError
+from fp8rl_jax.jax_settings import hold_settings
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import summarise, write_report
@@ -97,6 +98,7 @@ def train(
     runtime = make_runtime(config)
     logger_names(config)
     check_train_memory(runtime, runtime.mesh)
+    config = runtime.config  # whose run.dir is absolute
     directory = pathlib.Path(config.run.dir)
     processes.decided(lambda: _check_rooms(runtime))
     check_shared(directory)
@@ -254,6 +256,7 @@ class _Run:
         number = self.checkpoints.latest()
         if number is None:
             self.logs = RunLogs(self.directory, None, self.config, self.display.note)
+            self.monitor.forget_after(0)
             params = rt.initial_params()
             if self.resume:
                 self.display.note("there is no checkpoint to resume from: starting anew")
@@ -268,6 +271,7 @@ class _Run:
         like = rt.state_shapes(optimizer_of_phase(self.config, self.phase)[0])
         state = self.checkpoints.restore(number, like)
         self.logs = RunLogs(self.directory, meta["offsets"], self.config, self.display.note)
+        self.monitor.forget_after(meta["step"] if self.phase == "rl" else 0)
         self.display.note(f"resuming after {self.phase} step {meta['step']}")
         return state
 
@@ -359,6 +363,7 @@ class _Run:
 
     def _sample(self, state: TrainState, weights, stream, step: int, record: StepRecord) -> Samples:
         """The responses of a step, with their rewards."""
+        hold_settings()
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
@@ -375,6 +380,7 @@ class _Run:
     def _score(self, samples: Samples, state, reference, record: StepRecord) -> Batch:
         """The training batch: log-probabilities before the update (the learner's, where they may
         differ from the sampler's) and of the reference policy, advantages and weights."""
+        hold_settings()
         rt, rollout = self.runtime, samples.rollout
         batch = rt.rollout_batch(rollout, samples.prompts, samples.lengths)
         with record.timed("old_logprobs"):
@@ -400,6 +406,7 @@ class _Run:
     def _update(self, state: TrainState, batch: Batch, step: int, record: StepRecord):
         """All optimiser updates of a step: the state after them, the log-probabilities that the
         first one computed before it, and the metrics of each."""
+        hold_settings()
         rt, algo = self.runtime, self.config.algo
         rows = len(batch.mask) // algo.num_minibatches
         updates, first = [], None
@@ -440,6 +447,7 @@ class _Run:
 
     def _refit(self, state: TrainState, batch: Batch, record: StepRecord):
         """The state with calibrated KV scales, and the weights that the sampler takes next."""
+        hold_settings()
         rt = self.runtime
         if rt.calibrated:
             with record.timed("calibrate"):
@@ -481,6 +489,7 @@ class _Run:
     def _evaluate(self, state: TrainState, weights) -> None:
         """Evaluates the weights of a state; where no call of the reward works, that is left to
         the run that resumes."""
+        hold_settings()
         try:
             evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
         except RewardError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import numpy as np
 import pytest
 
 from fp8rl_jax.bounds import BOUNDS, shown
@@ -63,3 +64,8 @@ def test_a_number_of_many_digits_has_a_short_sentence():
     assert shown(-7) == "-7" and shown("a") == "'a'"
     with pytest.raises(UserError, match=r"ppo\(clip_low=a number of about 5001 digits\)"):
         losses.ppo(clip_low=10**5000)
+
+
+def test_the_buffer_of_a_length_penalty_is_within_the_length():
+    with pytest.raises(UserError, match=r"overlong_penalty\(buffer=5\): write at most .* = 4"):
+        shaping.overlong_penalty(np.array([1, 4]), 4, 5, 1.0)

@@ -12,12 +12,14 @@ import flax
 import jax
 import pytest
 from refusals import python
-from tiny_run import reproducible
+from tiny_run import CONFIG, reproducible
 from train_process import finish, start
 
 from fp8rl_jax import jax_settings as table
+from fp8rl_jax.config import load_config
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.environment import check_environment, environment, keep_environment
+from fp8rl_jax.training.runtime import make_runtime
 from fp8rl_jax.user_cache import cache_name
 
 _NAMES = sorted(jax.config.values)
@@ -94,6 +96,40 @@ def test_what_is_held_is_set(monkeypatch):
     assert not flax.config._values["flax_return_frozendict"]
 
 
+_CHANGES = """
+import jax
+jax.config.update({!r}, {!r})
+def f(logp, old, advantages, mask):
+    return logp, {{}}
+def rows():
+    return [{{"question": f"{{n}} + 1", "answer": str(n + 1)}} for n in range(400)]
+"""
+
+
+@pytest.mark.parametrize("field", ["algo.loss={}:f", "env.task={}:rows"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_default_prng_impl", "rbg"), ("jax_enable_x64", True)]
+)
+def test_modules_that_are_imported_late(field, name, value, tmp_path, monkeypatch):
+    """A function's module changes settings: what is held is held again, what is refused named."""
+    module = f"changes_{tmp_path.name}_{name}"
+    (tmp_path / f"{module}.py").write_text(_CHANGES.format(name, value))
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = [field.format(module), "sft.steps=0"]
+    config = load_config(str(CONFIG), [f"run.dir={tmp_path}", *fields])
+    try:
+        if name in table.REFUSED:
+            with pytest.raises(UserError, match=f"^{name.upper()} is on"):
+                make_runtime(config)
+        else:
+            make_runtime(config)
+            assert jax.config.values[name] == table.HELD[name]
+        assert module in sys.modules
+    finally:
+        jax.config.update("jax_enable_x64", False)
+        table.hold_settings()
+
+
 @pytest.mark.parametrize("name", table.REFUSED)
 def test_what_is_refused_is_named(name):
     try:
@@ -128,10 +164,16 @@ def test_what_is_recorded_is_compared(tmp_path, another_level, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("JAX_NUMPY_RANK_PROMOTION", "nonsense"), ("JAX_ENABLE_X64", "maybe")]
+    ("name", "value"),
+    [
+        ("JAX_NUMPY_RANK_PROMOTION", "nonsense"),
+        ("JAX_ENABLE_X64", "maybe"),
+        ("FLAX_RETURN_FROZENDICT", "maybe"),
+        ("FLAX_MAX_REPR_DEPTH", "deep"),
+    ],
 )
 def test_a_value_that_jax_does_not_know(name, value):
-    """JAX raises where it is imported: one sentence with the name, and status 2."""
+    """JAX, or Flax, raises where it is imported: one sentence with the name, and status 2."""
     process = python("recipe", "list", **{name: value})
     assert process.returncode == 2 and process.stdout == ""
     assert re.fullmatch(r"error: [^\n]*\n", process.stderr)

@@ -4,6 +4,8 @@ alone."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -148,6 +150,29 @@ def test_strangers_at_the_port_are_ignored():
         second.join(20)
     assert found == also == [None]
     assert time.monotonic() - begin < 10
+
+
+def test_many_files_are_open(monkeypatch):
+    """Descriptors from 1024 on are as good as others."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    create = socket.create_server
+
+    def high(*arguments, **named):
+        with create(*arguments, **named) as server:
+            return socket.socket(fileno=fcntl.fcntl(server, fcntl.F_DUPFD_CLOEXEC, 1024))
+
+    monkeypatch.setattr(socket, "create_server", high)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2000), hard))
+    try:
+        with create(("", 0)) as server:
+            port = server.getsockname()[1]
+        first, found = _in_thread(Place(2, 0, f"localhost:{port}"))
+        second, also = _in_thread(Place(2, 1, f"localhost:{port}"))
+        first.join(20)
+        second.join(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    assert found == also == [None]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from fp8rl_jax.cli.output import is_gone, prepare_streams, silence
+from fp8rl_jax.cli.output import flush, is_gone, prepare_streams, silence
 
 _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
@@ -30,8 +30,8 @@ def entry() -> None:
             raise
         print(f"error: JAX does not start on this CPU: {error}", file=sys.stderr)
         sys.exit(2)
-    except ValueError as error:  # JAX does not know the value of a setting
-        if "JAX" not in str(error).upper():
+    except ValueError as error:  # JAX or Flax does not know the value of a setting
+        if not any(name in str(error).upper() for name in ("JAX", "FLAX")):
             raise
         print(f"error: {error}: correct that variable, or unset it", file=sys.stderr)
         sys.exit(2)
@@ -39,7 +39,7 @@ def entry() -> None:
     signal.signal(signal.SIGINT, before)
     try:
         status = main.run(sys.argv[1:])
-        sys.stdout.flush()
+        flush(sys.stdout)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = _INTERRUPTED

@@ -33,7 +33,14 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
-from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError, limit_reached
+from fp8rl_jax.errors import (
+    DriftError,
+    NonFiniteError,
+    RewardError,
+    UserError,
+    limit_reached,
+    raised,
+)
 from fp8rl_jax.jax_settings import hold_settings
 
 _OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
@@ -45,6 +52,7 @@ def _train(values: argparse.Namespace) -> int:
     with keep_talking():
         with Interrupt() as interrupt:  # imports too, which may lose a KeyboardInterrupt
             config = read_config("train", values)
+            directory = os.path.abspath(config.run.dir)
             from fp8rl_jax.report.summary import summarise
             from fp8rl_jax.train import train
 
@@ -53,7 +61,7 @@ def _train(values: argparse.Namespace) -> int:
             return _STOPPED
         if not processes.first():
             return 0
-        summary = summarise(config.run.dir)
+        summary = summarise(directory)
         lines = (summary["sentence"], *summary["notes"], f"report: {outcome.report}")
         for line in filter(None, (*lines, summary["advice"])):
             print(line)
@@ -319,6 +327,12 @@ def run(arguments: Sequence[str]) -> int:
         return processes.end(_DRIFTED, f"stopped: {' '.join(str(error).split())}")
     except NonFiniteError as error:
         return processes.end(1, f"stopped: {error}")
+    except SystemExit as error:  # none of ours ends so
+        return processes.end(
+            2,
+            f"error: a function that the configuration names has ended the command with "
+            f"{raised(error)}: raise another error there, or return",
+        )
     except BaseException as error:
         if limit := limit_reached(error):
             return processes.end(2, f"error: {limit}: raise that limit")

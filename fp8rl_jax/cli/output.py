@@ -28,12 +28,16 @@ class _Outlived(io.TextIOBase):
     def _call(self, function: Callable, *arguments: str) -> None:
         try:
             function(*arguments)
-        except OSError as error:
-            silence(self._stream)
-            if self._told:
-                with contextlib.suppress(OSError):
-                    word = f"standard output is gone ({error.strerror}); the run goes on"
-                    print(word, file=sys.stderr)
+        except (OSError, ValueError) as error:
+            told, self._told = self._told, False
+            if isinstance(error, OSError):
+                silence(self._stream)
+            elif not self._stream.closed:
+                raise
+            if told and sys.stderr is not None:  # else print() would come back here
+                reason = error.strerror if isinstance(error, OSError) else "it was closed"
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"standard output is gone ({reason}); the run goes on", file=sys.stderr)
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
@@ -70,13 +74,23 @@ def prepare_streams() -> None:
 @contextlib.contextmanager
 def keep_talking() -> Iterator[None]:
     """Within it nothing ends because standard output cannot be written."""
-    with contextlib.redirect_stdout(_Outlived(sys.stdout, told=True)):
+    stream = _Outlived(sys.stdout, told=True)
+    with contextlib.redirect_stdout(stream):
         yield
-        sys.stdout.flush()
+        stream.flush()
 
 
-def is_gone(stream: TextIO) -> bool:
-    """Whether a stream can no longer be written: an empty line is tried."""
+def flush(stream: TextIO | None) -> None:
+    """Hands over what a stream still holds, unless somebody's code has closed or removed it."""
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def is_gone(stream: TextIO | None) -> bool:
+    """Whether a stream can no longer be written: an empty line is tried. One that somebody's code
+    has closed or removed does not count."""
+    if stream is None or stream.closed:
+        return False
     try:
         stream.write("\n")
         stream.flush()
@@ -88,5 +102,6 @@ def is_gone(stream: TextIO) -> bool:
 def silence(stream: TextIO) -> None:
     """What is written to a stream from here on, and what it still holds, goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    if nowhere != stream.fileno():  # which was free, if somebody's code has closed it
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -43,7 +43,7 @@ _FIELD_OF = {
 
 
 def _pairs(command: str, option: str, text: str) -> dict[str, object]:
-    """{name: value} of 'name=value,name=[1,2]', values as Python literals or text."""
+    """{name: value} of 'name=value,name=[1,2]', values as literals of JSON or Python, or text."""
     from fp8rl_jax.config import literal
 
     found = {}
@@ -103,9 +103,11 @@ def _policy_config(command: str, values: argparse.Namespace):
 
             one = "," not in values.task and is_generated(values.task)
             config.env.eval_task = "" if one else values.task
-        set_options(config.env.task_options, _pairs("eval", "task-options", values.task_options))
+        options = _pairs("eval", "task-options", values.task_options)
+        set_options(config.env.task_options, options, "--task-options", "fp8rl eval")
     override(config, values.overrides)
-    set_options(config.data.chat_options, _pairs(command, "chat-options", values.chat_options))
+    options = _pairs(command, "chat-options", values.chat_options)
+    set_options(config.data.chat_options, options, "--chat-options", f"fp8rl {command}")
     keep_programs(config.run.compilation_cache)
     return config
 

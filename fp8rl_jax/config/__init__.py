@@ -9,5 +9,6 @@ from fp8rl_jax.config.load import (
     load_config,
     override,
     saved_config,
+    sections_config,
     set_options,
 )

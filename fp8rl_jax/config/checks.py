@@ -13,7 +13,7 @@ from fp8rl_jax.bounds import BOUNDS, check_number, shown
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.envs import NO_ANSWER, is_generated
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
 from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.kernels import triton_installed
 from fp8rl_jax.models import least_pages
@@ -307,12 +307,13 @@ def _check_functions(algorithm: Algorithm, algo) -> None:
     try:
         loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask)
         found = {"loss": loss, **stats}
-    except Exception as error:  # whatever a user's function raises
-        text = " ".join(str(error).split())[:200]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's function raises, SystemExit too
         raise UserError(
-            f"algo.loss: {algo.loss!r} fails on arrays of shape {shape} with "
-            f"{type(error).__name__}: {text}; it takes (logp, old, advantages, mask), works under "
-            "jit, and returns the loss and a dict of statistics"
+            f"algo.loss: {algo.loss!r} fails on arrays of shape {shape} with {raised(error)}; it "
+            "takes (logp, old, advantages, mask), works under jit, and returns the loss and a dict "
+            "of statistics"
         ) from None
     for name, value in found.items():
         if (value.shape, value.dtype) != (shape, jnp.float32):
@@ -323,10 +324,17 @@ def _check_functions(algorithm: Algorithm, algo) -> None:
     for name, correction in algorithm.corrections.items():
         try:
             weights, keep = correction(np.zeros(shape), np.ones(shape, bool), np.zeros(shape))
-            good = np.shape(weights) == np.shape(keep) == shape and np.asarray(keep).dtype == bool
-            problem = "" if good else "returns other shapes, or a keep that is not bool"
-        except Exception as error:  # whatever a user's function raises
-            problem = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            weights, keep = np.asarray(weights), np.asarray(keep)
+            if not weights.shape == keep.shape == shape or keep.dtype != bool:
+                problem = "returns other shapes, or a keep that is not bool"
+            elif weights.dtype.kind not in "fiu" or not np.isfinite(weights).all():
+                problem = "returns weights that are no finite real numbers where log_ratio is 0"
+            else:
+                problem = ""
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a user's function raises, SystemExit too
+            problem = f"fails with {raised(error)}"
         if problem:
             raise UserError(
                 f"algo.correction: {name!r} {problem}; it takes numpy arrays (log_ratio, mask, "

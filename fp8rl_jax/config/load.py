@@ -17,8 +17,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import ml_collections
 from absl import flags
@@ -28,6 +28,7 @@ from fp8rl_jax.bounds import shown
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.json_file import plain, tabled
 from fp8rl_jax.paths import expanded
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
@@ -134,8 +135,33 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
       UserError: a field that is not known, or of the wrong type.
     """
     config = default_config()
-    _merge(config, ml_collections.ConfigDict(content), where)
+    _merge(config, sections_config(content), where)
     return config
+
+
+def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
+    """The sections of a config.json, unchecked; options of free-form fields are `Table`s.
+
+    Raises:
+      AttributeError, TypeError, ValueError: a name that no field can have.
+    """
+    content = {
+        section: {
+            name: {option: tabled(part) for option, part in value.items()}
+            if isinstance(value, dict) and _is_free(f"{section}.{name}")
+            else value
+            for name, value in fields.items()
+        }
+        if isinstance(fields, dict)
+        else fields
+        for section, fields in content.items()
+    }
+    return ml_collections.ConfigDict(content)
+
+
+def _is_free(path: str) -> bool:
+    field = all_fields().get(path)
+    return field is not None and field.is_free
 
 
 def describe_fields() -> str:
@@ -207,7 +233,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
                     raise UserError(f"{where}: {path} is {value!r}; write a dict")
-                config[section][name] = _options(value, path, where)
+                config[section][name] = _options(value.to_dict, path, where)
                 continue
             if not _fits(value, field.default):
                 raise UserError(
@@ -218,21 +244,34 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 
 
 def _options(
-    options: ml_collections.ConfigDict, path: str, where: str
+    content: Callable[[], dict[str, Any]], path: str, where: str
 ) -> ml_collections.ConfigDict:
-    """A copy of a free-form field's options, which config.json can hold.
+    """A free-form field's options, which config.json can hold.
+
+    Args:
+      content: gives them; it may fail on a dict that holds itself.
+      path, where: of the field, for the sentence.
 
     Raises:
-      UserError: it cannot.
+      UserError: it cannot hold them, or one has a name that no option can have.
     """
     try:
-        json.dumps(content := options.to_dict())
+        json.dumps(found := plain(content()))
+        values = {name: tabled(value) for name, value in found.items()}
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{where}: {path} cannot be written as JSON ({raised(error)}): write numbers, texts, "
-            "True or False, lists and dicts of these"
+            "True or False, lists and dicts of these, with texts as names"
         ) from None
-    return ml_collections.ConfigDict(content)
+    try:
+        ml_collections.FrozenConfigDict(values)
+        return ml_collections.ConfigDict(values)
+    except (AttributeError, TypeError, ValueError):
+        names = ", ".join(map(repr, values))
+        raise UserError(
+            f"{where}: {path} has the options {names}: write names without dots, other than "
+            "Python's own (__class__)"
+        ) from None
 
 
 def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
@@ -353,8 +392,10 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
         default = config[section][field].get(option)
         if type(default) in (bool, int, float, str) and not _fits(value, default):
             raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
-        set_options(config[section][field], {option: value})
-        _options(config[section][field], name, "command line")
+        set_options(config[section][field], {option: value}, name, "command line")
+        return
+    if FIELDS[section][field].is_free and isinstance(value := literal(text), dict):
+        config[section][field] = _options(lambda: value, name, "command line")
         return
     values = flags.FlagValues()
     argv = ["fp8rl", f"--config.{name}={text}"]
@@ -369,18 +410,51 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
         ) from None
 
 
-def set_options(options: ml_collections.ConfigDict, changes: dict[str, Any]) -> None:
-    """Sets options of a free-form field, new ones too and of any type, in place."""
+def set_options(
+    options: ml_collections.ConfigDict,
+    changes: dict[str, Any],
+    path: str = "options",
+    where: str = "command line",
+) -> None:
+    """Sets options of a free-form field, new ones too and of any type, in place.
+
+    Args:
+      options: of the field.
+      changes: {name: JSON value}.
+      path, where: what the sentence of an error calls them.
+
+    Raises:
+      UserError: config.json cannot hold them.
+    """
+    checked = _options(lambda: changes, path, where)
     with options.unlocked(), options.ignore_type():  # a config file may have locked them
-        options.update(changes)
+        for name in changes:
+            options[name] = checked[name]
+
+
+class _PythonNames(ast.NodeTransformer):
+    """Puts JSON's true, false and null, which are names in Python, in Python's words."""
+
+    VALUES: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
 
 
 def literal(text: str) -> Any:
-    """A Python literal (number, list, True, ...), or the text itself."""
+    """A literal of JSON or Python (number, list, true, True, ...), or the text itself."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return json.loads(text, parse_constant=_no_literal)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(_PythonNames().visit(ast.parse(text.strip(" \t"), mode="eval")))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
+
+
+def _no_literal(name: str) -> None:
+    raise ValueError(f"{name} is text")
 
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -389,5 +463,5 @@ def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
     for section, fields in config.items():
         for name, value in fields.items():
             is_dict = isinstance(value, ml_collections.ConfigDict)
-            flat[f"{section}.{name}"] = value.to_dict() if is_dict else value
+            flat[f"{section}.{name}"] = plain(value.to_dict()) if is_dict else value
     return flat

@@ -83,6 +83,23 @@ def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
     return recipe
 
 
+def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> Recipe:
+    """The recipe that scores the reference policy: the learner's, or the one that is named.
+
+    Raises:
+      UserError: no recipe has that name.
+    """
+    if precision.reference == "learner":
+        return learner
+    with _field("reference"):
+        return without_calibration(get_recipe(precision.reference))
+
+
+def without_calibration(recipe: Recipe) -> Recipe:
+    """The recipe where no rollout calibrates scales of the KV cache: these are dynamic."""
+    return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
+
+
 def _check_patterns(patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(LINEAR_LAYERS, pattern):

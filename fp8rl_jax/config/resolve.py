@@ -12,11 +12,11 @@ import ml_collections
 
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model
-from fp8rl_jax.config.precision import SIDES, side_recipe
+from fp8rl_jax.config.precision import SIDES, reference_recipe, side_recipe
 from fp8rl_jax.envs import Term, eval_tasks, load_rewards
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.quant import Recipe, get_recipe, same_forward
+from fp8rl_jax.quant import Recipe, same_forward
 from fp8rl_jax.rl import Algorithm, algorithm_of
 
 
@@ -101,7 +101,8 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     )
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
-        _reference_recipe(config, learner), _algorithm(config, same_forward(rollout, learner)),
+        reference_recipe(config.precision, learner),
+        _algorithm(config, same_forward(rollout, learner)),
         load_rewards(
             env.reward, env.reward_timeout, env.reward_memory_gb, [env.task, *eval_tasks(env)]
         ),
@@ -118,13 +119,3 @@ def _algorithm(config, same: bool) -> Algorithm:
     if correction == "auto":
         correction = "none" if same or algo.old_logprobs == "rollout" else "tis"
     return algorithm_of(algo, config.rollout.max_new_tokens, correction)
-
-
-def _reference_recipe(config, learner: Recipe) -> Recipe:
-    name = config.precision.reference
-    return learner if name == "learner" else without_calibration(get_recipe(name))
-
-
-def without_calibration(recipe: Recipe) -> Recipe:
-    """The recipe where no rollout calibrates scales of the KV cache: these are dynamic."""
-    return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe

@@ -94,13 +94,20 @@ class ChatTemplate:
       source: Jinja text.
       special_tokens: {'bos_token': '<s>', ...}, which templates write themselves.
       where: path for error messages.
+      for_tools: the template that takes the place of this one where a prompt has tools.
 
     Raises:
       UserError: it is no Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
-        self._tokens, self._where = dict(special_tokens), where
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        where: str,
+        for_tools: ChatTemplate | None = None,
+    ):
+        self._tokens, self._where, self._for_tools = dict(special_tokens), where, for_tools
         self._unknown = [name for name in _NEEDED if name not in source]
         try:
             environment = _environment()
@@ -129,6 +136,8 @@ class ChatTemplate:
           UserError: the template refuses these messages, or writes neither their tool calls nor
             the tools.
         """
+        if self._for_tools is not None and variables.get("tools") is not None:
+            return self._for_tools.render(messages, variables, begin_answer)
         for name in self._unknown:
             if variables.get(name) or any(message.get(name) for message in messages):
                 raise UserError(

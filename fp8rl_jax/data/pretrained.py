@@ -7,8 +7,8 @@ tokenizer_config.json, special_tokens_map.json
     names of the special tokens, the chat template.
 `added_tokens_decoder` of tokenizer_config.json, without it added_tokens.json
     tokens with their ids, which are added where tokenizer.json lacks them.
-chat_template.jinja
-    the chat template, if it has a file of its own.
+chat_template.jinja, additional_chat_templates/tool_use.jinja
+    the chat templates, if they have files of their own.
 generation_config.json (else config.json)
     ids that end a response, often several: an instruction-tuned model ends a turn with one and a
     document with another. The tokenizer's own end token is always among them.
@@ -36,8 +36,10 @@ from fp8rl_jax.json_file import read_bytes, read_json
 # Every file that a tokenizer depends on.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json", "config.json",
+    "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "generation_config.json",
+    "config.json",
 )  # fmt: skip
+_TEMPLATES = ("default", "tool_use")  # the second for prompts with tools
 _LARGEST = 1e9
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -80,13 +82,6 @@ def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> floa
     return value
 
 
-def _token_ids(value: Any) -> list[int]:
-    """Ids of a field that holds none, one, or a list; without those that no token can have."""
-    values = value if isinstance(value, list) else [value]
-    ids = (v for v in values if isinstance(v, int) and not isinstance(v, bool))
-    return [v for v in ids if abs(v) < 2**31]
-
-
 class PretrainedTokenizer(ReaderTokenizer):
     """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
 
@@ -122,9 +117,12 @@ class PretrainedTokenizer(ReaderTokenizer):
         self.bos_id = self._begin()
         known = (self.bos_id, ids.get("bos_token"), ids.get("pad_token"))
         self._textless = frozenset(i for i in known if i is not None)
-        source = _template_source(path, settings)
         where = f"data.tokenizer: {path}"
-        self.chat_template = None if source is None else ChatTemplate(source, names, where)
+        sources, for_tools = _template_sources(path, settings), None
+        if (source := sources.get("tool_use")) is not None:
+            for_tools = ChatTemplate(source, names, f"{where} (tool_use)")
+        if (source := sources.get("default")) is not None:
+            self.chat_template = ChatTemplate(source, names, where, for_tools)
 
     def _id(self, kind: str, token: str) -> int:
         """Id of a token that the files name as `kind`."""
@@ -137,9 +135,17 @@ class PretrainedTokenizer(ReaderTokenizer):
         return found
 
     def _ends(self, own: int | None) -> tuple[int, ...]:
-        files = (read_object(self._where / f) for f in ("generation_config.json", "config.json"))
-        settings = next((s for s in files if _token_ids(s.get("eos_token_id"))), {})
-        ids = [*([] if own is None else [own]), *_token_ids(settings.get("eos_token_id"))]
+        config = read_object(self._where / "config.json")
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        sizes = [n for part in parts if type(n := part.get("vocab_size")) is int]
+        # A model may have more rows than the tokenizer has tokens.
+        most = min(max(self.vocab_size, *sizes, 0), 2**31)
+        ids = [] if own is None else [own]
+        for file in ("generation_config.json", "config.json"):
+            path = self._where / file
+            if found := _end_ids(path, read_object(path).get("eos_token_id"), most):
+                ids += found
+                break
         if not ids:
             raise UserError(
                 f"data.tokenizer: {self._where} names no end of sequence: set eos_token in its "
@@ -158,7 +164,28 @@ class PretrainedTokenizer(ReaderTokenizer):
                 f"data.tokenizer: {self._where / 'tokenizer.json'} puts {len(front)} tokens in "
                 "front of a text, and one is supported: change its post_processor"
             )
+        if front and self._reader.id_to_token(front[0]) is None:
+            raise UserError(
+                f"data.tokenizer: {self._where / 'tokenizer.json'} puts the id {front[0]} in front "
+                "of a text, and has no token with that id: change its post_processor"
+            )
         return front[0] if front else None
+
+
+def _end_ids(path: pathlib.Path, value: Any, most: int) -> list[int]:
+    """The ids that a file gives as `eos_token_id`: none, one, or a list.
+
+    Raises:
+      UserError: one is no id below `most`.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for number in ids:
+        if type(number) is not int or not 0 <= number < most:
+            raise UserError(
+                f"data.tokenizer: {path} has the eos_token_id {value!r:.60}: write a whole "
+                f"number from 0 to {most - 1}, or a list of such"
+            )
+    return ids
 
 
 def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -237,17 +264,29 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(path: pathlib.Path, settings: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if os.path.lexists(file):
-        try:
-            return read_bytes(file).decode("utf-8")
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}): put it back") from None
-        except ValueError as error:
-            raise UserError(f"{file} is damaged ({error}): put it back") from None
+def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The chat templates of `_TEMPLATES` by name; files come before settings."""
+    file, folder = path / "chat_template.jinja", path / "additional_chat_templates"
+    files = {"default": file} if os.path.lexists(file) else {}
+    if os.path.isdir(folder):
+        files |= {found.stem: found for found in folder.glob("*.jinja")}
+    if files:
+        return {name: _read_template(files[name]) for name in _TEMPLATES if name in files}
     template = settings.get("chat_template")
+    named = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = {
+            t["name"]: t.get("template") for t in template
+            if isinstance(t, dict) and isinstance(t.get("name"), str)
+        }  # fmt: skip
+    found = {name: named.get(name) for name in _TEMPLATES}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _read_template(file: pathlib.Path) -> str:
+    try:
+        return read_bytes(file).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): put it back") from None
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}): put it back") from None

@@ -120,6 +120,15 @@ class KeptStep:
         checkpoints.close()
 
     @staticmethod
+    def remove_after(step: int, directory: pathlib.Path) -> None:
+        """Removes the step that is kept in a run's directory, if it is after this one."""
+        number = 0
+        with contextlib.suppress(UserError), _opened(directory) as found:
+            number = found[1] if found else 0
+        if number > step:
+            shutil.rmtree(directory / _NAME, ignore_errors=True)
+
+    @staticmethod
     def drift_of(directory: pathlib.Path) -> float:
         """The drift of the step that is kept in a run's directory; 0 if none is, or is readable."""
         with contextlib.suppress(UserError), _opened(directory) as found:

@@ -102,6 +102,16 @@ class DriftMonitor:
         if not step_verdicts(self._directory):
             self._analyse(kept, seconds)
 
+    def forget_after(self, step: int) -> None:
+        """Removes what the directory says about steps after this one: the run does them again, and
+        they may drift no more."""
+        if not processes.first():
+            return
+        if any(verdict["step"] > step for verdict in step_verdicts(self._directory)):
+            for name in ("drift.json", "drift.html"):
+                (self._directory / name).unlink(missing_ok=True)
+        KeptStep.remove_after(step, self._directory)
+
     def finish(self) -> None:
         """Analyses the largest drift of the run, if it was not."""
         if processes.count() > 1 or not self._runtime.zero_drift:

@@ -27,6 +27,7 @@ from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.own_products import OwnProducts, try_own_products
 from fp8rl_jax.drift.programs import Programs
+from fp8rl_jax.json_file import plain
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -120,7 +121,7 @@ def note_drift(runtime: Runtime, where: str) -> None:
 def _place(runtime: Runtime) -> pathlib.Path | None:
     """The file of a check for this configuration, code and machine; None without a cache."""
     config = runtime.config
-    sections = {name: fields.to_dict() for name, fields in config.items() if name != "run"}
+    sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
     files = files_of_functions(named_functions(config))
     root = config.run.cache_dir or user_cache()

@@ -1,8 +1,9 @@
 """Answers of any type as the text that a response is compared with.
 
 A whole number is written without a point, whatever type a file has for it: pandas turns a column
-of integers with a gap into floats. What is not finite is no answer. A list of one value is that
-value; other lists, and mappings, are their JSON.
+of integers with a gap into floats. What is not finite is no answer, and neither is a list or a
+mapping without any value in it. A list of one value is that value; other lists, and mappings, are
+their JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ from typing import Any
 _MOST_DIGITS = 400  # of a whole number that is written out
 
 
+def has_value(value: Any) -> bool:
+    """Whether there is anything in a value: not in None, blank texts, numbers that are not finite,
+    and lists and mappings of these alone."""
+    try:
+        if isinstance(value, Mapping):
+            return any(map(has_value, value.values()))
+        if isinstance(value, list | tuple):
+            return any(map(has_value, value))
+    except RecursionError:
+        return True
+    if isinstance(value, str | bytes):
+        return bool(value.strip())
+    if isinstance(value, numbers.Number):
+        return isinstance(value, numbers.Rational) or _number_text(value) != ""
+    return value is not None
+
+
 def answer_text(value: Any) -> Any:
     """An answer as text; a value that is neither number nor list nor mapping is as it was.
 
@@ -30,7 +48,7 @@ def answer_text(value: Any) -> Any:
     if isinstance(value, numbers.Number):
         return _number_text(value)
     if isinstance(value, list | tuple | Mapping):
-        return text_of_json(_whole(value))
+        return text_of_json(_whole(value)) if has_value(value) else ""
     return value
 
 

@@ -30,15 +30,23 @@ from fp8rl_jax.paths import expanded
 _JSONL, _GZ, _ARROW = ".jsonl", ".jsonl.gz", ".arrow"
 _HUB = (arrow_rows.PARQUET, _JSONL, _GZ)
 _FORMS = "a .jsonl, .jsonl.gz or .parquet file, or a directory of such files"
-# Data in kinds of files that are not read: they are named where they lie beside others.
+# Data in kinds of files that are not read: they are named where they lie beside others, as is
+# whatever a split's name is in.
 _OTHER_KINDS = (
-    ".json", ".json.gz", ".ndjson", ".csv", ".csv.gz", ".tsv", ".txt", ".arrow", ".feather",
-    ".orc", ".avro", ".tfrecord", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".tgz", ".gz",
-    ".pkl", ".npy", ".npz", ".db", ".sqlite", ".xlsx",
+    ".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".txt", ".xml", ".arrow", ".feather", ".pq",
+    ".parq", ".orc", ".avro", ".tfrecord", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip", ".7z",
+    ".tar", ".tgz", ".gz", ".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".pt", ".db",
+    ".sqlite", ".xls", ".xlsx",
 )  # fmt: skip
 _ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
+_INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
-_NO_NAME = re.compile(r"(data|part|shard)?[-_.]?\d+(-of-\d+)?")  # of a shard in its split's folder
+_NO_NAME = re.compile(  # of a shard in its split's folder
+    r"(data|part|shard|chunk)?[-_.]?\d+(-of-\d+|-[0-9a-f]{8}-.*)?", re.IGNORECASE
+)
+_ANY_NAME = re.compile("data|dataset|part|shard|chunk|file|rows|examples", re.IGNORECASE)
+_ONE_WORD = re.compile("[^a-z]*[a-z]+[^a-z]*", re.IGNORECASE)
 _MOST_ENTRIES = 100_000  # of a directory
 _ERRORS = (OSError, EOFError, zlib.error)
 
@@ -84,7 +92,10 @@ def find(name: str) -> Found:
         raise UserError(f"{name} is of a kind that is not known; name {_FORMS}")
     else:
         stem = _stem(path)
-        words = path.parent.name if _NO_NAME.fullmatch(stem) else stem
+        folder = path.parent.name
+        # The folder of a file with any name may be that of a project, as my_test_of_x is.
+        alone = _ANY_NAME.fullmatch(stem) and _ONE_WORD.fullmatch(folder)
+        words = folder if alone or _NO_NAME.fullmatch(stem) else stem
         found = Found({TRAIN: [path]}, _held_out_name(words))
     for file in itertools.chain(*found.splits.values()):
         try:
@@ -129,16 +140,14 @@ def _find_in_directory(root: pathlib.Path) -> Found:
                 "name the one that is meant, or move the other elsewhere"
             )
         if os.path.lexists(saved):
-            return Found({split: _arrow_files(root / split)[0] for split in _saved_splits(saved)})
-        paths, split = _arrow_files(root)
-        if splits_named(own_name) or not _held_out_name(split):
-            return Found({TRAIN: paths}, _held_out_name(own_name))
-        return Found({split: paths})
-    unread = tuple(
-        _in(path, root) for path in files
-        if path.name.lower().endswith(_OTHER_KINDS) and path not in data
-        and path.name not in _ABOUT
-    )  # fmt: skip
+            splits, named = {s: _arrow_files(root / s)[0] for s in _saved_splits(saved)}, ""
+        else:
+            paths, split = _arrow_files(root)
+            mine = splits_named(own_name) or not _held_out_name(split)
+            splits = {TRAIN if mine else split: paths}
+            named = _held_out_name(own_name) if mine else ""
+        return Found(splits, named, _unread(root, files, itertools.chain(*splits.values())))
+    unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
         return Found(splits, "" if said else _held_out_name(own_name), unread)
@@ -146,6 +155,20 @@ def _find_in_directory(root: pathlib.Path) -> Found:
         f"the directory {root} holds no data (parquet or JSONL files, or what save_to_disk "
         f"writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
     )
+
+
+def _unread(
+    root: pathlib.Path, files: Iterable[pathlib.Path], read: Iterable[pathlib.Path]
+) -> tuple[str, ...]:
+    """The names of files that may hold data of this data set and are not among those that are
+    read: of known kinds, and of any kind where name or folder speak of a split."""
+    read = set(read)
+    rest = [_in(path, root) for path in files if path not in read]
+    return tuple(
+        name for name in rest
+        if (name.lower().endswith(_OTHER_KINDS) or any(map(splits_named, name.split("/"))))
+        and not (os.path.basename(name) in _ABOUT or _CACHE.fullmatch(os.path.basename(name)))
+    )  # fmt: skip
 
 
 def _walk(root: pathlib.Path) -> list[pathlib.Path]:
@@ -235,6 +258,11 @@ def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
     """The files of a data set that `save_to_disk` wrote, in their order, and its split's name."""
     state = directory / "state.json"
     files = _of_json(state, "_data_files")
+    if any(_of_json(state, key) for key in _INDICES):
+        raise UserError(
+            f"{directory} is a selection or another order of the rows in its files (its state.json "
+            "names indices), which is not read: save it again after flatten_indices()"
+        )
     try:
         names = [file["filename"] for file in files]
         if not all(map(is_file_name, names)):
@@ -272,15 +300,24 @@ def read(paths: list[pathlib.Path]) -> Rows:
 
 
 def _read_jsonl(path: pathlib.Path) -> Rows:
-    doubled: list[str] = []  # keys that stand in one object twice, of the line
+    partly = False  # whether something in the line is an Unreadable
+
+    def as_int(digits: str) -> int | Unreadable:
+        nonlocal partly
+        try:
+            return int(digits)
+        except ValueError:  # Python's limit
+            partly = True
+            return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal partly
         found = dict(pairs)
         if len(found) < len(pairs):
             counts = collections.Counter(key for key, _ in pairs)
             twice = [key for key, count in counts.items() if count > 1]
             found |= dict.fromkeys(twice, Unreadable("the key stands there twice"))
-            doubled.extend(twice)
+            partly = True
         return found
 
     with gzip.open(path) if _suffix(path.name) == _GZ else path.open("rb") as file:
@@ -291,10 +328,10 @@ def _read_jsonl(path: pathlib.Path) -> Rows:
                     f"{place} has more than {LONGEST:,} bytes: write one object a line, and no "
                     "larger ones"
                 )
-            doubled.clear()
+            partly = False
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = parse_json(text, as_object) if text else None
+                row = parse_json(text, as_object, as_int) if text else None
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"{place} is not UTF-8 (byte {error.start + 1} of the line): save it as UTF-8"
@@ -304,5 +341,6 @@ def _read_jsonl(path: pathlib.Path) -> Rows:
             if not text:
                 continue
             if not isinstance(row, dict):
-                raise UserError(f"{place} is {type(row).__name__}; write one object a line")
-            yield place, PartlyReadable(row) if doubled else row
+                kind = "int" if isinstance(row, Unreadable) else type(row).__name__
+                raise UserError(f"{place} is {kind}; write one object a line")
+            yield place, PartlyReadable(row) if partly else row

@@ -23,6 +23,7 @@ from fp8rl_jax.envs.sources import DataSet, about, eval_tasks, is_generated, rea
 from fp8rl_jax.envs.splits import roles
 from fp8rl_jax.envs.tasks import make_questions
 from fp8rl_jax.errors import UserError, visible
+from fp8rl_jax.json_file import plain
 
 _AHEAD = 1000  # rows by which the form of a data set is recognised
 _MOST_ROWS = 1_000_000  # of a user's function, and ten for each of `env.max_questions`
@@ -85,7 +86,7 @@ class _Loader:
         if not any(own.values()):
             pass
         elif is_generated(env.task):
-            found = make_questions(env.task, env.task_options.to_dict(), own, self._seed)
+            found = make_questions(env.task, plain(env.task_options.to_dict()), own, self._seed)
         else:
             with about("env.task"):
                 source = read_rows(env.task, env)
@@ -176,12 +177,15 @@ class _Loader:
         rows, most = source.rows[split], self._env.max_questions
         ahead = min(_AHEAD, most) if source.a_function and most else _AHEAD
         head = list(itertools.islice(rows, ahead))
+        whole = f"the split {split!r} of {task}" if len(source.rows) > 1 else task
         if not head:
-            raise UserError(f"{task} has no rows: name another file, or other columns")
+            raise UserError(f"{whole} has no rows: fill it, or name a file that has some")
         form = recognise(head[0][0], [row for _, row in head], self._env)
         if source.unread and task not in self._forms:
             self._said.append(f"not read: {names_of(source.unread)}")
-        self._forms.setdefault(task, []).append(form)
+        said = self._forms.setdefault(task, [])
+        said.append(dataclasses.replace(form, input_key=""))  # until a row has an input
+        here = len(said) - 1
         not_shown = self._not_shown.setdefault(task, {})
         answers: dict[str, str] = {}  # by prompt
         json_texts = 0
@@ -191,6 +195,8 @@ class _Loader:
                 raise UserError(f"{task} has given {number:,} rows and goes on: let it end{way}")
             try:
                 question = form.question(place, row)
+                if form.has_input(row):
+                    said[here] = form
                 not_shown.update(dict.fromkeys(form.not_shown(row, not_shown)))
             except RecursionError:
                 raise UserError(f"{place} is nested too deeply: write flatter rows") from None
@@ -211,7 +217,7 @@ class _Loader:
             )
         if not answers:
             raise UserError(
-                f"{task} has no rows with both question and answer: name another file, or other "
+                f"{whole} has no rows with both question and answer: name another file, or other "
                 "columns"
             )
 

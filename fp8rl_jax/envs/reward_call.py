@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 import random
 import sys
 import traceback
@@ -78,10 +79,16 @@ def definition(function: Any) -> str:
 
 
 def as_number(value: Any) -> float | Failure:
-    """What a reward returned as a float, not necessarily a finite one. A text is no number."""
+    """What a reward returned as a float, not necessarily a finite one. What float() would read as
+    text is no number, nor what it would take the real part of."""
     try:
-        if isinstance(value, (str, bytes, bytearray)):
-            raise TypeError
+        if isinstance(value, (str, complex)) or not hasattr(type(value), "__float__"):
+            value = operator.index(value)  # a whole number of another class has no __float__
+        elif dtype := getattr(value, "dtype", None):  # of numpy, JAX or torch
+            if getattr(dtype, "kind", "f") in "SUO":
+                return as_number(value.item())
+            if "complex" in str(dtype):
+                raise TypeError
         return float(value)
     except OverflowError:  # of an int
         return Failure(BEYOND_FLOAT32, f"it returned a number {BEYOND_FLOAT32}")

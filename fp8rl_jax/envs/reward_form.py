@@ -2,17 +2,21 @@
 
     (prompt, response, answer)                                    this project's
     (prompt, response, answer, row)                               with the row of the data set
+    (response, answer, tolerance=0.1)                             some of these, in any order
+    (question, text, gold)                                        three of other names, in order
     (completions, prompts=..., COLUMN=..., **kwargs)              TRL's
     (data_source, solution_str, ground_truth, extra_info=None)    verl's
     (data_sources, solution_strs, ground_truths, extra_infos)     verl's, of a batch
 
 So a function that was written for TRL or verl is called as there: by those names, and with lists of
 one response where it takes a batch. A function that compares the responses of a batch is not
-supported: each is called by itself.
+supported: each is called by itself. One whose names stand in another order than its arguments
+would, as in (completion, answer, prompt=None), is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +28,13 @@ from fp8rl_jax.errors import UserError
 _OF_TRAINERS = (
     "completion_ids", "trainer_state", "log_extra", "log_metric", "environments",
 )  # fmt: skip
+_OURS = ("prompt", "response", "answer", "row")
+# What the first, second and third parameter may be called; other names may stand anywhere.
+_PLACES = (
+    {"prompt", "question", "problem", "query"},
+    {"response", "completion", "prediction", "output", "generation"},
+    {"answer", "reference", "ground_truth", "gold", "target", "label", "expected"},
+)
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_BATCH = tuple(f"{name}s" for name in _VERL)
 
@@ -53,7 +64,47 @@ def _names(function: Callable) -> list[str]:
 def takes_row(function: Callable) -> bool:
     """Whether a function is given the row, by itself or by its columns."""
     names = _names(function)
-    return names[3:4] == ["row"] or _convention(names) is not None
+    if _convention(names) is not None:
+        return True
+    ours = _by_name(function)
+    return names[3:4] == ["row"] if ours is None else "row" in ours
+
+
+def _needed(signature: inspect.Signature) -> list[str]:
+    """The parameters without a default value."""
+    return [
+        p.name for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]  # fmt: skip
+
+
+def _by_name(function: Callable) -> list[str] | None:
+    """Which of `_OURS` a function is given by name; None for one that is called by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if (
+        names[:3] == list(_OURS[:3])
+        or "response" not in names
+        or not {*_needed(signature)} <= {*_OURS}
+        or any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    ):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names += _OURS[:3]
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    return [name for name in _OURS if name in names and name not in fixed]
+
+
+def _contradicts(names: Sequence[str]) -> bool:
+    """Whether a name says that a function which is called by position means another argument."""
+    for place, name in enumerate(names[:3]):
+        if name == "row" or any(name in own for i, own in enumerate(_PLACES) if i != place):
+            return True
+    return any(name in _OURS[:3] for name in names[3:])
 
 
 def _convention(names: Sequence[str]) -> str | None:
@@ -77,24 +128,26 @@ def check_form(function: Callable, name: str) -> None:
     except (TypeError, ValueError):
         return
     convention = _convention(list(signature.parameters))
-    needed = [
-        p.name for p in signature.parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]  # fmt: skip
+    needed = _needed(signature)
     if convention == "TRL":
         missing = [parameter for parameter in needed if parameter in _OF_TRAINERS]
     elif convention == "verl":
         missing = [p for p in needed if p not in (*_VERL, *_VERL_BATCH)]
     else:
+        positional, named = call_of(function, Response("", "", "", {}))
         try:
-            signature.bind("", "", "", **({"row": {}} if takes_row(function) else {}))
-            return
+            signature.bind(*positional, **named)
+            good = not positional or not _contradicts(list(signature.parameters))
         except TypeError:
+            good = False
+        if not good:
             raise UserError(
                 f"env.reward: {name!r} takes {signature}; write a function of (prompt, response, "
-                "answer), of (prompt, response, answer, row), or of the parameters of TRL "
-                "(completions, ...) or verl (data_source, solution_str, ground_truth, extra_info)"
-            ) from None
+                "answer), of (prompt, response, answer, row), of some of these names with default "
+                "values for all others, or of the parameters of TRL (completions, ...) or verl "
+                "(data_source, solution_str, ground_truth, extra_info)"
+            )
+        return
     if missing:
         raise UserError(
             f"env.reward: {name!r} takes {signature} and is called as {convention} does, without "
@@ -107,6 +160,8 @@ def call_of(function: Callable, about: Response) -> tuple[tuple, dict[str, Any]]
     names, row = _names(function), about.row
     convention = _convention(names)
     if convention is None:
+        if (ours := _by_name(function)) is not None:
+            return (), {name: getattr(about, name) for name in ours}
         return about[:3], {"row": row} if takes_row(function) else {}
     any_name = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     if convention == "TRL":

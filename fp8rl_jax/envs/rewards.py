@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8rl_jax import user_code
+from fp8rl_jax.bounds import TINY
 from fp8rl_jax.envs.final_number import (
     gsm8k,
     gsm8k_answer,
@@ -137,10 +138,10 @@ def _weight(text: str, whole: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (abs(value) <= FLOAT32_MAX and value):
+    if not TINY <= abs(value) <= FLOAT32_MAX:
         raise UserError(
             f"env.reward is {whole!r}, and {text.strip()!r} is no weight: write a number other "
-            "than 0, as in 'exact_match, 0.5*module:function'"
+            "than 0 in float32, as in 'exact_match, 0.5*module:function'"
         )
     return value
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.envs.answers import answer_text, text_of_json
+from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
 from fp8rl_jax.envs.question import Question, joined
 from fp8rl_jax.envs.written_number import whole_number
 from fp8rl_jax.errors import UserError
@@ -38,8 +38,8 @@ _MARK = "####"
 _GROUPED_DIGITS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _MISSING = object()
 _PLAIN = {"role", "content"}  # what any message has
+_MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # ShareGPT's, too
 _LAST_ROLES = ("user", "tool")  # of a prompt
-_MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +103,21 @@ class RowForm:
         used |= {key.partition(".")[0] for key in (self.question_key, self.answer_key)}
         return used.union(_VERL_COLUMNS if self.answer_key == _VERL_ANSWER else ())
 
+    def has_input(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a text that is put below the question's."""
+        return bool(self.input_key) and has_value(_find(row, self.input_key))
+
     def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
         """The columns of a row, beside those that are known, that have a value and are neither in
         the prompt nor the answer; of an answer that is a conversation what is not its last text."""
         found = [
             str(key) for key, value in row.items()
-            if key not in known and key not in self._used and _has_value(value)
+            if key not in known and key not in self._used and has_value(value)
             and not (key == _TOOLS and _tools(row))
         ]  # fmt: skip
         answer = _find(row, self.answer_key)
         if _is_conversation(answer):
-            last = [k for k, v in answer[-1].items() if k not in _PLAIN and _has_value(v)]
+            last = [k for k, v in answer[-1].items() if k not in _PLAIN and has_value(v)]
             rest = [f"{self.answer_key}.{name}" for name in last]
             rest += [f"{self.answer_key} before its last message"] if len(answer) > 1 else []
             found += [name for name in rest if name not in known]
@@ -168,10 +172,9 @@ class RowForm:
     def _whole_answer(self, place: str, row: Mapping[str, Any]) -> str:
         value = _column(row, self.answer_key, place, "env.answer_key")
         if _is_conversation(value):
-            return _text(_messages(value, place, self.answer_key)[-1].get("content"), place,
-                         self.answer_key)  # fmt: skip
+            value = _messages(value, place, self.answer_key)
         try:
-            value = answer_text(value)
+            value = _last_or_text(value)
         except (ValueError, RecursionError) as error:
             reason = str(error) or "it is nested too deeply"
             raise UserError(
@@ -227,16 +230,31 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
     question = env.question_key or _first(rows, QUESTION_KEYS, place, "question")
     with_input = question == _INSTRUCTION and not env.question_key
     answer = env.answer_key or _first(rows, ANSWER_KEYS, place, "answer")
-    asked = next((v for row in rows if _has_value(v := _find(row, question))), None)
+    asked = next((v for row in rows if has_value(v := _find(row, question))), None)
     if asked is None and question in rows[0]:
         asked = rows[0][question]
     pattern = re.compile(env.answer_pattern) if env.answer_pattern else None
     answers = [] if answer == NO_ANSWER else [_find(row, answer) for row in rows]
-    mark = _mark([value for value in answers if isinstance(value, str) and value.strip()])
+    mark = _mark([text for value in answers if (text := _answer_or_none(value))])
     return RowForm(
         question, answer, _INPUT if with_input else "", isinstance(asked, list | tuple), pattern,
         mark,
     )  # fmt: skip
+
+
+def _last_or_text(value: Any) -> Any:
+    """The content of the last message of a conversation; another answer as text."""
+    return value[-1].get("content") if _is_conversation(value) else answer_text(value)
+
+
+def _answer_or_none(value: Any) -> str | None:
+    """An answer as text; None where it is no text, or blank."""
+    try:
+        text = _last_or_text(value)
+        text = text.decode() if isinstance(text, bytes) else text
+    except (ValueError, RecursionError):  # said where the row is read
+        return None
+    return text if isinstance(text, str) and text.strip() else None
 
 
 def _mark(answers: list[str]) -> str:
@@ -247,13 +265,9 @@ def _mark(answers: list[str]) -> str:
     return "number" if any(tail is not None and whole_number(tail) for tail in tails) else ""
 
 
-def _has_value(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str | list | tuple | dict) and not value)
-
-
 def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, what: str) -> str:
     for key in keys:
-        if any(_has_value(_find(row, key)) for row in rows):
+        if any(has_value(_find(row, key)) for row in rows):
             return key
     for key in keys:
         if any(key in row for row in rows):
@@ -399,8 +413,21 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_json_of_messages(question: Question) -> bool:
-    """Whether a question is a text that looks like the JSON of a conversation."""
-    return not question.messages and _MESSAGES_AS_TEXT.match(question.text) is not None
+    """Whether a question is a text that is the JSON of a conversation, alone or in an object."""
+    if question.messages or not question.text.lstrip().startswith(("[", "{")):
+        return False
+    try:
+        value = parse_json(question.text)
+    except ValueError:
+        return False
+    parts = [value, [value], *(value.values() if isinstance(value, dict) else ())]
+    return any(map(_looks_like_messages, parts))
+
+
+def _looks_like_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(m, dict) and any(m.keys() >= keys for keys in _MESSAGE_KEYS) for m in value
+    )  # fmt: skip
 
 
 def _kind(value: Any) -> str:

@@ -18,7 +18,8 @@ from fp8rl_jax import user_code
 from fp8rl_jax.envs import files, tfds, tfds_prepare
 from fp8rl_jax.envs.rows import Rows
 from fp8rl_jax.envs.tasks import check_task
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.json_file import plain
 from fp8rl_jax.paths import expanded
 
 _TFDS = "tfds:"
@@ -85,7 +86,7 @@ def check_source(env: Any) -> None:
             r"write one, such as 'Answer: (\d+)'"
         ) from None
     if is_generated(env.task):
-        check_task(env.task, env.task_options.to_dict())
+        check_task(env.task, plain(env.task_options.to_dict()))
     else:
         with about("env.task"):
             _check_data_set(env.task, env)
@@ -168,10 +169,11 @@ def _rows_of_function(task: str) -> dict[str, Rows]:
     function = _function(task)
     try:
         value = function()
-    except (Exception, SystemExit) as error:  # whatever a user's code raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises, SystemExit too
         raise UserError(
-            f"{task!r} fails with {type(error).__name__}: {error}; it takes no argument and "
-            "returns rows"
+            f"{task!r} fails with {raised(error)}; it takes no argument and returns rows"
         ) from None
     parts = value if isinstance(value, Mapping) else {"train": value}
     return {str(split): _checked(f"{task} {split}", rows) for split, rows in parts.items()}
@@ -187,7 +189,7 @@ def _checked(place: str, rows: Any) -> Rows:
                     "{'question': TEXT, 'answer': TEXT}"
                 )
             yield f"{place}, row {number}", dict(row)  # the function may change its own
-    except UserError:
+    except (UserError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:  # not iterable, or the user's generator fails
-        raise UserError(f"{place} fails with {type(error).__name__}: {error}") from None
+    except BaseException as error:  # not iterable, or the user's generator fails
+        raise UserError(f"{place} fails with {raised(error)}") from None

@@ -34,7 +34,7 @@ import numpy as np
 
 from fp8rl_jax import user_code
 from fp8rl_jax.bounds import bounded
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, raised
 from fp8rl_jax.quant import formats
 
 State = Any
@@ -189,7 +189,7 @@ def get_scaling_policy(text: str) -> ScalingPolicy:
         return _read(ast.parse(text.strip(), mode="eval").body)
     except UserError:
         raise
-    except (SyntaxError, ValueError, TypeError, KeyError):
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         raise UserError(f"scaling policy {text!r} is not understood: {_EXAMPLE}") from None
 
 
@@ -199,6 +199,8 @@ def _read(node: ast.expr) -> ScalingPolicy:
             (inner,) = node.args
             return power_of_two(_read(inner))
         keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        if len(keywords) < len(node.keywords):
+            raise ValueError("an argument is there twice")
         return _FACTORIES[node.func.id](*map(ast.literal_eval, node.args), **keywords)
     if isinstance(node, ast.Name):
         return _FACTORIES[node.id]()
@@ -218,6 +220,15 @@ def check_scales(policy: ScalingPolicy) -> None:
     if all(getattr(f, "__module__", None) == __name__ for f in functions):
         return
     amax = jnp.array([[0.0, 1e-30], [1e-3, 1.0], [448.0, 1e30]], jnp.float32)
+    try:
+        _try_scales(policy, amax)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # whatever a user's function raises, SystemExit too
+        raise _fails(policy, f"an amax of {np.asarray(amax).tolist()}", error) from None
+
+
+def _try_scales(policy: ScalingPolicy, amax: jax.Array) -> None:
     state = policy.init(amax.shape)
     for when in ("at the start", "after an update"):
         for fp8_max in (448.0, 57344.0):
@@ -232,6 +243,13 @@ def check_scales(policy: ScalingPolicy) -> None:
         state = policy.update(state, amax)
 
 
+def _fails(policy: ScalingPolicy, on: str, error: BaseException) -> UserError:
+    return UserError(
+        f"scaling policy {policy.name!r} fails on {on} with {raised(error)}; init(shape), "
+        "scale(state, amax, fp8_max) and update(state, amax) must work under jit for any shape"
+    )
+
+
 def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
     """`policy`, after a trace of its three functions on shapes; UserError if they do not fit."""
     amax = jax.ShapeDtypeStruct((3, 2), jnp.float32)
@@ -240,13 +258,10 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
         state = jax.eval_shape(lambda: policy.init((3, 2)))
         s = jax.eval_shape(lambda state, amax: policy.scale(state, amax, 448.0), state, amax)
         after = jax.eval_shape(policy.update, state, amax)
-    except Exception as error:  # whatever a user's function raises
-        text = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{named} fails on an amax of shape (3, 2) with {type(error).__name__}: {text}; "
-            "init(shape), scale(state, amax, fp8_max) and update(state, amax) must work under jit "
-            "for any shape"
-        ) from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's function raises, SystemExit too
+        raise _fails(policy, "an amax of shape (3, 2)", error) from None
     if getattr(s, "shape", None) != (3, 2):
         raise UserError(
             f"{named}: scale() returned shape {getattr(s, 'shape', s)} for an amax of shape "

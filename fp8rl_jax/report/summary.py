@@ -80,7 +80,9 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    first = "warmup" if os.path.isfile(path / "warmup.jsonl") else "sft"  # its former name
+    first = "sft"
+    if not os.path.isfile(path / "sft.jsonl") and os.path.isfile(path / "warmup.jsonl"):
+        first = "warmup"  # its former name
     names = (first, "metrics", "eval", "samples")
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
     # Of several held-out sets the first is shown.
@@ -278,7 +280,11 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
 
 
 def _same_recipes(run: RunFiles) -> bool:
-    return run.field("precision", "rollout") == run.field("precision", "learner")
+    """Whether both sides have the same forward pass: the names are equal, or, where two names or
+    the other fields of `precision` come to the same, the run compared checksums of the weights,
+    which it does for such recipes alone."""
+    equal_names = run.field("precision", "rollout") == run.field("precision", "learner")
+    return equal_names or any("refit_checksum_ok" in row for row in run.metrics)
 
 
 def _drift_note(run: RunFiles, s: dict) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8rl_jax.bounds import bounded
+from fp8rl_jax.errors import UserError
 
 
 @bounded
@@ -23,7 +24,14 @@ def overlong_penalty(
 
     Returns:
       (B,) float64, to be added to the rewards.
+
+    Raises:
+      UserError: a number is out of its bounds, or the buffer above max_length.
     """
+    if buffer > max_length:
+        raise UserError(
+            f"overlong_penalty(buffer={buffer}): write at most max_length = {max_length}"
+        )
     if not buffer:
         return np.zeros(len(lengths))
     excess = np.clip(lengths - (max_length - buffer), 0, buffer)

@@ -332,12 +332,8 @@ def _structure(state: Any) -> str:
 
 
 def _renamed(meta: dict[str, Any]) -> dict[str, Any]:
-    """Metadata under today's names: the supervised stage was called 'warmup'."""
-    meta = {**meta, "phase": "sft"} if meta.get("phase") == "warmup" else meta
-    if "warmup" in meta.get("offsets", {}):
-        offsets = {"sft" if k == "warmup" else k: v for k, v in meta["offsets"].items()}
-        meta = {**meta, "offsets": offsets}
-    return meta
+    """Metadata with today's name of the phase: the supervised stage was called 'warmup'."""
+    return {**meta, "phase": "sft"} if meta.get("phase") == "warmup" else meta
 
 
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from typing import Any
 
 from fp8rl_jax import processes
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.json_file import parse_json, read_json
 from fp8rl_jax.paths import open_regular
 from fp8rl_jax.whole_file import write_whole
 
 _NAME = "lock"
+_BEGINNING, _LONGEST = b'{"host": ', 1000  # of what it holds, in bytes
 _HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
 _NO_FLOCK = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
@@ -68,11 +69,17 @@ class RunLock:
                     break
                 self._path.unlink()  # a second name of some other file, which is not to be emptied
             os.close(self._file)
+        if not _is_lock(os.pread(self._file, _LONGEST, 0)):
+            os.close(self._file)
+            raise self._not_ours(OSError("its content is no lock's"))
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, _owner(), 0)
         return self
 
     def _enter_by_heartbeat(self) -> None:
+        content = self._path.read_bytes()
+        if self._path.stat().st_nlink == 1 and not _is_lock(content):
+            raise self._not_ours(OSError("its content is no lock's"))
         owner = _read(self._path)
         if owner and not _is_own(owner) and not self._is_left_behind(owner):
             raise self._held()
@@ -112,8 +119,8 @@ class RunLock:
 
     def _not_ours(self, error: OSError) -> UserError:
         return UserError(
-            f"run.dir: {self._path} cannot be taken as a lock ({error.strerror}): if no run uses "
-            "that directory, delete it, or choose another --config.run.dir"
+            f"run.dir: {self._path} cannot be taken as a lock ({error.strerror or error}): if no "
+            "run uses that directory, move it away, or choose another --config.run.dir"
         )
 
     def _held(self) -> UserError:
@@ -142,6 +149,16 @@ def _owner() -> bytes:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start(os.getpid())}
     return json.dumps(owner | {"since": since}).encode()
+
+
+def _is_lock(content: bytes) -> bool:
+    """Whether a file may be emptied: it holds nothing, what `_owner` says, or a beginning of it."""
+    if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
+        return False
+    try:
+        return {"host", "pid"} <= {*parse_json(content)}
+    except ValueError:
+        return b"}" not in content and len(content) < _LONGEST
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

@@ -124,9 +124,13 @@ class RunLogs:
         """Opens the files; cuts them to `offsets` (sizes in bytes by name).
 
         With None they start empty, and what a former run has left in them is kept: it moves to
-        `earlier-1`, `earlier-2`, ... of the directory, and `moved_to` names that.
+        `earlier-1`, `earlier-2`, ... of the directory, with what it found about drift, and
+        `moved_to` names that.
 
         `config` names the loggers and is handed to them; `note` is told what they miss.
+
+        A `warmup.jsonl` becomes `sft.jsonl` where `offsets` speak of it, as those of older versions
+        do; any other one is not the run's.
 
         Raises:
           UserError: a file is not what a run has written.
@@ -139,11 +143,15 @@ class RunLogs:
 
     def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config, note) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
-        if (former := directory / "warmup.jsonl").exists():  # of a run before the stage's new name
-            former.rename(directory / "sft.jsonl")
+        offsets = dict(offsets or {})
+        if "warmup" in offsets:  # the checkpoint is of a version before the stage's new name
+            offsets["sft"] = offsets.pop("warmup")
+            former, today = directory / "warmup.jsonl", directory / "sft.jsonl"
+            if former.exists() and not os.path.lexists(today):
+                former.rename(today)
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
-            size = (offsets or {}).get(name, 0)
+            size = offsets.get(name, 0)
             if writer.path.stat().st_size < size:
                 raise UserError(
                     f"{writer.path} is shorter than it was when the checkpoint was written "
@@ -165,7 +173,8 @@ class RunLogs:
         numbers = (directory / f"earlier-{number}" for number in itertools.count(1))
         target = next(path for path in numbers if not path.exists())
         target.mkdir()
-        for path in former:
+        of_drift = (directory / name for name in ("drift.json", "drift.html", "drift_step"))
+        for path in (*former, *filter(os.path.lexists, of_drift)):
             path.rename(target / path.name)
         return target
 

@@ -20,12 +20,12 @@ from collections.abc import Collection
 import ml_collections
 
 from fp8rl_jax import processes
-from fp8rl_jax.config import default_config, flatten, saved_config
+from fp8rl_jax.config import default_config, flatten, saved_config, sections_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import Resolved
 from fp8rl_jax.errors import UserError, limit_reached
-from fp8rl_jax.json_file import read_bytes, read_json
+from fp8rl_jax.json_file import plain, read_bytes, read_json
 from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
@@ -36,7 +36,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
 WRITE_ERRORS = (
     *_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EFBIG,
-    errno.EMFILE, errno.ENFILE,
+    errno.EMFILE, errno.ENFILE, errno.EISDIR,
 )  # fmt: skip
 # What such an error means, and what helps beside another directory.
 _CAUSES = {
@@ -56,6 +56,12 @@ _MAY_CHANGE = (
     "env.reward_timeout", "env.reward_memory_gb",
 )  # fmt: skip
 _DIGEST = "data.sha256"
+# What a run writes beside its logs, which see to themselves.
+_FILES = (
+    "config.json", "model.json", _DIGEST, "environment.json", "report.html", "drift.json",
+    "drift.html",
+)  # fmt: skip
+_DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # for a network file system to show a new file
 
 
@@ -64,6 +70,13 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
     asked for."""
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
+    for name in (*_FILES, *_DIRECTORIES):
+        path, wanted = directory / name, "directory" if name in _DIRECTORIES else "file"
+        if os.path.lexists(path) and path.is_dir() != (wanted == "directory"):
+            raise UserError(
+                f"run.dir: {path} is no {wanted}, and a run writes one there: move it away, or "
+                "choose another --config.run.dir"
+            )
     saved = directory / "config.json"
     if saved.exists():
         ours = as_saved(config)
@@ -161,7 +174,7 @@ def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
 
 def as_saved(config: ml_collections.ConfigDict) -> dict:
     """The sections of a configuration as config.json holds them."""
-    return json.loads(json.dumps(config.to_dict()))
+    return json.loads(json.dumps(plain(config.to_dict())))
 
 
 def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
@@ -171,7 +184,7 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
         content = upgraded(content, str(path)) if sections else content
-        ml_collections.ConfigDict(content)  # refuses names that no field can have
+        sections_config(content)  # refuses names that no field can have
         return content
     except OSError as error:
         raise UserError(
@@ -213,7 +226,7 @@ def first_difference(theirs: dict, ours: dict):
     A field that an older version did not write had its default.
     """
     defaults = flatten(default_config())
-    before, now = (flatten(ml_collections.ConfigDict(c)) for c in (theirs, ours))
+    before, now = (flatten(sections_config(c)) for c in (theirs, ours))
     for name in sorted({*before, *now} - set(_MAY_CHANGE)):
         was, value = (fields.get(name, defaults.get(name)) for fields in (before, now))
         if was != value:
@@ -301,7 +314,10 @@ def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> 
     """The sentence for a write that failed."""
     if limit := limit_reached(error):
         return UserError(f"{field}: cannot write in {directory}: {limit}: raise that limit")
-    reason, remedy = _CAUSES.get(error.errno or 0, (error.strerror or str(error), ""))
+    if error.errno == errno.EISDIR:
+        reason, remedy = f"{error.filename2 or error.filename} is a directory", "move it away, or "
+    else:
+        reason, remedy = _CAUSES.get(error.errno or 0, (error.strerror or str(error), ""))
     return UserError(
         f"{field}: cannot write in {directory}: {reason}; {remedy}set {field} elsewhere"
     )

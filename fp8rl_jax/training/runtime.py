@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 from typing import Any, NamedTuple
 
@@ -21,11 +22,14 @@ from jax.sharding import Mesh
 from fp8rl_jax import learner, processes, sharding
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.model_source import load_params
-from fp8rl_jax.config.resolve import Resolved, resolve_config, without_calibration
+from fp8rl_jax.config.precision import without_calibration
+from fp8rl_jax.config.resolve import Resolved, resolve_config
 from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, with_turn_end
 from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.jax_settings import hold_settings
+from fp8rl_jax.json_file import plain
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.models import (
@@ -464,6 +468,9 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         if config.precision.cpu_products == "auto":
             one_kind = "run on CPUs of one kind, or set precision.cpu_products='exact'"
             processes.check_equal({"the way of multiplying": cpu_way().name}, one_kind)
+    config = config.copy_and_resolve_references()
+    for name in ("dir", "cache_dir"):  # wherever the user's functions go from here
+        config.run[name] = config.run[name] and os.path.abspath(config.run[name])
     resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
     checks.check_mesh(config, sharding.batch_divisor(mesh))
@@ -476,6 +483,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
+    hold_settings()  # modules of the user's are imported by now
     return Runtime(
         **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
         data_note=data.note, data_digest=data.digest,
@@ -499,7 +507,7 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
             "data.chat=False, or name the directory of a model that has one"
         )
     return ChatFormat(
-        tokenizer.chat_template, data.system_prompt, data.chat_options.to_dict(),
+        tokenizer.chat_template, data.system_prompt, plain(data.chat_options.to_dict()),
         begun(pathlib.Path(config.run.dir)),
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, pad_demonstrations, tokenizer_files
 from fp8rl_jax.errors import NonFiniteError, UserError
+from fp8rl_jax.jax_settings import hold_settings
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -187,6 +188,7 @@ def run_sft(
     evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
     display.phase("SFT", config.sft.steps, int(state.step))
     for step in range(int(state.step), config.sft.steps):
+        hold_settings()
         start = time.perf_counter()
         batch = _demonstrations(runtime, stream.next())
         rate = float(schedule(updates_made(state.opt_state)))

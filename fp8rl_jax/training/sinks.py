@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.json_file import read_bytes
+from fp8rl_jax.json_file import plain, read_bytes
 from fp8rl_jax.whole_file import write_whole
 
 _END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
@@ -78,7 +78,7 @@ class Wandb:
 
         self._run = wandb.init(
             project=config.run.project, name=directory.name, dir=str(directory),
-            config=config.to_dict(), id=_identity(directory), resume="allow",
+            config=plain(config.to_dict()), id=_identity(directory), resume="allow",
         )  # fmt: skip
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
@@ -106,7 +106,9 @@ class MLflow:
         if not known:
             write_whole(file, run.info.run_id + "\n")
             flat = {
-                f"{s}.{k}": v for s, fields in config.to_dict().items() for k, v in fields.items()
+                f"{s}.{k}": v
+                for s, fields in plain(config.to_dict()).items()
+                for k, v in fields.items()
             }
             mlflow.log_params(flat)
 

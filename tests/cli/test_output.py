@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.cli import main
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
 from fp8rl_jax.errors import limit_reached
@@ -58,6 +60,41 @@ def test_a_run_outlives_its_output(tmp_path: pathlib.Path):
     os.close(write)
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "done"
     assert done.stderr == "standard output is gone (Broken pipe); the run goes on\n"
+
+
+_CLOSER = """
+import os, sys
+from fp8rl_jax import cli
+from fp8rl_jax.cli import main
+from fp8rl_jax.cli.output import keep_talking
+def run(words):
+    with keep_talking():
+        original = sys.__stdout__
+        exec(sys.argv[1])
+        for number in range(3):
+            print(number, flush=True)
+    return 0
+main.run = run
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "os.close(1); sys.stderr = None",
+        "original.close(); os.close(2)",
+        "original.close()",
+        "sys.stdout = None; sys.stderr.close()",
+    ],
+)
+def test_code_that_closes_streams(does):
+    """Of a logger, or a loss: the run goes on, whatever is left to say it to."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CLOSER, does], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
 
 def test_an_output_that_works_is_left_alone(capsys):
@@ -213,3 +250,18 @@ def test_too_few_open_files(monkeypatch, capsys):
         "error: too many files are open, and 24 may be in this process (`ulimit -n`): raise that "
         "limit\n"
     )
+
+
+@pytest.mark.parametrize("status", [0, None, 5, "words"])
+def test_a_function_that_ends_the_process(status, monkeypatch, capsys):
+    """SystemExit of the user's code in the middle of a command is no end of ours."""
+
+    def ends(values):
+        raise SystemExit(status)
+
+    command = dataclasses.replace(main.COMMANDS["recipe list"], run=ends)
+    monkeypatch.setitem(main.COMMANDS, "recipe list", command)
+    assert cli.run(["recipe", "list"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: a function that the configuration")
+    assert printed.err.count("\n") == 1 and "SystemExit" in printed.err

@@ -226,3 +226,36 @@ def test_report_of_a_damaged_run(run_dir, refused):
 def test_compared_run_that_is_missing(run_dir, refused):
     """The directory that cannot be compared is the one that is named."""
     assert_words(refused("report", "run", "other"), ["other", "does not exist"])
+
+
+@pytest.mark.parametrize("name", ["environment.json", "report.html", "data.sha256", "model.json"])
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_directory_in_the_place_of_a_file(name, resume, run_dir, refused):
+    """It is named before the run begins, and not when all is done."""
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).mkdir()
+    message = refused(*train_command(), *resume)
+    assert_words(message, ["run.dir", f"{run_dir / name} is no file", "move it away"])
+
+
+def test_a_file_in_the_place_of_a_directory(run_dir, refused):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").write_text("precious")
+    message = refused(*train_command(), "--resume")
+    assert_words(message, ["run.dir", f"{run_dir / 'checkpoints'} is no directory", "move it away"])
+
+
+def test_functions_that_change_the_directory(tmp_path, monkeypatch):
+    """A relative run.dir is one of the directory in which the command began."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_Run", NoRun)
+    without_self_check(monkeypatch)
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a_loss_that_goes_away.py").write_text(
+        "import os\nos.chdir('elsewhere')\ndef f(logp, old, advantages, mask): return logp, {}\n"
+    )
+    assert begins(*train_command("algo.loss=a_loss_that_goes_away:f"))
+    assert (tmp_path / "run" / "environment.json").is_file()
+    assert list((tmp_path / "elsewhere").iterdir()) == []

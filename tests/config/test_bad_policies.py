@@ -143,6 +143,30 @@ def test_scales_that_are_no_numbers(scale, words, module):
         resolve_config(load_config("tiny.py", [*fields, f"precision.gradient_policy={name}:f"]))
 
 
+_GOES = "def goes(*_): raise {}\nclass Odd(BaseException): pass\n"
+_CHECKED = {
+    "init": _policy("goes"),
+    "scale": _policy(scale="goes"),
+    "update": _policy(update="goes"),
+    "scale on numbers": _policy(
+        scale="lambda s, a, m: m / (1 + s) if isinstance(a, jax.core.Tracer) else goes()"
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "Odd('bad')", "GeneratorExit"])
+@pytest.mark.parametrize("where", [*_CHECKED, "algo.loss", "algo.correction"])
+def test_functions_that_end_the_process(where, error, module):
+    """Whatever they raise while they are tried is one sentence, and no end without a word."""
+    source = "import jax\n" + _GOES.format(error) + _CHECKED.get(where, "")
+    name = module(source)
+    field = where if where.startswith("algo.") else "precision.gradient_policy"
+    function = f"{name}:{'goes' if where.startswith('algo.') else 'f'}"
+    fields = [f"precision.{side}=fp8_delayed" for side in ("rollout", "learner")]
+    with pytest.raises(UserError, match=f"'{function}' fails .*{error.partition('(')[0]}"):
+        resolve_config(load_config("tiny.py", [*fields, f"{field}={function}"]))
+
+
 # Policies and recipes as functions.
 
 _FUNCTIONS = {

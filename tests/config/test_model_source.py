@@ -302,6 +302,9 @@ def test_fine_tuning_ends_and_a_rollout_stops_as_the_template_ends_a_turn(chat, 
 def test_a_run_is_exported_with_its_own_tokenizer(kind, tmp_path):
     """Not with that of the checkpoint: ids are those that the run was trained with."""
     path = tiny_checkpoint.write(tmp_path / "tokenizer")
+    (path / "additional_chat_templates").mkdir()
+    (path / "chat_template.jinja").write_text("a")
+    (path / "additional_chat_templates/tool_use.jinja").write_text("tools")
     target = tmp_path / "out"
     target.mkdir()
     names = {"bos_token": "<|turn|>", "eos_token": "<|stop|>", "pad_token": "<|pad|>"}
@@ -313,6 +316,8 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, tmp_path):
     assert encode_prompt("the cat", exported) == encode_prompt("the cat", trained)
     assert (exported.eos_id, exported.pad_id) == (trained.eos_id, trained.pad_id)
     assert (exported.chat_template is None) == (kind == "file")
+    if exported.chat_template is not None:
+        assert exported.chat_template.render([], {"tools": [{}]}) == "tools"
 
 
 @pytest.mark.slow

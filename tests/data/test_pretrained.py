@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 
 import hypothesis
@@ -14,6 +15,7 @@ from tokenizers import decoders, processors
 
 from fp8rl_jax.data import (
     ByteTokenizer,
+    ChatFormat,
     PretrainedTokenizer,
     encode_prompt,
     load_tokenizer,
@@ -77,6 +79,74 @@ def test_several_templates_by_name(write):
     assert PretrainedTokenizer(path).chat_template.render([]) == "d"
     path = write(tokenizer_config={"chat_template": None})
     assert PretrainedTokenizer(path).chat_template is None
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("mapping", [False, True])
+def test_a_template_for_tools(files, mapping, write):
+    """It is taken where a prompt has tools, as by transformers 5; files come before settings."""
+    named = [
+        {"name": "tool_use", "template": "{{ tools[0].name }}"},
+        {"name": ["x"]},
+        {"name": "default", "template": "d"},
+    ]
+    if mapping:
+        named = {"tool_use": "{{ tools[0].name }}", "default": "d"}
+    path = write(tokenizer_config={"chat_template": named})
+    tools = {"tools": [{"name": "add"}]}
+    if files:
+        (path / "chat_template.jinja").write_text("f")
+        assert "no tools" in _refused(
+            lambda: PretrainedTokenizer(path).chat_template.render([], tools)
+        )
+        (path / "additional_chat_templates").mkdir()
+        for name, text in {"tool_use": "g {{ tools[0].name }}", "rag": "{%"}.items():
+            (path / f"additional_chat_templates/{name}.jinja").write_text(text)
+        assert path / "additional_chat_templates/tool_use.jinja" in tokenizer_files(str(path))
+    template = PretrainedTokenizer(path).chat_template
+    assert template.render([]) == ("f" if files else "d")
+    assert template.render([], tools) == ("g add" if files else "add")
+    assert ChatFormat(template).render(
+        {"messages": [{"role": "user", "content": "a"}], **tools}
+    ) == ("g add" if files else "add")
+
+
+def _refused(call) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 99999, "2", 2.0, True, [[2]], [2, "0"], [None], {"a": 2}, 10**30]
+)
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_ends_that_are_no_ids(value, file, write):
+    changes = {"generation_config": {"eos_token_id": None}} | {file: {"eos_token_id": value}}
+    said = _refused(lambda: PretrainedTokenizer(write(**changes)))
+    assert re.search(
+        rf"/{file}\.json has the eos_token_id .*: write a whole number from 0 to 351", said
+    )
+
+
+def test_an_end_may_be_a_row_of_the_model_alone(write):
+    """And without a config.json the tokenizer's tokens count."""
+    path = write(generation_config={"eos_token_id": [2, 351]})
+    assert PretrainedTokenizer(path).eos_ids == (2, 351)
+    (path / "config.json").unlink()
+    assert "from 0 to 319" in _refused(lambda: PretrainedTokenizer(path))
+
+
+def test_a_begin_that_is_no_token(write):
+    path = write()
+    reader = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    reader.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 5000)]
+    )
+    reader.save(str(path / "tokenizer.json"))
+    assert "puts the id 5000 in front of a text, and has no token" in _refused(
+        lambda: PretrainedTokenizer(path)
+    )
 
 
 @pytest.mark.parametrize("setting", [None, False, True])

@@ -107,6 +107,22 @@ def test_the_run_that_resumes_knows_the_largest(tmp_path, monkeypatch):
     assert resumed.analysed == [] and KeptStep.drift_of(tmp_path) == 0.5
 
 
+@pytest.mark.parametrize(("step", "left"), [(0, []), (2, []), (4, []), (5, [3, 5]), (9, [3, 5])])
+def test_steps_that_are_done_again_are_forgotten(step, left, tmp_path, monkeypatch):
+    """A run that begins anew, or goes on before a step that drifted, says nothing about it."""
+    run = _Run(tmp_path, monkeypatch)
+    run.monitor.forget_after(step)  # there is nothing
+    run.step(3, 1e-3)
+    run.step(5, 0.5)
+    run.monitor.finish()
+    (tmp_path / "drift.html").touch()
+    resumed = _Run(tmp_path, monkeypatch)
+    resumed.monitor.forget_after(step)
+    assert [row["step"] for row in step_verdicts(tmp_path)] == left
+    assert (tmp_path / "drift.html").exists() == bool(left)
+    assert KeptStep.drift_of(tmp_path) == (0.5 if left else 0.0)
+
+
 def test_of_other_data_nothing_is_kept(tmp_path, monkeypatch):
     run = _Run(tmp_path, monkeypatch)
     run.step(3, 0.5)

@@ -18,13 +18,34 @@ from fp8rl_jax.envs.answers import answer_text
         ("42.0", "42"), ("1e2", "100"), ("42", "42"), ("-0.0", "0"), ("1e23", "1" + "0" * 23),
         ("0.1", "0.1"), ("-2.50", "-2.5"), ("1e-7", "1e-07"), ("NaN", ""), ("-Infinity", ""),
         ("1e400", ""), ("1" + "0" * 400, "1" + "0" * 400), ("true", "True"), ('"42.0"', "42.0"),
-        ("[42.0]", "42"), ('["a"]', "a"), ("[]", "[]"), ("[2.0, 4.5]", "[2, 4.5]"),
+        ("[42.0]", "42"), ('["a"]', "a"), ("[[5]]", "[[5]]"), ("[null, 5]", "[null, 5]"),
+        ("[false]", "False"), ('{"a": 0}', '{"a": 0}'),
+        ("[2.0, 4.5]", "[2, 4.5]"),
         ("[[1.0, 2]]", "[[1, 2]]"), ('{"a": 1.0}', '{"a": 1}'), ('["a", "b"]', '["a", "b"]'),
     ],
 )  # fmt: skip
 def test_of_json(json_text, expected):
     """Whole floats are integers, what is not finite is no answer, a list of one is its value."""
     assert answer_text(json.loads(json_text)) == expected
+
+
+@pytest.mark.parametrize(
+    "json_text",
+    [
+        "[]",
+        "{}",
+        "[null]",
+        "[[]]",
+        "[{}]",
+        '[""]',
+        '["", " "]',
+        '{"a": null, "b": []}',
+        "[NaN, null]",
+    ],
+)
+def test_of_nothing(json_text):
+    """What holds no value is no answer, at any depth."""
+    assert answer_text(json.loads(json_text)).strip() == ""
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,12 @@ def test_a_held_out_split_alone_is_for_evaluation(tmp_path):
         ("test-00000-of-00001.parquet", "trained on although its name says 'test'"),
         ("test/0000.parquet", "trained on although its name says 'test'"),
         ("math_dev.jsonl", "trained on although its name says 'validation'"),
+        ("test/data.jsonl", "trained on although its name says 'test'"),
+        ("test/Dataset.jsonl", "trained on although its name says 'test'"),
+        ("dev/part-00000-0a1b2c3d-4e5f-c000.parquet",
+         "trained on although its name says 'validation'"),
         ("train.jsonl", ""), ("my_train_and_test.jsonl", ""), ("test/mine.jsonl", ""),
+        ("my_test_of_this/data.jsonl", ""),
     ],
 )  # fmt: skip
 def test_a_file_that_is_named_by_the_user(name, said, tmp_path):
@@ -99,7 +104,7 @@ def test_a_file_that_is_named_by_the_user(name, said, tmp_path):
     _write(tmp_path, name)
     data = _load(tmp_path / name)
     assert data.questions["train"] and data.note.endswith(f"; {said}" if said else "question)")
-    if said and "/" in name:
+    if said and "/" in name:  # as the directory itself says
         (folder, _) = name.split("/")
         assert _load(tmp_path / folder).note.endswith(said)
 
@@ -113,6 +118,60 @@ def test_what_is_not_used_is_said(tmp_path):
     said = "; not read: a/b.json, more.csv; splits not used: validation"
     assert _load(tmp_path).note.endswith(f"(its split 'test'){said}")
     assert "; splits not used: test, validation" in _load(tmp_path, eval_task="chain_sum").note
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test.jsonlines", "test.parq", "test.pq", "test.h5", "test.xml", "test.pt", "test.bin",
+        "test.jsonl.br", "test", "a/my-dev.rows", "test/0.dat", "more.jsonlines", "more.h5",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("saved", [False, True])
+def test_files_that_are_not_read_are_named(name, saved, tmp_path):
+    """Whatever their suffix, where name or folder speak of a split; beside Arrow files, too."""
+    if saved:
+        arrow(tmp_path / "set", _TRAIN)
+    else:
+        _write(tmp_path, "set/train.jsonl", _TRAIN)
+    _write(tmp_path, "set/notes.md")
+    if ".jsonl" in name:
+        (tmp_path / "set" / name).write_bytes(b"x")
+    else:
+        _write(tmp_path / "set", name)
+    assert _load(tmp_path / "set").note.endswith(f"; not read: {name}")
+
+
+def test_files_beside_saved_splits_are_named(tmp_path):
+    """Folders that dataset_dict.json lacks, too; not what `datasets` keeps of its own."""
+    root = arrow_dict(tmp_path / "disk", {"train": _TRAIN})
+    arrow(root / "more", _TEST)
+    for name in ("extra.arrow", "test.csv", "train/cache-0123456789abcdef.arrow"):
+        _write(root, name)
+    said = "; not read: extra.arrow, more/data-00000-of-00001.arrow, test.csv"
+    assert _load(root).note.endswith(said)
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_saved_selections_are_refused(key, tmp_path):
+    """`filter` and `shuffle` leave all rows in the files, and indices beside them."""
+    state = arrow(tmp_path / "set", ROWS) / "state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {key: None}))
+    assert _load(tmp_path / "set", eval_fraction=0.0).questions["train"]
+    state.write_text(json.dumps(content | {key: [{"filename": "indices.arrow"}]}))
+    with pytest.raises(UserError, match=r"set is a selection .* after flatten_indices\(\)"):
+        _load(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [([], "has no rows: fill it"), ([{"question": "a", "answer": ""}], "both")]
+)
+def test_a_split_without_rows_is_named(rows, message, tmp_path):
+    _write(tmp_path, "train.jsonl", _TRAIN)
+    _write(tmp_path, "test.jsonl", rows)
+    with pytest.raises(UserError, match=rf"env\.task: the split 'test' of .* {message}"):
+        _load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -221,13 +280,26 @@ def test_links(tmp_path):
         (b"[" * 1500 + b"]" * 1500, "nested too deeply"),
         (b'{"question": "a", "answer": "b", "x": ' + b"[" * 200_000, "nested too deeply"),
         (b'{"question": "a", "answer": "b", "x": ' + b'{"a":' * 120 + b"1" + b"}" * 121, "deeply"),
-        (b'{"question": "a", "answer": ' + b"1" * 5000 + b"}", "is not JSON .*4300 digits"),
+        (b"-" + b"1" * 5000, "is int; write one object a line"),
         (b'{"question": "a", "answer": "' + b"b" * 2**24 + b'"}', "has more than 16,777,216 bytes"),
     ],
 )
 def test_lines_beyond_limits(line, message, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"question": "a", "answer": "b"}\n' + line + b"\n")
     with pytest.raises(UserError, match=rf"a\.jsonl:2 .*{message}"):
+        _load(tmp_path / "a.jsonl")
+
+
+def test_numbers_of_thousands_of_digits(tmp_path):
+    """They end a run only where they are needed."""
+    huge = "7" * 5000
+    good = f'{{"question": "a", "answer": "1", "x": -{huge}, "y": {{"z": [{huge}], "w": 5}}}}'
+    (tmp_path / "a.jsonl").write_text(good)
+    data = _load(tmp_path / "a.jsonl", eval_fraction=0.0)
+    row = data.questions["train"][0].row
+    assert row == {"question": "a", "answer": "1", "y": {"z": [None], "w": 5}}
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "a", "answer": [{huge}]}}')
+    with pytest.raises(UserError, match=r"jsonl:1: 'answer' cannot .* number of 5,000 digits"):
         _load(tmp_path / "a.jsonl")
 
 

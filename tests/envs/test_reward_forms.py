@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import array
 import sys
+from fractions import Fraction
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp8rl_jax.envs import Question, Scoring, Tally, load_rewards
+from fp8rl_jax.envs.reward_call import as_number
 from fp8rl_jax.errors import UserError
 
 _SOURCE = """
+import functools
 import json
 def trl(completions, answer, **kwargs):
     assert isinstance(completions[0], str) and "prompts" in kwargs and "level" in kwargs
@@ -21,6 +27,30 @@ def trl_chat(prompts, completions, **kwargs):
     return [float(len(c[0]["content"])) for c in completions]
 def trl_none(completions, level, **kwargs):
     return [None if l == 1 else 1.0 for l in level]
+def swapped(prompt, answer, response): return float((prompt, answer, response) == RIGHT)
+def without_prompt(response, answer, tolerance=0.1):
+    return float((answer, response) == RIGHT[1:]) - tolerance
+def prompt_last(response, answer, prompt=None): return swapped(prompt, answer, response)
+def row_first(row, response): return row["level"] + len(response)
+def alone(response): return len(response)
+def keywords(response, **given): return float({**given, "response": response} == NAMED)
+def keyword_only(*, answer, response, prompt): return swapped(prompt, answer, response)
+def other_names(x, y, z): return swapped(x, z, y)
+def usual_names(question, prediction, reference): return swapped(question, reference, prediction)
+def any_number(*texts): return swapped(texts[0], texts[2], texts[1])
+def positional_only(prompt, response, answer, /): return swapped(prompt, answer, response)
+def bound(scale, response, answer): return scale * (answer, response) == RIGHT[1:]
+RIGHT, NAMED = ("quest", "5", "ab"), {"prompt": "quest", "answer": "5", "response": "ab"}
+partial_keyword = functools.partial(swapped, prompt="quest")
+partial_place = functools.partial(bound, 1)
+partial_option = functools.partial(without_prompt, tolerance=0.5)
+def completion_first(completion, answer, prompt=None): return 1.0
+def prediction_first(prediction, reference, question=None): return 1.0
+def answer_second(question, answer, reference): return 1.0
+def needs_more(response, answer, tolerance): return 1.0
+def prompt_fourth(text, completion, reference, prompt=None): return 1.0
+def row_in_place(text, row, other): return 1.0
+def swapped_only(prompt, answer, response, /): return 1.0
 def trl_two(completions, **kwargs): return [1.0, 2.0]
 def trl_ids(completions, completion_ids): return [1.0]
 async def trl_async(completions, **kwargs): return [1.0]
@@ -92,6 +122,51 @@ def test_what_is_no_reward_is_a_failure(name, message):
     assert (values, tally.errors) == ("[nan]", 1) and message in tally._first[
         f"the reward 'rewards_of_others:{name}'"
     ].text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("swapped", 1.0), ("without_prompt", 0.9), ("prompt_last", 1.0), ("row_first", 5.0),
+        ("alone", 2.0), ("keywords", 1.0), ("keyword_only", 1.0), ("other_names", 1.0),
+        ("usual_names", 1.0), ("any_number", 1.0), ("positional_only", 1.0),
+        ("partial_keyword", 1.0), ("partial_place", 1.0), ("partial_option", 0.5),
+    ],
+)  # fmt: skip
+def test_arguments_go_by_the_names_of_parameters(name, value):
+    values, _, tally = _score(name, [{"level": 3}], ["ab"])
+    assert (values, tally.errors) == (f"[{value}]", 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "completion_first", "prediction_first", "answer_second", "needs_more", "prompt_fourth",
+        "row_in_place", "swapped_only",
+    ],
+)  # fmt: skip
+def test_names_that_contradict_their_places_are_refused(name):
+    with pytest.raises(UserError, match=f"{name}' takes .*; write a function of .prompt, resp"):
+        load_rewards(f"rewards_of_others:{name}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        memoryview(b"1"), array.array("b", b"1"), bytearray(b"1"), np.array("1"), np.bytes_(b"1"),
+        np.array("1", object), 1 + 0j, np.complex64(1), jnp.complex64(1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_buffers_texts_and_complex_numbers_are_no_numbers(value):
+    assert as_number(value).kind == "no number"
+
+
+@pytest.mark.parametrize(
+    "value", [1, True, np.int8(1), np.bool_(1), jnp.bfloat16(1), Fraction(1), np.array(1, object)]
+)
+def test_numbers_of_any_class_are_numbers(value):
+    assert as_number(value) == 1.0
 
 
 def test_none_says_that_a_reward_does_not_apply():

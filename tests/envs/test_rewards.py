@@ -145,6 +145,7 @@ def test_weights():
     [
         ("much*gsm8k", "and 'much' is no weight: write a number other than 0"),
         ("0*gsm8k", "'0' is no weight"),
+        ("1e-50*gsm8k", "'1e-50' is no weight"),
         ("nan*gsm8k", "'nan' is no weight"),
         ("gsm8k, 2*gsm8k", "with 'gsm8k' twice"),
         ("gsm8k,", "env.reward is ''; write one of auto, exact_match"),

@@ -61,6 +61,8 @@ def test_the_instruction_form(suffix, tmp_path):
         ({"prompt": "q", "completion": [{"role": "user", "content": "b"}, {
             "role": "assistant", "content": "a", "reasoning_content": "r", "name": None}]},
          "completion.reasoning_content, completion before its last message"),
+        ({"question": "q", "answer": "a", "x": [[]], "y": [{}, None], "z": {"a": []}}, ""),
+        ({"question": "q", "answer": "a", "x": [[], [0]], "y": {"a": [False]}}, "x, y"),
         ({"question": "q", "answer": "a", "b" * 99 + "\x1b": 1}, "b" * 60),
     ],
 )  # fmt: skip
@@ -224,12 +226,55 @@ def test_tools_with_half_of_a_character(tmp_path):
         _load(tmp_path / "a.jsonl", rows)
 
 
-def test_json_of_messages_is_a_text(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "counted"),
+    [
+        ([_user("a")], True), ([{"name": "x", "role": "user", "content": "y"}], True),
+        ({"messages": [_user("a")]}, True), (_user("a"), True),
+        ({"tools": [], "conversations": [{"from": "human", "value": "a"}]}, True),
+        ([{"role": "assistant", "tool_calls": [{}]}], True),
+        ([{"role": "admin"}], False), ([1, 2], False), ({"content": "a"}, False), ([], False),
+    ],
+)  # fmt: skip
+def test_json_of_messages_is_a_text(value, counted, tmp_path):
     """As TRL takes it; the first line says so."""
-    text = json.dumps([_user("a")])
+    text = json.dumps(value)
     data = _load(tmp_path / "a.jsonl", [{"prompt": text, "answer": "1"}])
     assert data.questions["train"][0].prompt == text
-    assert data.note.endswith("a.jsonl are JSON of messages and asked as that text")
+    said = "a.jsonl are JSON of messages and asked as that text"
+    assert data.note.endswith(said if counted else "1 to train on")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"instruction": "a", "output": "b"}], "instruction, answer"),
+        ([{"instruction": "a", "input": "", "output": "b"}], "instruction, answer"),
+        ([{"instruction": str(i), "output": "b"} for i in range(1100)]
+         + [{"instruction": "a", "input": "c", "output": "b"}], "instruction and input, answer"),
+    ],
+    ids=range(3),
+)  # fmt: skip
+def test_the_input_is_said_where_a_row_has_one(rows, said, tmp_path):
+    assert f"(question in {said} in output)" in _load(tmp_path / "a.jsonl", rows).note
+
+
+@pytest.mark.parametrize(
+    "answer", ["a\n#### 5", ["a\n#### 5"], [{"role": "assistant", "content": "a\n#### 5"}]]
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_mark_is_said_in_whatever_it_stands(answer, suffix, tmp_path):
+    data = _load(tmp_path / f"a.{suffix}", [{"prompt": "a", "answer": answer}])
+    assert data.questions["train"][0].answer == "5"
+    assert "(question in prompt, answer in answer after ####)" in data.note
+
+
+@pytest.mark.parametrize("answer", [[], {}, [None], [[]], {"a": None}])
+def test_answers_without_a_value(answer, tmp_path):
+    rows = [{"prompt": "a", "answer": answer}, {"prompt": "b", "answer": 0}]
+    data = _load(tmp_path / "a.jsonl", rows)
+    assert [q.answer for q in data.questions["train"]] == ["0"]
+    assert data.note.endswith("left out of training: 1 without an answer")
 
 
 def test_template_and_tools(tmp_path):

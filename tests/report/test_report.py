@@ -205,12 +205,14 @@ def _verdict(culprit, step=None, **more):
     return {"verdict": verdict, **({} if step is None else {"step": step, "drift": 0.1}), **more}
 
 
-def _drifting(root, analysis=None, platform="cpu", **precision):
+def _drifting(root, analysis=None, platform="cpu", same_forward=True, **precision):
     """A run that drifted at steps 5 and 9, by 0.01 and 0.3, and its drift.json."""
     config = _recipes("fp8", "fp8")
     config["precision"] = {"rollout": "fp8", "learner": "fp8"} | precision
     drifts = {5: 1e-3, 9: 0.03}
     rows = [_metrics(i, drift=drifts.get(i, 0.0)) for i in range(1, _STEPS + 1)]
+    if not same_forward:  # such a run has nothing to compare
+        rows = [{k: v for k, v in row.items() if k != "refit_checksum_ok"} for row in rows]
     root = _make(root, config=config, metrics=rows)
     (root / "environment.json").write_text(json.dumps([{"devices": {"platform": platform}}]))
     if analysis:
@@ -246,13 +248,17 @@ def test_drift_is_counted_and_followed_by_what_to_do(tmp_path):
         ({"platform": "gpu"}, "What to do: run `fp8rl drift"),
         ({"analysis": _verdict("scaling", 9)}, "What to do: mend scaling."),
         ({"analysis": {"step": 9, "verdict": 3}}, "What to do: start again"),
-        ({"learner": "bf16"}, None),
+        ({"learner": "bf16", "same_forward": False}, None),
+        ({"learner": "fp8_blockwise"}, "What to do: start again"),
+        ({"rollout": "fake_forward", "learner": "fake"}, "What to do: start again"),
         ({"zero_drift": "report"}, None),
     ],
-    ids=["exact", "gpu", "a field's", "damaged", "other recipes", "report"],
+    ids=["exact", "gpu", "a field's", "damaged", "other recipes", "two names", "forward", "report"],
 )
 def test_what_to_do(fields, advice, tmp_path):
-    found = summary.summarise(_drifting(tmp_path / "run", **fields))["advice"]
+    s = summary.summarise(_drifting(tmp_path / "run", **fields))
+    found = s["advice"]
+    assert any("equal, but" in note for note in s["notes"]) == fields.get("same_forward", True)
     assert found is advice is None or found.startswith(advice)
 
 

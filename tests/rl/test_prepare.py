@@ -153,6 +153,20 @@ def test_presets(name):
         ("none", {"loss": "pop"}, ["algo.loss", "'pop'", "cispo"]),
         ("none", {"loss": "gspo(1, 2, 3)"}, ["algo.loss", "gspo(clip_low=0.0003"]),
         ("none", {"dual_clip": 0.5}, ["algo.loss", "dual_clip"]),
+        ("none", {"loss": "ppo, gspo()"}, ["algo.loss", "names 2", "write 1 of ppo"]),
+        ("none", {"loss": "()"}, ["algo.loss", "names 0"]),
+        ("none", {"loss": "ppo(clip_low=0.1, clip_low=0.2)"}, ["algo.loss", "twice"]),
+        ("()", {}, ["algo.correction", "names 0"]),
+        ("-" * 5000, {}, ["algo.correction", "not understood"]),
+        ("a" + "+a" * 5000, {}, ["algo.correction", "module:function"]),
+        ("tis(" + "-" * 5000 + "1)", {}, ["algo.correction"]),
+        # Bounds that would drop or weigh what has not drifted.
+        ("mask_sequence(2, 3)", {}, ["mask_sequence(low=2)", "from 0 to 1"]),
+        ("mask_geometric(0.1, 0.9)", {}, ["mask_geometric(high=0.9)", "from 1 to"]),
+        ("icepop(0, 0)", {}, ["icepop(high=0)", "from 1 to"]),
+        ("veto(2)", {}, ["veto(least=2)", "from 0 to 1"]),
+        ("tis(2, 1.5)", {}, ["tis(low=1.5)", "from 0 to 1"]),
+        ("seq_tis(0.5)", {}, ["seq_tis(cap=0.5)", "from 1 to"]),
     ],
 )
 def test_what_is_not_understood(correction, fields, words):

@@ -118,14 +118,25 @@ def test_the_heart_beats(mode, tmp_path, monkeypatch):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"pid": "x"}'])
-def test_a_file_that_says_nothing(mode, tmp_path, content):
-    """A lock that was not finished, or is not ours, holds nothing up."""
+@pytest.mark.parametrize("content", [b"", b"{", b'{"host": "elsewh'])
+def test_a_lock_that_was_not_finished(mode, tmp_path, content):
+    """It holds nothing up."""
     (tmp_path / "lock").write_bytes(content)
-    if mode == "heartbeat" and b"pid" in content:
-        os.utime(tmp_path / "lock", (0, 0))
     with RunLock(tmp_path) as held:
         held.check()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"\xff", b'{"pid": "x"}', b'{"host": "db", "user": "me"}', b"precious\n",
+     b'{"host": ' + b" " * 2000, b'{"host": {}, precious', b"\n"],
+)  # fmt: skip
+def test_a_file_of_somebody(mode, tmp_path, content):
+    """A regular file of that name which is no lock is named, and keeps its content."""
+    (tmp_path / "lock").write_bytes(content)
+    with pytest.raises(UserError, match=r"lock cannot be taken as a lock \(its content is no lock"):
+        RunLock(tmp_path).__enter__()
+    assert (tmp_path / "lock").read_bytes() == content
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "directory", "device"])

@@ -165,13 +165,32 @@ def test_run_logs_without_offsets_start_empty(tmp_path):
         assert logs.moved_to == (None if number == 1 else tmp_path / "earlier-1")
         _fill(logs, range(2 * number))
         logs.close()
+        (tmp_path / "drift.json").write_text(str(number))
+        (tmp_path / "drift_step").mkdir()
         former[number] = _steps(tmp_path)
     logs = RunLogs(tmp_path, None, default_config())
     logs.close()
     assert logs.moved_to == tmp_path / "earlier-2"
     assert not any(_steps(tmp_path).values())
+    assert not (tmp_path / "drift.json").exists() and not (tmp_path / "drift_step").exists()
+    assert [(tmp_path / f"earlier-{k}" / "drift.json").read_text() for k in (1, 2)] == ["1", "2"]
     assert {k: _steps(tmp_path / f"earlier-{k}") for k in (1, 2)} == former
     assert RunLogs(tmp_path, {}, default_config()).moved_to is None
+
+
+def test_run_logs_of_an_older_version(tmp_path):
+    """The supervised stage's file had another name: it is taken where the checkpoint says so, and
+    there is no newer one; else a file of that name is somebody's."""
+    former, line = tmp_path / "warmup.jsonl", b'{"step": 1}\n'
+    former.write_bytes(line)
+    for offsets in (None, {}, {"sft": 0}):
+        RunLogs(tmp_path, offsets, default_config()).close()
+        assert former.read_bytes() == line
+    RunLogs(tmp_path, {"warmup": 0}, default_config()).close()
+    assert former.read_bytes() == line and (tmp_path / "sft.jsonl").read_bytes() == b""
+    (tmp_path / "sft.jsonl").unlink()
+    RunLogs(tmp_path, {"warmup": len(line)}, default_config()).close()
+    assert (tmp_path / "sft.jsonl").read_bytes() == line and not former.exists()
 
 
 def test_run_logs_write_tensorboard_events(tmp_path):

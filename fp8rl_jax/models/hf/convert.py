@@ -20,7 +20,7 @@ from fp8rl_jax.models.hf.writer import check_target, save
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
+    "chat_template.json", "additional_chat_templates/tool_use.jinja", "generation_config.json",
 )  # fmt: skip
 
 
@@ -75,4 +75,5 @@ def copy_tokenizer(source: pathlib.Path, directory: pathlib.Path) -> None:
     """Copies what a checkpoint has of `COPIED`."""
     for name in COPIED:
         if os.path.isfile(source / name):
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, directory / name)
