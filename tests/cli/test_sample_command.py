@@ -97,7 +97,7 @@ def test_sample_chat_shows_the_conversation_to_the_model(model, capsys, monkeypa
     monkeypatch.setattr(generate, "generate", lambda policy, *_: seen.append(policy))
     _run(
         capsys, "sample", "--checkpoint", model, "--prompt=hi", "--chat", "--system=be brief",
-        "--chat-options=enable_thinking=false", "--precision=f32",
+        "--chat-options=enable_thinking=false,list=[{\"a.b\": null}]", "--precision=f32",
     )  # fmt: skip
     (policy,) = seen
     text = policy.runtime.tokenizer._reader.decode(policy.rows[0], skip_special_tokens=False)
