@@ -31,7 +31,8 @@ class Resolved:
       rollout_recipe, learner_recipe: numerics of the two sides.
       reference_recipe: numerics of the reference policy's log-probabilities.
       algorithm: what section `algo` chooses.
-      rewards: the functions that `env.reward` names, with their weights.
+      rewards: the functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
+        until `with_tasks`.
       positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
     """
 
@@ -65,6 +66,14 @@ class Resolved:
         if setting != "auto":
             return setting == "rollout"
         return self.zero_drift and not self.algorithm.corrections and not drifted
+
+    def with_tasks(self) -> Resolved:
+        """The same with rewards that follow from the tasks, whose library takes a second to import
+        and is needed by whoever asks questions alone."""
+        env = self.config.env
+        tasks = [env.task, *eval_tasks(env)]
+        rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
+        return dataclasses.replace(self, rewards=rewards)
 
     def with_vocabulary(self, size: int) -> Resolved:
         """The same with the tokenizer's `size` tokens.
@@ -103,10 +112,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
         ml_collections.FrozenConfigDict(config), model, rollout, learner,
         reference_recipe(config.precision, learner),
         _algorithm(config, same_forward(rollout, learner)),
-        load_rewards(
-            env.reward, env.reward_timeout, env.reward_memory_gb, [env.task, *eval_tasks(env)]
-        ),
-        positions,
+        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb), positions,
     )  # fmt: skip
     checks.check(resolved)
     return resolved

@@ -476,6 +476,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     if with_questions:
         check_rollout_memory(resolved, mesh)
+        resolved = resolved.with_tasks()
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
     if chat is not None:
