@@ -15,7 +15,7 @@ import re
 from typing import Any, NamedTuple
 
 from fp8rl_jax.envs.final_number import behind_reasoning, boxes, marked
-from fp8rl_jax.envs.written_number import Number, repeating_as_fractions, whole_number
+from fp8rl_jax.envs.written_number import Number, in_ascii, whole_number
 
 _LONGEST = 400  # characters of a bare answer
 _DELIMITER = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\f?box(?:ed)?\b")
@@ -39,10 +39,8 @@ _IN_LATEX = {
     "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "∅": r"\emptyset ", r"\varnothing": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm ", "°": r"^\circ ",
-    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", " percent": r"\%",
+    " percent": r"\%",
 }  # fmt: skip
-_SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _ROOT = re.compile(r"√\s*(?:\(([^()]{1,80})\)|(\d+|[a-z]))")
 
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|textit|mathit)\s*\{([^{}]*)\}")
@@ -72,6 +70,11 @@ class Answer(NamedTuple):
     words: str
     parsed: list
     text: str
+
+    @property
+    def value(self) -> Any:
+        """The value that math-verify read; None without one."""
+        return next((x for x in self.parsed if not isinstance(x, str)), None)
 
     @property
     def plain(self) -> str:
@@ -181,38 +184,44 @@ def _bare(text: str) -> Answer | None:
     text = text.strip()
     if not text or len(text) > _LONGEST or _DELIMITER.search(text):
         return None
-    if not whole_number(text) and not _words(text) and _is_prose(text):
-        return _answer([], text)
-    return _boxed(text)
+    return _boxed(text, prose=_is_prose(text))
 
 
-def _boxed(text: str) -> Answer | None:
-    if _words(text) and not whole_number(text):
-        return _answer([], text)
-    return _answer(_parsed(rf"\boxed{{{text}}}")[0], text)
+def _boxed(text: str, prose: bool = False) -> Answer | None:
+    """The answer that a text is; words and `prose` are not read as formulas."""
+    found = _plainly(text)
+    if found.words or (prose and not found.number):
+        return _readable(found)
+    return _readable(found._replace(parsed=_parsed(rf"\boxed{{{text}}}")[0]))
 
 
 def _answer(parsed: list, text: str) -> Answer | None:
+    return _readable(_plainly(text)._replace(parsed=parsed))
+
+
+def _plainly(text: str) -> Answer:
+    """A text as a number or as words, before math-verify reads it."""
     number = whole_number(text)
-    words = "" if number else _words(text)
-    value = next((x for x in parsed if not isinstance(x, str)), None)
-    if value is not None and _RELATION.search(text) and getattr(value, "is_number", False):
-        value, parsed = None, []  # it has lost the relation
-    if not number and not words and value is None:
-        plain = " ".join(text.split())
-        if not plain.strip(_EDGES) or len(plain) > _LONGEST_TEXT:
-            return None
-        words = plain.casefold()  # no formula, but two that are equal are one answer
-    return Answer(number, words, parsed, text)
+    return Answer(number, "" if number else _words(text), [], text)
+
+
+def _readable(answer: Answer) -> Answer | None:
+    """The answer, or None if there is nothing in it that could be compared."""
+    if _RELATION.search(answer.text) and getattr(answer.value, "is_number", False):
+        answer = answer._replace(parsed=[])  # it has lost the relation
+    if answer.number or answer.words or answer.value is not None:
+        return answer
+    plain = " ".join(answer.text.split())
+    if not plain.strip(_EDGES) or len(plain) > _LONGEST_TEXT:
+        return None
+    return answer._replace(words=plain.casefold())  # two that are equal are one answer
 
 
 def _parsed(text: str) -> tuple[list, str]:
     """What math-verify reads in a text, and the part that it read."""
     import math_verify
 
-    text = repeating_as_fractions(text)
-    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
-    text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", in_ascii(text))
     for written, latex in _IN_LATEX.items():
         text = text.replace(written, latex)
     text = _SIGN_APART.sub(r"\1\2", _SCIENTIFIC.sub(_without_exponent, text))
@@ -262,18 +271,17 @@ def _is_prose(text: str) -> bool:
 
 def _value(answer: Answer) -> Any:
     """What math-verify read; of an equation its right side, as it compares them."""
-    value: Any = next((x for x in answer.parsed if not isinstance(x, str)), None)
-    return value.rhs if _is_equation(answer) else value
+    return answer.value.rhs if _is_equation(answer) else answer.value
 
 
 def _names(answer: Answer) -> bool:
     """Whether the left side of an equation is a name: x, y_1, f(x)."""
-    left = answer.parsed[0].lhs
+    left = answer.value.lhs
     return bool(left.is_Symbol or getattr(left, "is_Function", False))
 
 
 def _is_equation(answer: Answer) -> bool:
-    return any(getattr(x, "is_Equality", False) for x in answer.parsed[:1])
+    return getattr(answer.value, "is_Equality", False)
 
 
 def _is_number(value: Any) -> bool:

@@ -130,7 +130,7 @@ class Scoring:
         self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
     ):
         """`questions`: one for each response."""
-        self._terms, self._responses = terms, responses
+        self._terms = terms
         self._calls = [_begin(term, questions, responses) for term in terms]
 
     def result(self, tally: Tally) -> tuple[list[float], dict[str, list[float]]]:
@@ -145,7 +145,7 @@ class Scoring:
           RewardError: of `Tally.value`, or no worker process can call the reward.
         """
         by_name: dict[str, list[float]] = {}
-        sums: list[float | None] = [None] * len(self._responses)
+        sums: list[float | None] = [None] * len(self._calls[0])
         failed: set[int] = set()
         try:
             for term, calls in zip(self._terms, self._calls, strict=True):

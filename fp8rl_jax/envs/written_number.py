@@ -152,20 +152,21 @@ def _numbers(text: str) -> Iterator[Number]:
 
 def plain(text: str) -> str:
     """The text with signs, spaces, powers and fractions of LaTeX and Unicode in ASCII."""
-    text = repeating_as_fractions(_THIN_GROUP.sub("", text))
-    for written, ascii_ in _VULGAR.items():
-        if written in text:
-            text = re.sub(rf"(?<=\d)\s*{written}", f" {ascii_}", text).replace(written, ascii_)
+    text = in_ascii(_THIN_GROUP.sub("", text))
     for written, ascii_ in _SPELLINGS.items():
         text = text.replace(written, ascii_)
-    text = _SUPERSCRIPT.sub(lambda m: "^" + m[0].translate(_SUPERSCRIPTS), text)
     text = _FRACTION.sub(_fraction, text)
     text = _POWER.sub(r"10^\1", text)
     return _SIGN_APART.sub(r"\1\2", text)
 
 
-def repeating_as_fractions(text: str) -> str:
-    r"""The text with 0.1\overline{6} as 1/6."""
+def in_ascii(text: str) -> str:
+    r"""The text with ½ as 1/2, 5² as 5^{2} and 0.1\overline{6} as 1/6."""
+    for written, fraction in _VULGAR.items():
+        if written in text:
+            text = re.sub(rf"(?<=\d)\s*{written}", f" {fraction}", text)
+            text = text.replace(written, fraction)
+    text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     return _REPEATING.sub(_repeating, text)
 
 

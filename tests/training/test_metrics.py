@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pathlib
 
 import pytest
 from tiny_run import TIME_PREFIXES, without_times
@@ -205,13 +206,19 @@ def test_run_logs_write_tensorboard_events(tmp_path):
     assert b"prompt" not in content
 
 
-@pytest.mark.parametrize("name", RunLogs.NAMES)
-def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
-    """A log that lost lines since the checkpoint is reported, never filled up with zero bytes."""
-    logs = RunLogs(tmp_path, None, default_config())
+def _offsets_of_three(directory: pathlib.Path) -> dict[str, int]:
+    """Of logs of three records each, which are written and closed."""
+    logs = RunLogs(directory, None, default_config())
     _fill(logs, range(3))
     offsets = logs.offsets()
     logs.close()
+    return offsets
+
+
+@pytest.mark.parametrize("name", RunLogs.NAMES)
+def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
+    """A log that lost lines since the checkpoint is reported, never filled up with zero bytes."""
+    offsets = _offsets_of_three(tmp_path)
     path = tmp_path / f"{name}.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UserError, match=name):
@@ -237,10 +244,7 @@ def _damaged(content: bytes) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", RunLogs.NAMES)
 def test_a_damaged_log_of_the_right_size(tmp_path, name):
     """One sentence with the file; its bytes stay, and no logger is opened."""
-    logs = RunLogs(tmp_path, None, default_config())
-    _fill(logs, range(3))
-    offsets = logs.offsets()
-    logs.close()
+    offsets = _offsets_of_three(tmp_path)
     path = tmp_path / f"{name}.jsonl"
     for how, content in _damaged(path.read_bytes()).items():
         path.write_bytes(content)

@@ -12,15 +12,14 @@ Not done: arrays of arrays, which no model has, and files of big-endian machines
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
-import os
 import pathlib
-import stat
 import struct
 from typing import Any
 
 import numpy as np
+
+from fp8rl_jax.json_file import check_regular
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_FIELDS, _MOST_TENSORS, _MOST_AXES = 2**16, 2**17, 8
@@ -70,8 +69,7 @@ def read_header(path: pathlib.Path) -> Header:
       OSError: it cannot be opened.
       ValueError: it is no whole header.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+    check_regular(path)
     cursor = _Cursor(np.memmap(path, np.uint8, "r"))
     try:
         return _read(cursor)
