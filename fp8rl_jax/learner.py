@@ -30,7 +30,9 @@ from jax import lax
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import tree_norm
 from fp8rl_jax.models import (
+    ONE_DEVICE,
     ModelConfig,
+    Parallel,
     Swap,
     checksum,
     forward,
@@ -187,6 +189,7 @@ def response_logprobs(
     rope,
     remat: str,
     kv_scales: KVScales | None,
+    parallel: Parallel = ONE_DEVICE,
     collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
@@ -200,16 +203,16 @@ def response_logprobs(
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
         params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
+        parallel=parallel, rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
         swaps={**(swaps or {}), **routing},
     )  # fmt: skip
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
     hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
-    head = output_head(params, model)
-    logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
+    head = output_head(params, model, parallel)
+    logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe, parallel)
     if LOGITS in taps:
-        logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe)
+        logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
     return logp, entropy, out.aux
 
@@ -219,7 +222,9 @@ def keep_if(wanted: jax.Array, after, before):
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), after, before)
 
 
-def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
+def make_score(
+    model: ModelConfig, recipe: Recipe | str, parallel: Parallel = ONE_DEVICE
+) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
     Serves old and reference log-probabilities.
@@ -228,21 +233,24 @@ def make_score(model: ModelConfig, recipe: Recipe | str) -> Callable:
 
     def score(params, scaling_state, kv_scales, batch: Batch, rope):
         weights = quantize_params(params, recipe, scaling_state)
-        return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales)[0]
+        return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales, parallel)[
+            0
+        ]
 
     return exact_jit(score)
 
 
 def count_experts(
-    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, kv_scales: KVScales | None
-) -> jax.Array:
+    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, kv_scales: KVScales | None,
+    parallel: Parallel = ONE_DEVICE,
+) -> jax.Array:  # fmt: skip
     """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
 
     A replayed choice (`batch.routing`) is counted as it is; without one, a forward pass is run.
 
     Args:
       weights: `quantize_params` of the masters.
-      batch, model, recipe, rope, kv_scales: as for `response_logprobs`.
+      batch, model, recipe, rope, kv_scales, parallel: as for `response_logprobs`.
     """
     if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
         valid = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
@@ -250,7 +258,7 @@ def count_experts(
         return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
     out = forward(
         weights, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        rope=rope, output="hidden",
+        parallel=parallel, rope=rope, output="hidden",
     )  # fmt: skip
     return out.aux["expert_tokens"]
 
@@ -300,6 +308,7 @@ def make_gradients(
     recipe: Recipe | str,
     loss: LossConfig,
     *,
+    parallel: Parallel = ONE_DEVICE,
     micro_batches: int = 1,
     remat: str = "none",
     health: bool = False,
@@ -311,6 +320,7 @@ def make_gradients(
     Args:
       model, recipe: shapes and numerics.
       loss: static choices of the loss.
+      parallel: the devices that share the work.
       micro_batches: the batch is split into this many parts along B, gradients are added. With
         `router_aux_coef` and more than one part, experts' tokens are counted over all parts
         before, which costs a forward pass unless the routing is replayed.
@@ -336,7 +346,7 @@ def make_gradients(
     def objective(params, probes, weights, state: TrainState, part: Batch, rope, loads):
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales, collect, taps
+            paired, part, model, recipe, rope, remat, state.kv_scales, parallel, collect, taps
         )
         counts = part.weights != 0
         each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts)
@@ -374,7 +384,7 @@ def make_gradients(
             )
 
             def count(total, part):
-                found = count_experts(weights, part, model, recipe, rope, state.kv_scales)
+                found = count_experts(weights, part, model, recipe, rope, state.kv_scales, parallel)
                 return total + found, None
 
             loads = None

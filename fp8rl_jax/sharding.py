@@ -7,10 +7,10 @@ Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimise
 dense models).
 
 Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its weights before use
-(`models.layers.replicate`) and every device multiplies its own rows of the batch. Only routed
-experts stay where they are over `expert`: tokens travel to them (`models.expert_parallel`). Over
-`tensor` it is by columns: every device multiplies its rows by its own columns of each matrix,
-written out under shard_map (`models.tensor_parallel`). No contraction is ever cut, so on any mesh
+and every device multiplies its own rows of the batch (`models.parallel.mesh`). Only routed experts
+stay where they are over `expert`: tokens travel to them (`models.parallel.experts`). Over `tensor`
+it is by columns: every device multiplies its rows by its own columns of each matrix, written out
+under shard_map (`models.parallel.columns`). No contraction is ever cut, so on any mesh
 the bits of log-probabilities are those of a single device (tested). Storage follows: a parameter's
 input features are sharded over `fsdp`, its output features over `tensor`; of experts whole ones are
 stored, over `expert`, and over `fsdp` where both divide their number. The sampler's weights are

@@ -102,7 +102,7 @@ def train(
     directory = pathlib.Path(config.run.dir)
     processes.decided(lambda: _check_rooms(runtime))
     check_shared(directory)
-    with RunLock(directory) as lock, jax.set_mesh(runtime.mesh):
+    with RunLock(directory) as lock:
         surroundings = environment(config)
         changes = processes.decided(lambda: _check_run(runtime, resume, surroundings))
         checked = _self_check(runtime)

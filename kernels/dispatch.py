@@ -78,6 +78,7 @@ def block_matmul(
     *,
     implementation: str = "auto",
     dtype=jnp.float32,
+    devices: int = 1,
 ) -> jax.Array:
     """`reference.matmul.block_matmul` by the implementation of choice, rounded once to `dtype`.
 
@@ -85,6 +86,7 @@ def block_matmul(
       lhs, rhs, lhs_scale, rhs_scale: as for the reference.
       implementation: one of `IMPLEMENTATIONS`.
       dtype: of the result, float32 or bf16.
+      devices: over which XLA divides the rows; kernels have rows of one device alone.
 
     Returns:
       (M, N) in `dtype`.
@@ -99,7 +101,7 @@ def block_matmul(
 
     def plain(*operands):
         way = _way(implementation)
-        return rounded(reference.matmul.block_matmul(*operands, way=way), dtype)
+        return rounded(reference.matmul.block_matmul(*operands, way=way, devices=devices), dtype)
 
     return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 

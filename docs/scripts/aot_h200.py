@@ -71,8 +71,7 @@ class Programs:
         turns, whole = jax.ShapeDtypeStruct((), jnp.int32), sharding.replicated(runtime.mesh)
         requests, turns, state = sharding.laid_out((requests, turns, state), whole)
         weights = sharding.laid_out(runtime.weight_shapes, runtime.weight_shardings)
-        with jax.set_mesh(runtime.mesh):
-            return sampler._advance.lower(weights, requests, turns, state)
+        return sampler._advance.lower(weights, requests, turns, state)
 
     def train(self, micro_batches: int):
         """Gradients and the optimiser's update for one batch."""

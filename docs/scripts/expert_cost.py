@@ -36,27 +36,23 @@ class _Side:
         path = pathlib.Path(__file__).resolve().parents[2] / "configs" / "tiny_arithmetic.py"
         words = [f"--config.{name}={value}" for name, value in fields.items()]
         self.rt = make_runtime(load_config(str(path), words))
-        with jax.set_mesh(self.rt.mesh):
-            self.optimizer = optimizer_of_phase(self.rt.config, "rl")[0]
-            self.state = self.rt.new_state(self.rt.init_params(), self.optimizer)
-            self.weights = self.rt.refit_state(self.state).weights
-            self.step = self.rt.train_step(self.optimizer, self.rt.loss, 1, donate=False)
+        self.optimizer = optimizer_of_phase(self.rt.config, "rl")[0]
+        self.state = self.rt.new_state(self.rt.init_params(), self.optimizer)
+        self.weights = self.rt.refit_state(self.state).weights
+        self.step = self.rt.train_step(self.optimizer, self.rt.loss, 1, donate=False)
 
     def rollout(self):
         rt, questions = self.rt, self.rt.questions["train"][: _ROWS // 4]
-        with jax.set_mesh(rt.mesh):
-            return rt.generate(
-                rt.sampler, self.weights, questions, rt.keys["rollout"], np.ones(_ROWS, np.float32)
-            )
+        return rt.generate(
+            rt.sampler, self.weights, questions, rt.keys["rollout"], np.ones(_ROWS, np.float32)
+        )
 
     def train(self, batch):
-        with jax.set_mesh(self.rt.mesh):
-            return jax.block_until_ready(self.step(self.state, batch, self.rt.rope))
+        return jax.block_until_ready(self.step(self.state, batch, self.rt.rope))
 
     def batch(self, sampled):
-        with jax.set_mesh(self.rt.mesh):
-            advantages = np.linspace(-1, 1, _ROWS, dtype=np.float32)
-            return to_device(self.rt.rollout_batch(*sampled, advantages), self.rt)
+        advantages = np.linspace(-1, 1, _ROWS, dtype=np.float32)
+        return to_device(self.rt.rollout_batch(*sampled, advantages), self.rt)
 
 
 def _seconds(run) -> float:

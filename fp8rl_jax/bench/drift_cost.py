@@ -41,6 +41,7 @@ def naive_matmul(
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
     way: None = None,
+    devices: int = 1,
 ) -> jax.Array:
     """`reference.matmul.block_matmul` as one dot; arguments and result are the same."""
     depth, columns = rhs.shape

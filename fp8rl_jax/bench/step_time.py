@@ -62,22 +62,21 @@ class Subject:
     def run(self) -> None:
         """One rollout, and one train step on the first rollout with random advantages."""
         rt = self._runtime
-        with jax.set_mesh(rt.mesh):
-            start = time.perf_counter()
-            rollout, prompts, lengths = rt.generate(
-                rt.sampler, self._weights, self._questions, rt.keys["rollout"], self._temperature
-            )
-            self.times["decode"].append(time.perf_counter() - start)
-            first = self._batch is None
-            if self._batch is None:
-                advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
-                advantages = advantages.astype(np.float32)
-                batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
-                self._batch = to_device(batch, rt)
-            start = time.perf_counter()
-            self._state, logp, metrics = self._step(self._state, self._batch, rt.rope)
-            jax.block_until_ready((logp, self._state, metrics))
-            self.times["train"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        rollout, prompts, lengths = rt.generate(
+            rt.sampler, self._weights, self._questions, rt.keys["rollout"], self._temperature
+        )
+        self.times["decode"].append(time.perf_counter() - start)
+        first = self._batch is None
+        if self._batch is None:
+            advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
+            advantages = advantages.astype(np.float32)
+            batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
+            self._batch = to_device(batch, rt)
+        start = time.perf_counter()
+        self._state, logp, metrics = self._step(self._state, self._batch, rt.rope)
+        jax.block_until_ready((logp, self._state, metrics))
+        self.times["train"].append(time.perf_counter() - start)
         if first:
             self.tokens = int(rollout.mask.sum())
             self.drift = float(np.abs(np.asarray(logp) - rollout.logprobs)[rollout.mask].max())

@@ -13,11 +13,8 @@ import os
 import pathlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
-from jax.sharding import Mesh
 
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.errors import UserError
@@ -101,14 +98,12 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
     """
     from fp8rl_jax.models import hf
 
-    no_mesh = Mesh(np.empty((), object), ())  # a reader fills each device's part by itself
-    with jax.set_mesh(no_mesh):
-        return hf.load(
-            config.model.checkpoint,
-            dtype=jnp.float32,
-            shardings=shardings,
-            check_finite=config.model.check_finite,
-        )[1]
+    return hf.load(
+        config.model.checkpoint,
+        dtype=jnp.float32,
+        shardings=shardings,
+        check_finite=config.model.check_finite,
+    )[1]
 
 
 def identity(checkpoint: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 
-import jax
 import ml_collections
 
 from fp8rl_jax.config.functions import named_functions
@@ -39,28 +38,27 @@ def analyse_drift(
         config = config.copy_and_resolve_references()
         config.rollout.prompts_per_step = prompts
     runtime = make_runtime(config)
-    with jax.set_mesh(runtime.mesh):
-        if prompts is None and (kept := _kept_step(runtime, checkpoint)):
-            note(f"RL step {kept.step} of {checkpoint}, the largest drift that it has kept")
-            return analyse_step(runtime, kept, note)
-        source = "random weights"
-        optimizer, _ = optimizer_of_phase(config, "rl")
-        if checkpoint is None:
-            if config.model.checkpoint:
-                note(f"weights of {config.model.checkpoint}")
-            else:
-                note("random weights: name a run with --checkpoint to take its newest ones")
-            state = runtime.new_state(runtime.initial_params(), optimizer)
+    if prompts is None and (kept := _kept_step(runtime, checkpoint)):
+        note(f"RL step {kept.step} of {checkpoint}, the largest drift that it has kept")
+        return analyse_step(runtime, kept, note)
+    source = "random weights"
+    optimizer, _ = optimizer_of_phase(config, "rl")
+    if checkpoint is None:
+        if config.model.checkpoint:
+            note(f"weights of {config.model.checkpoint}")
         else:
-            source = f"the newest weights of {checkpoint} on a sample of its own"
-            trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
-            state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
-        asked = runtime.questions["train"][: config.rollout.prompts_per_step]
-        questions = affordable(runtime, asked)
-        if len(questions) < len(asked):
-            note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-        programs = Programs.calibrated(runtime, state, questions)
-        return {"source": source} | analyse(programs, note)
+            note("random weights: name a run with --checkpoint to take its newest ones")
+        state = runtime.new_state(runtime.initial_params(), optimizer)
+    else:
+        source = f"the newest weights of {checkpoint} on a sample of its own"
+        trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
+        state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
+    asked = runtime.questions["train"][: config.rollout.prompts_per_step]
+    questions = affordable(runtime, asked)
+    if len(questions) < len(asked):
+        note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
+    programs = Programs.calibrated(runtime, state, questions)
+    return {"source": source} | analyse(programs, note)
 
 
 def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:

@@ -143,7 +143,7 @@ class Programs:
             paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
                 paired, batch, rt.model, recipe, rope, rt.config.learner.remat, state.kv_scales,
-                taps=names, swaps=swaps,
+                rt.parallel, taps=names, swaps=swaps,
             )  # fmt: skip
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 

@@ -18,6 +18,8 @@ from fp8rl_jax.models.logprobs import (
     scaled_logits,
     token_logprobs,
 )
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
+from fp8rl_jax.models.parallel.specs import weight_specs
 from fp8rl_jax.models.params import (
     array_checksums,
     chained,
@@ -35,5 +37,4 @@ from fp8rl_jax.models.params import (
 )
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap
-from fp8rl_jax.models.tensor_parallel import weight_specs
 from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward

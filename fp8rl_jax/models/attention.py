@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax import kernels
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
+from fp8rl_jax.models.parallel.mesh import Parallel
+from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
@@ -121,7 +123,7 @@ class Attention(nn.Module):
 
     config: ModelConfig
     recipe: Recipe
-    tensor: int = 1
+    parallel: Parallel
 
     @nn.compact
     def __call__(
@@ -136,27 +138,27 @@ class Attention(nn.Module):
         """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation),
-        of this device's heads where several devices share them (`tensor_parallel`).
+        of this device's heads where several devices share them.
         """
-        config, recipe = self.config, self.recipe
+        config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )  # fmt: skip
         batch, length, _ = x.shape
         scale = softmax_scale(config)
-        sharers = self.tensor if tensor_parallel.splits_heads(config, self.tensor) else 1
+        sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        x = tensor_parallel.shared_input(x, recipe, features, self.tensor)
+        x = shared_input(x, recipe, features, parallel.tensor)
 
         def project(name: str) -> jax.Array:
-            y = linear(recipe, features[name], name, tensor=self.tensor)(x)
-            y = tensor_parallel.gather_or_slice(y, features[name] // sharers)
+            y = linear(recipe, parallel, features[name], name)(x)
+            y = gather_or_slice(y, features[name] // sharers)
             return y.reshape(batch, length, -1, dim)
 
         q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
         if config.qk_norm:
-            q = RMSNorm(config.rms_norm_eps, recipe, name="q_norm")(q).value
-            k = RMSNorm(config.rms_norm_eps, recipe, name="k_norm")(k).value
+            q = RMSNorm(config.rms_norm_eps, recipe, parallel, name="q_norm")(q).value
+            k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
         if config.rope_interleave:
             q, k = deinterleave(q), deinterleave(k)
         q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))

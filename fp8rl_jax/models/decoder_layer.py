@@ -8,13 +8,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.kv_cache import layer_cache
 from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
+from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
 from fp8rl_jax.quant.formats import amax
@@ -27,7 +28,7 @@ class DecoderLayer(nn.Module):
     recipe: Recipe
     sparse: bool
     collect: tuple[str, ...]
-    tensor: int = 1
+    parallel: Parallel
 
     @nn.compact
     def __call__(self, carried, place, scales, positions, cos, sin, valid):
@@ -44,27 +45,27 @@ class DecoderLayer(nn.Module):
         """
         x, stored = carried
         cache = layer_cache(stored, place)
-        config, recipe, tensor = self.config, self.recipe, self.tensor
+        config, recipe, parallel = self.config, self.recipe, self.parallel
         residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
-        h = RMSNorm(config.rms_norm_eps, recipe, quantise=True, name="input_layernorm")(x)
+        h = RMSNorm(config.rms_norm_eps, recipe, parallel, True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
-        a, cache, qkv = attention(config, recipe, tensor, name="self_attn")(
+        a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(recipe, config.hidden_size, "o_proj", residual_scale, tensor)(a)
-        o = tensor_parallel.gather_or_slice(o, config.hidden_size)
+        o = linear(recipe, parallel, config.hidden_size, "o_proj", residual_scale)(a)
+        o = gather_or_slice(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
         mlp = not self.sparse or config.n_shared_experts > 0  # experts quantise what they sorted
-        h2 = RMSNorm(config.rms_norm_eps, recipe, mlp, name="post_attention_layernorm")(x)
+        h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
         if self.sparse:
             down, aux = sparse_mlp(
-                self, config, recipe, h2, valid, residual_scale, tensor, self.collect
+                self, config, recipe, parallel, h2, valid, residual_scale, self.collect
             )
         else:
             width = config.intermediate_size
-            down = gated_mlp(self, recipe, h2, width, residual_scale, tensor)
+            down = gated_mlp(self, recipe, parallel, h2, width, residual_scale)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
@@ -74,7 +75,7 @@ class DecoderLayer(nn.Module):
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if "kv_amax" in self.collect:
             aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
-        aux = tensor_parallel.combine(aux) if tensor_parallel.in_shard_map() else aux
+        aux = combine(aux) if parallel.inside else aux
         return (x, None if cache is None else cache.stored), aux
 
 

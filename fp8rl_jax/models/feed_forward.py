@@ -9,11 +9,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.expert_parallel import exchange_forward
 from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
+from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
+from fp8rl_jax.models.parallel.experts import exchange_forward
+from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.router import (
     Router,
     expert_tokens,
@@ -29,34 +30,34 @@ from fp8rl_jax.quant import Activation, Recipe, compute_value
 def gated_mlp(
     module: nn.Module,
     recipe: Recipe,
+    parallel: Parallel,
     x: Activation,
     width: int,
     init_scale: float,
-    tensor: int,
 ) -> jax.Array:
     """``down(silu(gate x) * up x)``; its three linear layers become children of `module`.
 
     Args:
       module: in whose compact `__call__` this stands.
       recipe: of the layer.
+      parallel: the devices that share it.
       x: (B, T, D) in the compute dtype.
       width: of the hidden features.
       init_scale: of down_proj.
-      tensor: devices that share every layer (`tensor_parallel`).
 
     Returns:
       (B, T, D) in the compute dtype.
     """
     hidden = x.shape[-1]
     features = dict.fromkeys(("gate_proj", "up_proj"), width)
-    x = tensor_parallel.shared_input(x, recipe, features, tensor)
-    gate = linear(recipe, width, "gate_proj", tensor=tensor)(x)
-    up = linear(recipe, width, "up_proj", tensor=tensor)(x)
-    up = tensor_parallel.gather_or_slice(up, gate.shape[-1])
+    x = shared_input(x, recipe, features, parallel.tensor)
+    gate = linear(recipe, parallel, width, "gate_proj")(x)
+    up = linear(recipe, parallel, width, "up_proj")(x)
+    up = gather_or_slice(up, gate.shape[-1])
     whole = gate.shape[-1] == width  # a part of down's input is gathered first, or quantised later
     gated = tap_activation(module, "gated", gated_silu(recipe, whole, gate, up))
-    down = linear(recipe, hidden, "down_proj", init_scale, tensor)(gated)
-    return tensor_parallel.gather_or_slice(down, hidden)
+    down = linear(recipe, parallel, hidden, "down_proj", init_scale)(gated)
+    return gather_or_slice(down, hidden)
 
 
 class SharedExperts(nn.Module):
@@ -67,29 +68,30 @@ class SharedExperts(nn.Module):
 
     config: ModelConfig
     recipe: Recipe
+    parallel: Parallel
     init_scale: float
 
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
         """(B, T, D) -> (B, T, D), in the compute dtype."""
         width = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return gated_mlp(self, self.recipe, x, width, self.init_scale, tensor=1)
+        return gated_mlp(self, self.recipe, self.parallel.uncut(), x, width, self.init_scale)
 
 
 def sparse_mlp(
     module: nn.Module,
     config: ModelConfig,
     recipe: Recipe,
+    parallel: Parallel,
     x: Activation,
     valid: jax.Array,
     init_scale: float,
-    tensor: int,
     collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A router's experts, and the shared ones if the model has any.
 
     Args:
-      module, recipe, x, init_scale, tensor: as for `gated_mlp`.
+      module, recipe, parallel, x, init_scale: as for `gated_mlp`.
       config: shapes.
       valid: (B, T) bool, tokens that are counted.
       collect: as for `forward`.
@@ -98,22 +100,22 @@ def sparse_mlp(
       (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
       if collected 'expert_probability': (E,) float32, `sum_probability`}.
     """
-    router = Router(config, name="router")()
-    experts = Experts(config, init_scale, name="experts")()
-    own_rows = tensor_parallel.by_own_rows  # every device sorts and multiplies its own rows
+    router = Router(config, parallel, name="router")()
+    experts = Experts(config, init_scale, parallel, name="experts")()
+    own_rows = parallel.by_own_rows  # every device sorts and multiplies its own rows
     product = functools.partial(router_logits, implementation=recipe.kernels)
     logits = tap(module, "router_logits", own_rows(product, x.value, shared=(router.kernel,)))
     select = functools.partial(select_experts, config)
     chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.bias,)))
     weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(module, "router_weights", weights)
-    split = tensor_parallel.expert_devices(config) > 1
+    split = parallel.expert_devices(config) > 1
     run = functools.partial(exchange_forward if split else moe_forward, config, recipe)
-    spec = tensor_parallel.expert_spec(config)
+    spec = parallel.expert_spec(config)
     y = own_rows(run, x.value, weights, chosen, shared=(experts,), spec=spec)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
-        shared_experts = SharedExperts(config, recipe, init_scale, name="shared_experts")
+        shared_experts = SharedExperts(config, recipe, parallel, init_scale, name="shared_experts")
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}

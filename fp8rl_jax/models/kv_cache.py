@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.quant.formats import E4M3
@@ -244,7 +244,9 @@ def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
     return cache.runs[run], jnp.arange(layers, dtype=jnp.int32)
 
 
-def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Stored:
+def _empty(
+    config: ModelConfig, recipe: Recipe, parallel: Parallel, shape: tuple[int, ...]
+) -> Stored:
     """Zeros (..., slots)."""
 
     def zeros(dtype, *features: int) -> jax.Array:
@@ -258,7 +260,7 @@ def _empty(config: ModelConfig, recipe: Recipe, shape: tuple[int, ...]) -> Store
     heads = config.num_key_value_heads
     scale = zeros(jnp.float32, heads) if recipe.kv == "dynamic" else None
     v = zeros(dtype, heads, config.head_dim)
-    if resolve(recipe.kernels) != "reference" or tensor_parallel.size() > 1:
+    if resolve(recipe.kernels) != "reference" or parallel.tensor > 1:
         return StoredKV(zeros(dtype, heads, config.head_dim), v, scale, scale)
     *first, slots = shape
     k = jnp.zeros((*first, heads, config.head_dim, slots), v.dtype)
@@ -271,15 +273,21 @@ def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
     return [run.span.stop - run.span.start for run in runs]
 
 
-def init_cache(config: ModelConfig, recipe: Recipe, batch: int, slots: int) -> KVCache:
-    """An empty cache for `batch` sequences of at most `slots` tokens."""
+def init_cache(
+    config: ModelConfig, recipe: Recipe, batch: int, slots: int, parallel: Parallel = ONE_DEVICE
+) -> KVCache:
+    """An empty cache for `batch` sequences of at most `slots` tokens, read as by `forward` with the
+    same `parallel`."""
     shapes = ((layers, batch, slots) for layers in _layers(config, recipe))
-    return KVCache(tuple(_empty(config, recipe, shape) for shape in shapes))
+    return KVCache(tuple(_empty(config, recipe, parallel, shape) for shape in shapes))
 
 
 def init_paged_cache(
-    config: ModelConfig, recipe: Recipe, pages: int, table: jax.Array
-) -> PagedCache:
+    config: ModelConfig, recipe: Recipe, pages: int, table: jax.Array,
+    parallel: Parallel = ONE_DEVICE,
+) -> PagedCache:  # fmt: skip
     """An empty pool of `pages` pages per layer, read through `table` (B, N) int32."""
     shapes = ((layers * pages, PAGE) for layers in _layers(config, recipe))
-    return PagedCache(tuple(_empty(config, recipe, shape) for shape in shapes), table, pages)
+    return PagedCache(
+        tuple(_empty(config, recipe, parallel, shape) for shape in shapes), table, pages
+    )

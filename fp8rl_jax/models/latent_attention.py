@@ -28,6 +28,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
 from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
+from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
@@ -124,11 +125,14 @@ def _backward(recipe, scale, residual, cotangent):
 latent_self_attention.defvjp(_forward, _backward)
 
 
-def by_head(recipe: Recipe, x: jax.Array, weight: Weight) -> jax.Array:
-    """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype."""
+def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: Weight) -> jax.Array:
+    """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype.
+
+    `devices`: that share the rows of the batch, outside of a shard_map.
+    """
     batch, length, heads, width = x.shape
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, width)
-    y = grouped_matmul(recipe, rows, weight, jnp.arange(heads, dtype=jnp.int32))
+    y = grouped_matmul(recipe, rows, weight, jnp.arange(heads, dtype=jnp.int32), devices)
     y = compute_value(y, recipe)
     return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
 
@@ -138,7 +142,7 @@ class LatentAttention(nn.Module):
 
     config: ModelConfig
     recipe: Recipe
-    tensor: int = 1
+    parallel: Parallel
 
     @nn.compact
     def __call__(self, x: Activation, cache: LayerCache | None, scales, positions, cos, sin):
@@ -146,27 +150,29 @@ class LatentAttention(nn.Module):
 
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
         """
-        assert scales is None and self.tensor == 1  # refused by checks.py
-        config, recipe = self.config, self.recipe
+        assert scales is None and self.parallel.tensor == 1  # refused by checks.py
+        config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
         queries = heads * (nope + rotated)
         if config.q_lora_rank:
-            q = linear(recipe, config.q_lora_rank, "q_a_proj")(x)
-            normed = RMSNorm(_LATENT_EPS, recipe, quantise=True, name="q_a_layernorm")(q)
-            q = linear(recipe, queries, "q_b_proj")(normed)
+            q = linear(recipe, parallel, config.q_lora_rank, "q_a_proj")(x)
+            normed = RMSNorm(_LATENT_EPS, recipe, parallel, True, name="q_a_layernorm")(q)
+            q = linear(recipe, parallel, queries, "q_b_proj")(normed)
         else:
-            q = linear(recipe, queries, "q_proj")(x)
+            q = linear(recipe, parallel, queries, "q_proj")(x)
         q = q.reshape(*x.shape[:2], heads, nope + rotated)
-        compressed = linear(recipe, rank + rotated, "kv_a_proj_with_mqa")(x)
-        latent = RMSNorm(_LATENT_EPS, recipe, name="kv_a_layernorm")(compressed[..., :rank]).value
+        compressed = linear(recipe, parallel, rank + rotated, "kv_a_proj_with_mqa")(x)
+        latent = RMSNorm(_LATENT_EPS, recipe, parallel, name="kv_a_layernorm")(
+            compressed[..., :rank]
+        ).value
         q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
         if config.rope_interleave:
             q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope)
         q_rope, k_rope = (apply_rope(recipe, *share(y, cos, sin)) for y in (q_rope, k_rope))
         q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
-        k_b = Kernel((heads, nope, rank), name="k_b_proj")()
-        absorbed = by_head(recipe.for_module("k_b_proj"), q[..., :nope], k_b)
+        k_b = Kernel((heads, nope, rank), parallel, name="k_b_proj")()
+        absorbed = by_head(recipe.for_module("k_b_proj"), parallel.devices, q[..., :nope], k_b)
         absorbed = tap(self, "q_absorbed", absorbed)
         latent = tap(self, "latent_read", latent, functools.partial(_as_read, recipe))
         scale = softmax_scale(config)
@@ -178,7 +184,7 @@ class LatentAttention(nn.Module):
             cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
         out = tap(self, "attention", compute_value(out, recipe))
-        v_b = Kernel((heads, rank, config.v_head_dim), name="v_b_proj")()
-        out = by_head(recipe.for_module("v_b_proj"), out, v_b)
+        v_b = Kernel((heads, rank, config.v_head_dim), parallel, name="v_b_proj")()
+        out = by_head(recipe.for_module("v_b_proj"), parallel.devices, out, v_b)
         out = tap(self, "values", out)
         return out.reshape(*x.shape[:2], -1), cache, {"latent": latent[:, :, None]}

@@ -38,13 +38,16 @@ from fp8rl_jax.kernels import (
     stored,
     sum_last,
 )
-from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.models.parallel import columns
+from fp8rl_jax.models.parallel.mesh import AXIS, ONE_DEVICE, WHOLE, Parallel
+from fp8rl_jax.models.parallel.specs import gathers_quantised
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import (
     Activation,
     BoundWeight,
     QArray,
     Recipe,
+    Rows,
     StackedLayer,
     Weight,
     as_activation,
@@ -54,26 +57,6 @@ from fp8rl_jax.quant import (
 from fp8rl_jax.quant.activations import fuses_quantisation, kernel_settings, quantize_activation
 from fp8rl_jax.quant.site import quantize_operand
 from fp8rl_jax.quant.varying import share
-
-_WHOLE = PartitionSpec()
-
-
-def replicate(tree, spec: PartitionSpec = _WHOLE):
-    """Gathers sharded weights before use, where a mesh is set (FSDP); else returns `tree`.
-
-    Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
-    another order; with the weight gathered first the matmul is the one of a single device. `spec`
-    is what stays sharded on purpose (columns of the output head, experts).
-    """
-    if jax.sharding.get_abstract_mesh().empty:
-        return tree
-
-    def gather(leaf):
-        if isinstance(leaf, BoundWeight):  # the forward pass does not read the master
-            return dataclasses.replace(leaf, value=gather(leaf.value))
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), leaf)
-
-    return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, BoundWeight))
 
 
 def tap_activation(
@@ -88,8 +71,9 @@ def tap_activation(
 
 
 def kernel_of(
-    module: nn.Module, shape: tuple[int, ...], init_scale: float, spec: PartitionSpec = _WHOLE
-) -> Weight:
+    module: nn.Module, shape: tuple[int, ...], init_scale: float, parallel: Parallel,
+    spec: PartitionSpec = WHOLE,
+) -> Weight:  # fmt: skip
     """A module's parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh but
     for what `spec` keeps sharded.
 
@@ -99,10 +83,10 @@ def kernel_of(
         named: Any = module.get_variable("params", "kernel")
         if isinstance(named, StackedLayer):
             return named
-        if tensor_parallel.in_shard_map():
-            return tensor_parallel.gather_stored(named)
+        if parallel.inside:
+            return columns.gather_stored(named)
     kernel = module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape)
-    return replicate(kernel, spec)
+    return parallel.replicate(kernel, spec)
 
 
 class Linear(nn.Module):
@@ -111,14 +95,16 @@ class Linear(nn.Module):
     features: int
     recipe: Recipe
     init_scale: float
+    parallel: Parallel = ONE_DEVICE
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
         """(..., in) -> (..., features), both in the compute dtype."""
         x = as_activation(x)
-        kernel = kernel_of(self, (x.shape[-1], self.features), self.init_scale)
+        kernel = kernel_of(self, (x.shape[-1], self.features), self.init_scale, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
-        y = matmul(self.recipe, x.matrix(), kernel, dtype=self.recipe.compute_dtype)
+        rows = Rows(self.parallel.devices)
+        y = matmul(self.recipe, x.matrix(), kernel, rows, self.recipe.compute_dtype)
         return tap(self, "output", y.reshape(*x.shape[:-1], self.features))
 
 
@@ -140,36 +126,36 @@ class SplitLinear(nn.Module):
     """
 
     recipe: Recipe
-    tensor: int
+    parallel: Parallel
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
         x = as_activation(x)
-        kernel = tensor_parallel.gather_stored(self.get_variable("params", "kernel"))
-        depth, cut = kernel.shape[0], tensor_parallel.is_sharded(kernel)
-        if cut and tensor_parallel.gathers_quantised(self.recipe, x.shape[-1]):
-            gather = tensor_parallel.AXIS if x.shape[-1] < depth else None
+        kernel = columns.gather_stored(self.get_variable("params", "kernel"))
+        depth, cut = kernel.shape[0], columns.is_sharded(kernel)
+        if cut and gathers_quantised(self.recipe, x.shape[-1]):
+            gather = AXIS if x.shape[-1] < depth else None
         else:
-            x = dataclasses.replace(x, value=tensor_parallel.gather_or_slice(x.value, depth))
+            x = dataclasses.replace(x, value=columns.gather_or_slice(x.value, depth))
             gather = None
         if cut and gather is None:
-            kernel = tensor_parallel.count_once(kernel, self.tensor)
-        y = matmul(self.recipe, x.matrix(), kernel, gather, self.recipe.compute_dtype)
+            kernel = columns.count_once(kernel, self.parallel.tensor)
+        y = matmul(self.recipe, x.matrix(), kernel, Rows(gather=gather), self.recipe.compute_dtype)
         return y.reshape(*x.shape[:-1], -1)
 
 
 def linear(
-    recipe: Recipe, features: int, name: str, init_scale: float = 1.0, tensor: int = 1
+    recipe: Recipe, parallel: Parallel, features: int, name: str, init_scale: float = 1.0
 ) -> nn.Module:
     """A `Linear` under the recipe of the layer `name`; kernel (in, features).
 
-    Initial standard deviation: init_scale / sqrt(in). Within `tensor_parallel.split_columns` it is
-    a `SplitLinear` over the same parameters.
+    Initial standard deviation: init_scale / sqrt(in). Under a shard_map it is a `SplitLinear` over
+    the same parameters.
     """
     own = recipe.for_module(name)
-    if tensor_parallel.in_shard_map():
-        return SplitLinear(own, tensor, name=name)
-    return Linear(features, own, init_scale, name=name)
+    if parallel.inside:
+        return SplitLinear(own, parallel, name=name)
+    return Linear(features, own, init_scale, parallel, name=name)
 
 
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:
@@ -185,12 +171,13 @@ class Kernel(nn.Module):
     """A parameter `kernel` (..., in, out) alone (`kernel_of`)."""
 
     shape: tuple[int, ...]
+    parallel: Parallel
     init_scale: float = 1.0
-    spec: PartitionSpec = _WHOLE
+    spec: PartitionSpec = WHOLE
 
     @nn.compact
     def __call__(self) -> Weight:
-        return kernel_of(self, self.shape, self.init_scale, self.spec)
+        return kernel_of(self, self.shape, self.init_scale, self.parallel, self.spec)
 
 
 def _by_kernel_or_jnp(
@@ -237,14 +224,15 @@ def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     return lax.rsqrt(prevent_fma(mean_square) + np.float32(eps))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def rms_norm(
-    recipe: Recipe, eps: float, quantise: bool, x: jax.Array, weight: jax.Array
+    recipe: Recipe, eps: float, quantise: bool, parallel: Parallel, x: jax.Array, weight: jax.Array
 ) -> Activation:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 1910.07467).
 
     Kept for the backward pass: x as it came, and no float32 copy. `quantise` as for
-    `_by_kernel_or_jnp`; only the value has a gradient.
+    `_by_kernel_or_jnp`; only the value has a gradient, which is summed over the devices of
+    `parallel`.
     """
 
     def kernel(x, weight, *settings):
@@ -257,11 +245,11 @@ def rms_norm(
     return _by_kernel_or_jnp(recipe, quantise, kernel, plain, x, weight)
 
 
-def _rms_norm_forward(recipe, eps, quantise, x, weight):
-    return rms_norm(recipe, eps, quantise, x, weight), as_bits((x, weight))
+def _rms_norm_forward(recipe, eps, quantise, parallel, x, weight):
+    return rms_norm(recipe, eps, quantise, parallel, x, weight), as_bits((x, weight))
 
 
-def _rms_norm_backward(recipe, eps, quantise, residual, cotangent):
+def _rms_norm_backward(recipe, eps, quantise, parallel, residual, cotangent):
     x, weight = from_bits(residual)
     y, dy = x.astype(jnp.float32), cotangent.value.astype(jnp.float32)
     inverse = _inverse_rms(y, eps)
@@ -269,7 +257,7 @@ def _rms_norm_backward(recipe, eps, quantise, residual, cotangent):
     dy_weighted = dy * weight
     projection = sum_last(dy_weighted * y)[..., None] * np.float32(1 / x.shape[-1])
     dx = inverse * (dy_weighted - y * projection)
-    return dx.astype(x.dtype), tensor_parallel.sum_over_batch(dy * y).astype(weight.dtype)
+    return dx.astype(x.dtype), parallel.sum_over_batch(dy * y).astype(weight.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -280,12 +268,14 @@ class RMSNorm(nn.Module):
 
     eps: float
     recipe: Recipe
+    parallel: Parallel = ONE_DEVICE
     quantise: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Activation:
-        weight = replicate(self.param("weight", nn.initializers.ones_init(), (x.shape[-1],)))
-        y = rms_norm(self.recipe, self.eps, self.quantise, *share(x, stored(weight)))
+        weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
+        weight = stored(self.parallel.replicate(weight))
+        y = rms_norm(self.recipe, self.eps, self.quantise, self.parallel, *share(x, weight))
         return tap_activation(self, "output", y)
 
 

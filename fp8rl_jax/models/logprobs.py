@@ -26,25 +26,29 @@ from fp8rl_jax.kernels import (
     resolve,
     sum_last,
 )
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import replicate
-from fp8rl_jax.quant import BoundWeight, Recipe, Weight, compute_value, matmul
+from fp8rl_jax.models.parallel.columns import split_head
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
+from fp8rl_jax.models.parallel.specs import head_spec
+from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, matmul
 from fp8rl_jax.quant.varying import share
 
 _CHUNK = 1024  # tokens whose logits exist at once
 
 
-def output_head(params, config: ModelConfig) -> Weight:
+def output_head(params, config: ModelConfig, parallel: Parallel = ONE_DEVICE) -> Weight:
     """The (D, V) output head of a parameter tree: its own, or the transposed embedding."""
     head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
-    return replicate(head, tensor_parallel.head_spec(head.shape[1], tensor_parallel.size()))
+    return parallel.replicate(head, head_spec(head.shape[1], parallel.tensor))
 
 
-def head_logits(hidden: jax.Array, head: Weight, recipe: Recipe) -> jax.Array:
+def head_logits(
+    hidden: jax.Array, head: Weight, recipe: Recipe, parallel: Parallel = ONE_DEVICE
+) -> jax.Array:
     """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
-    product = functools.partial(matmul, recipe.unquantized())
-    return tensor_parallel.split_head(recipe, product, hidden, head)
+    rows = Rows(1 if parallel.uses_shard_map(recipe) else parallel.devices)
+    product = functools.partial(matmul, recipe.unquantized(), rows=rows)
+    return split_head(recipe, parallel, product, hidden, head)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:
@@ -93,32 +97,35 @@ def _logprobs_of_logits(
 
 
 def _row_logprobs(
-    recipe: Recipe, hidden, head, targets, inverse
+    recipe: Recipe, parallel: Parallel, hidden, head, targets, inverse
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(logp, entropy, logsumexp) of rows, from all their logits at once."""
-    return _logprobs_of_logits(_scaled(head_logits(hidden, head, recipe), inverse), targets)
+    return _logprobs_of_logits(
+        _scaled(head_logits(hidden, head, recipe, parallel), inverse), targets
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_logprobs(
-    recipe: Recipe, hidden: jax.Array, head: Weight, targets: jax.Array, inverse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    recipe: Recipe, parallel: Parallel, hidden: jax.Array, head: Weight, targets: jax.Array,
+    inverse: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """(logp, entropy) of rows. Kept for the backward pass: its arguments, and their logsumexp.
 
     The backward pass makes the logits again, and nothing of what `logprobs_of_logits` made of them:
     the gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
     """
-    return _row_logprobs(recipe, hidden, head, targets, inverse)[:2]
+    return _row_logprobs(recipe, parallel, hidden, head, targets, inverse)[:2]
 
 
-def _chunk_forward(recipe, hidden, head, targets, inverse):
-    logp, entropy, logsumexp = _row_logprobs(recipe, hidden, head, targets, inverse)
+def _chunk_forward(recipe, parallel, hidden, head, targets, inverse):
+    logp, entropy, logsumexp = _row_logprobs(recipe, parallel, hidden, head, targets, inverse)
     return (logp, entropy), (hidden, head, targets, inverse, logsumexp)
 
 
-def _chunk_backward(recipe, residual, cotangents):
+def _chunk_backward(recipe, parallel, residual, cotangents):
     hidden, head, targets, inverse, logsumexp = residual
-    logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe), hidden, head)
+    logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
     is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
     probability = jnp.exp(logits * inverse[:, None] - logsumexp[:, None])
     dlogits = (is_target - probability) * (cotangents[0] * inverse)[:, None]
@@ -128,9 +135,9 @@ def _chunk_backward(recipe, residual, cotangents):
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
-def _by_kernel(recipe: Recipe) -> bool:
+def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
     """Whether kernels compute log-probabilities: not where a vocabulary is sharded."""
-    return resolve(recipe.kernels) != "reference" and tensor_parallel.size() == 1
+    return resolve(recipe.kernels) != "reference" and parallel.tensor == 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,7 +155,7 @@ def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse):
     def kernel(*operands):
         return gpu_kernels().head.head_logprobs(*operands)
 
-    plain = functools.partial(_row_logprobs, recipe)
+    plain = functools.partial(_row_logprobs, recipe, ONE_DEVICE)  # within `by_own_rows`
     logp, entropy, logsumexp = by_platform(recipe.kernels, kernel, plain, *operands)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
     return (logp, entropy), (operands, logsumexp, like, master is None)
@@ -162,7 +169,7 @@ def _kernel_backward(recipe: Recipe, residual, cotangents):
 
     def elsewhere(operands, logsumexp, dlogp):
         def logp(hidden, head):
-            return _row_logprobs(recipe, hidden, head, *operands[2:])[0]
+            return _row_logprobs(recipe, ONE_DEVICE, hidden, head, *operands[2:])[0]
 
         gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
         return tuple(x.astype(jnp.float32) for x in gradients)
@@ -175,7 +182,7 @@ def _kernel_backward(recipe: Recipe, residual, cotangents):
 _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
-def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe):
+def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
     """`token_logprobs`, every device of a mesh with its own rows; inverse (B,): 1 / temperature."""
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
@@ -186,7 +193,7 @@ def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe):
         found = _kernel_logprobs(recipe, *share(*operands))
         return tuple(x.reshape(batch, length) for x in found)
 
-    return tensor_parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))
+    return parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))
 
 
 def token_logprobs(
@@ -195,6 +202,7 @@ def token_logprobs(
     targets: jax.Array,
     temperature: jax.Array,
     recipe: Recipe,
+    parallel: Parallel = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets`, over chunks of tokens: (B, T, V) never exists at once.
 
@@ -204,13 +212,14 @@ def token_logprobs(
       targets: (B, T) int32.
       temperature: (B,) float32, one per sequence; 0 is recorded as 1.
       recipe: numerics.
+      parallel: as for `forward`.
 
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
-    if _by_kernel(recipe):
+    if _by_kernel(recipe, parallel):
         inverse = inverse_temperature(temperature)
-        return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe)
+        return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel)
     batch, length, width = hidden.shape
     count = batch * length
     chunk = min(_CHUNK, count)
@@ -221,7 +230,8 @@ def token_logprobs(
         return x.reshape(-1, chunk, *x.shape[1:])
 
     def logp(hidden, targets, temperature):
-        return _chunk_logprobs(recipe, hidden, head, targets, inverse_temperature(temperature))
+        inverse = inverse_temperature(temperature)
+        return _chunk_logprobs(recipe, parallel, hidden, head, targets, inverse)
 
     chunks = (
         rows(hidden.reshape(count, width)),
@@ -241,6 +251,7 @@ def drawn_logprobs(
     tokens: jax.Array,
     temperature: jax.Array,
     recipe: Recipe,
+    parallel: Parallel = ONE_DEVICE,
 ) -> jax.Array:
     """Log-probabilities of drawn tokens, (M,) float32: the bits of `token_logprobs`.
 
@@ -248,6 +259,7 @@ def drawn_logprobs(
       logits: (M, V) float32, before temperature; scaled: (M, W), of `scaled_logits`.
       tokens: (M,) int32; temperature: (M,) float32.
       recipe: numerics.
+      parallel: as for `forward`.
     """
 
     def kernel(logits, scaled, tokens, inverse):
@@ -256,8 +268,8 @@ def drawn_logprobs(
     def plain(logits, scaled, tokens, inverse):
         return logprobs_of_logits(scaled, tokens)[0]
 
-    if not _by_kernel(recipe):
+    if not _by_kernel(recipe, parallel):
         return logprobs_of_logits(scaled, tokens)[0]
     run = functools.partial(by_platform, recipe.kernels, kernel, plain)
     inverse = inverse_temperature(temperature)
-    return tensor_parallel.by_own_rows(run, logits, scaled, tokens, inverse)
+    return parallel.by_own_rows(run, logits, scaled, tokens, inverse)

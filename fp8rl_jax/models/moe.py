@@ -17,7 +17,7 @@ The k results of a token are added in the order of its slots, in float32, and ro
 compute dtype. Kept for the backward pass beside what the matmuls keep: the experts' results in the
 compute dtype, k rows a token.
 
-With experts on several devices (`mesh.expert`) tokens travel to them: expert_parallel.py.
+With experts on several devices (`mesh.expert`) tokens travel to them: parallel/experts.py.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.kernels import as_bits, from_bits, prevent_fma
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, gated_silu
+from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, Weight, compute_value, grouped_matmul
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
@@ -46,17 +46,18 @@ class Experts(nn.Module):
 
     config: ModelConfig
     residual_scale: float
+    parallel: Parallel
 
     @nn.compact
     def __call__(self) -> dict[str, Weight]:
-        config = self.config
+        config, parallel = self.config, self.parallel
         wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
         narrow = (wide[0], wide[2], wide[1])
-        spec = tensor_parallel.expert_spec(config)
+        spec = parallel.expert_spec(config)
         return {
-            "gate_proj": Kernel(wide, spec=spec, name="gate_proj")(),
-            "up_proj": Kernel(wide, spec=spec, name="up_proj")(),
-            "down_proj": Kernel(narrow, self.residual_scale, spec, name="down_proj")(),
+            "gate_proj": Kernel(wide, parallel, spec=spec, name="gate_proj")(),
+            "up_proj": Kernel(wide, parallel, spec=spec, name="up_proj")(),
+            "down_proj": Kernel(narrow, parallel, self.residual_scale, spec, name="down_proj")(),
         }
 
 

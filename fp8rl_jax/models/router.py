@@ -40,7 +40,8 @@ from fp8rl_jax.kernels import (
     sum_last,
 )
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import kernel_init, replicate
+from fp8rl_jax.models.layers import kernel_init
+from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant.varying import share
 
 _TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek's code
@@ -63,10 +64,11 @@ class Router(nn.Module):
     """The parameters `kernel` and, of a sigmoid router, `e_score_correction_bias`."""
 
     config: ModelConfig
+    parallel: Parallel
 
     @nn.compact
     def __call__(self) -> RouterWeights:
-        config, bias = self.config, None
+        config, replicate, bias = self.config, self.parallel.replicate, None
         shape = (config.hidden_size, config.num_experts)
         kernel = replicate(self.param("kernel", kernel_init(), shape))
         if config.scoring_func == "sigmoid":

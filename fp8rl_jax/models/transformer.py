@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.models import tensor_parallel
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
-from fp8rl_jax.models.layers import RMSNorm, kernel_init, replicate
+from fp8rl_jax.models.layers import RMSNorm, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
+from fp8rl_jax.models.parallel.columns import split_columns
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import (
     LINEAR,
@@ -79,29 +80,28 @@ class ForwardOutput:
 class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
-    Layers of one kind under one recipe are one scan (models/stacks.py). With `tensor` above 1, or
-    GPU kernels on several devices, it runs within `tensor_parallel.split_columns`, on parameters
-    that exist already.
+    Layers of one kind under one recipe are one scan (models/stacks.py). Where `Parallel` says so
+    (`uses_shard_map`) it runs within `split_columns`, on parameters that exist already.
     """
 
     config: ModelConfig
     recipe: Recipe
+    parallel: Parallel = ONE_DEVICE
     remat: str = "none"
     collect: tuple[str, ...] = ()
-    tensor: int = 1
 
     @nn.compact
     def __call__(self, tokens, cache, kv_scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
-        table = replicate(self.param("embed_tokens", init, shape))
+        table = self.parallel.replicate(self.param("embed_tokens", init, shape))
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
         stored_runs, auxes = [], []
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             settings = (
                 config, run.recipe, config.num_experts > 0 and run.stack == STACK, self.collect,
-                self.tensor,
+                self.parallel,
             )  # fmt: skip
             stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
                 (x, stored), aux = self._scan(settings, run)(*arguments)
             stored_runs.append(stored)
             auxes.append(aux)
-        x = RMSNorm(config.rms_norm_eps, recipe, name="norm")(x).value
+        x = RMSNorm(config.rms_norm_eps, recipe, self.parallel, name="norm")(x).value
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
         if cache is not None:
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
             in_axes=(0, 0) + (nn.broadcast,) * 4,
             length=run.span.stop - run.span.start,
             # That check traces without the types that tell who holds what under shard_map.
-            check_constancy_invariants=not tensor_parallel.in_shard_map(),
+            check_constancy_invariants=not self.parallel.inside,
         )(*settings, name=run.name)
 
     def _watched(self) -> bool:
@@ -208,6 +208,7 @@ def forward(
     lengths: jax.Array | None = None,
     cache: KVCache | PagedCache | None = None,
     kv_scales: KVScales | None = None,
+    parallel: Parallel = ONE_DEVICE,
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
     output: str = "logits",
@@ -228,6 +229,7 @@ def forward(
       lengths: (B,) int32, real tokens of each row; only what is collected reads them.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: of `calibrated_scales`, for recipes with kv='calibrated'.
+      parallel: the devices that share the computation; the bits are the same on any.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
@@ -240,7 +242,8 @@ def forward(
       ForwardOutput.
 
     Raises:
-      ValueError: `remat`, `output` or `collect` is none of these, or `kv_scales` are missing.
+      ValueError: `remat`, `output` or `collect` is none of these, `kv_scales` are missing, or
+        `jax.set_mesh` names a mesh that `parallel` does not.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
@@ -248,6 +251,7 @@ def forward(
         raise ValueError(f"output is {output!r}; write 'logits' or 'hidden'")
     if not set(collect) <= set(COLLECTED):
         raise ValueError(f"collect is {collect!r}; write some of {', '.join(COLLECTED)}")
+    check_context(parallel)
     recipe = get_recipe(recipe)
     batch, length = tokens.shape
     if positions is None:
@@ -260,13 +264,14 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
-    parts, by_shard_map = tensor_parallel.size(), tensor_parallel.uses_shard_map(recipe)
+    by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*taps, *(swaps or ())} <= set(ROUTING):
         raise ValueError(
             "intermediate values but the routers' are sharded where mesh.tensor is above 1, and "
             "where GPU kernels run on several devices: set mesh.tensor to 1, or use one device"
         )
-    module = Transformer(config, recipe, remat, tuple(collect), parts)
+    inner = parallel.within() if by_shard_map else parallel
+    module = Transformer(config, recipe, inner, remat, tuple(collect))
     runs = layer_groups(layer_stacks(config), recipe)
 
     def apply(params, swaps, *arguments) -> tuple:
@@ -278,7 +283,7 @@ def forward(
         return hidden, cache, aux, {name: values[name] for name in taps if name in values}
 
     if by_shard_map:
-        apply = tensor_parallel.split_columns(apply, config, recipe, parts)
+        apply = split_columns(apply, config, recipe, parallel)
     hidden, cache, aux, tapped = apply(
         params, swaps or {}, tokens, cache, scales, positions, cos, sin, valid
     )
@@ -287,6 +292,6 @@ def forward(
     logits = None
     if output == "logits":
         rows = hidden.reshape(batch * length, -1)
-        logits = head_logits(rows, output_head(params, config), recipe)
+        logits = head_logits(rows, output_head(params, config, parallel), recipe, parallel)
         logits = logits.reshape(batch, length, -1)
     return ForwardOutput(logits, hidden, cache, aux)

@@ -68,7 +68,7 @@ def generate(
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
-    stream = make_stream(runtime.model, runtime.rollout_recipe, settings)
+    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, runtime.parallel)
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 

@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 import numpy as np
 import optax
@@ -81,17 +80,16 @@ def load_policy(
     ]
     longest = max(map(len, rows))
     runtime = runtime.with_prompt_slots(_round_slots(longest))
-    with jax.set_mesh(runtime.mesh):
-        if released:
-            state, phase = runtime.new_state(runtime.initial_params(), optax.identity()), "rl"
-            note(f"weights of {config.model.checkpoint}")
-        else:
-            state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
-        if not is_fresh(state.kv_scales, int(state.step)):
-            few = rows[: config.eval.batch_size]
-            state = runtime.calibrate_state(state, *pad(runtime, few))
-        weights = runtime.refit_state(state)[0]
-        yield Policy(runtime, weights, rows, phase, int(state.step))
+    if released:
+        state, phase = runtime.new_state(runtime.initial_params(), optax.identity()), "rl"
+        note(f"weights of {config.model.checkpoint}")
+    else:
+        state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
+    if not is_fresh(state.kv_scales, int(state.step)):
+        few = rows[: config.eval.batch_size]
+        state = runtime.calibrate_state(state, *pad(runtime, few))
+    weights = runtime.refit_state(state)[0]
+    yield Policy(runtime, weights, rows, phase, int(state.step))
 
 
 class Trained(NamedTuple):

@@ -17,7 +17,7 @@ from fp8rl_jax.quant.products import scaled_matmul
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
-from fp8rl_jax.quant.rule import grouped_matmul, matmul
+from fp8rl_jax.quant.rule import Rows, grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
     check_scales,

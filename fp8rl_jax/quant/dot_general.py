@@ -16,13 +16,16 @@ import jax.numpy as jnp
 from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
-from fp8rl_jax.quant.rule import matmul
+from fp8rl_jax.quant.rule import Rows, matmul
 from fp8rl_jax.quant.site import SiteProbe, SiteScaling
 from fp8rl_jax.quant.weights import BoundWeight, StackedLayer, Weight
 
 
 def make_dot_general(
-    recipe: Recipe | str, state: SiteScaling | None = None, probe: SiteProbe | None = None
+    recipe: Recipe | str,
+    state: SiteScaling | None = None,
+    probe: SiteProbe | None = None,
+    devices: int = 1,
 ):
     """Returns a function with `jax.lax.dot_general`'s signature that follows `recipe`.
 
@@ -39,6 +42,7 @@ def make_dot_general(
       recipe: a Recipe or its name.
       state: for recipes with stateful policies: of `init_site`, for this one call site.
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
+      devices: of a mesh over which XLA divides the left operand's rows; 1 under a shard_map.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -72,12 +76,13 @@ def make_dot_general(
                 f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
                 f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
             )
+        multiply = functools.partial(matmul, recipe, rows=Rows(devices), dtype=dtype)
         if batch:
-            product = jax.vmap(functools.partial(matmul, recipe, dtype=dtype))
+            product = jax.vmap(multiply)
             weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), w)
             y = product(x.reshape(-1, height, depth), weights)
         else:
-            y = matmul(recipe, x.reshape(height, depth), w, dtype=dtype)
+            y = multiply(x.reshape(height, depth), w)
         free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
         return y.reshape(batch + free)
 

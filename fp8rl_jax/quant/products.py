@@ -54,14 +54,17 @@ def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> j
 
 
 def scaled_matmul(
-    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32
+    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32, devices: int = 1
 ) -> jax.Array:
     """(M, K) times (K, N), both quantised -> (M, N) in `dtype`, in canonical order.
 
     Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
     are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
+    `devices` as for `block_matmul`.
     """
-    multiply = functools.partial(block_matmul, implementation=implementation, dtype=dtype)
+    multiply = functools.partial(
+        block_matmul, implementation=implementation, dtype=dtype, devices=devices
+    )
     (rows, depth), columns = x.shape, w.shape[1]
     (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
     coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
@@ -81,11 +84,15 @@ def _values(recipe: Recipe, *operands: Operand) -> list[jax.Array]:
     return [formats.round_bf16(value) for value in values] if recipe.fake else values
 
 
-def _multiply(recipe: Recipe, x: Operand, w: Operand, dtype=jnp.float32) -> jax.Array:
+def _multiply(
+    recipe: Recipe, x: Operand, w: Operand, dtype=jnp.float32, devices: int = 1
+) -> jax.Array:
     """(M, K) times (K, N) -> (M, N) in `dtype`, in canonical order."""
     if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
-        return scaled_matmul(x, w, recipe.kernels, dtype)
-    return block_matmul(*_values(recipe, x, w), implementation=recipe.kernels, dtype=dtype)
+        return scaled_matmul(x, w, recipe.kernels, dtype, devices)
+    return block_matmul(
+        *_values(recipe, x, w), implementation=recipe.kernels, dtype=dtype, devices=devices
+    )
 
 
 def _multiply_for_gradient(recipe: Recipe, x: Operand, w: Operand) -> jax.Array:
@@ -139,8 +146,9 @@ def _of_experts(
 
 
 def fprop(
-    recipe: Recipe, x: Operand, w: Operand, experts: jax.Array | None = None, dtype=jnp.float32
-) -> jax.Array:
+    recipe: Recipe, x: Operand, w: Operand, experts: jax.Array | None = None, dtype=jnp.float32,
+    devices: int = 1,
+) -> jax.Array:  # fmt: skip
     """``x w``, in canonical order; the sum is float32 and is rounded once.
 
     Args:
@@ -149,11 +157,12 @@ def fprop(
       w: (K, N); (E, K, N) with experts.
       experts: (tiles,) int32, or None.
       dtype: of the result, float32 or bf16.
+      devices: over which XLA divides the rows.
 
     Returns:
       (M, N); (tiles, R, N) with experts.
     """
-    multiply = functools.partial(_multiply, recipe, dtype=dtype)
+    multiply = functools.partial(_multiply, recipe, dtype=dtype, devices=devices)
 
     def at_once(x, w, experts):
         return _by_kernel("grouped_matmul", recipe, x, w, experts, dtype=dtype)

@@ -64,6 +64,20 @@ from fp8rl_jax.quant.weights import (
     take_layer,
 )
 
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How a product's left operand lies on devices.
+
+    Attributes:
+      devices: over how many devices XLA divides its rows; 1 under a shard_map.
+      gather: the shard_map's mesh axis whose devices have a part of K each; None if x is whole.
+    """
+
+    devices: int = 1
+    gather: str | None = None
+
+
 Experts = jax.Array | None  # of the tiles of rows, (tiles,) int32; None for one matrix of rows
 
 
@@ -71,7 +85,7 @@ def matmul(
     recipe: Recipe,
     x: jax.Array | Activation,
     w: Weight,
-    gather: str | None = None,
+    rows: Rows = Rows(),
     dtype=jnp.float32,
 ) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
@@ -82,21 +96,21 @@ def matmul(
     shard_map the gradient of an operand that all devices share is summed over them, and what a
     probe observed is combined (amaxes by maximum).
 
-    With `gather`, the name of a shard_map's mesh axis, x is this device's part of K: (M, K / n).
-    It is quantised where it is stored and gathered as bytes. What is kept for the backward pass is
-    the part; dx is summed over the axis, in float32, and comes back as the part.
+    With `rows.gather` x is this device's part of K: (M, K / n). It is quantised where it is stored
+    and gathered as bytes. What is kept for the backward pass is the part; dx is summed over the
+    axis, in float32, and comes back as the part.
     """
     x = as_activation(x)
     if not isinstance(w, StackedLayer):
-        return _product(recipe, gather, dtype, *share(x, bind(w), None))
-    if gather is not None or not has_grouped_kernels(recipe):
-        return matmul(recipe, x, take_layer(w.stack, w.layer), gather, dtype)
+        return _product(recipe, rows, dtype, *share(x, bind(w), None))
+    if rows.gather is not None or not has_grouped_kernels(recipe):
+        return matmul(recipe, x, take_layer(w.stack, w.layer), rows, dtype)
     tile = jax.tree.map(lambda leaf: leaf[None], x)  # the layers of a stack are experts
-    return _product(recipe, None, dtype, *share(tile, bind(w.stack), w.layer[None]))[0]
+    return _product(recipe, rows, dtype, *share(tile, bind(w.stack), w.layer[None]))[0]
 
 
 def grouped_matmul(
-    recipe: Recipe, x: jax.Array | Activation, w: Weight, experts: jax.Array
+    recipe: Recipe, x: jax.Array | Activation, w: Weight, experts: jax.Array, devices: int = 1
 ) -> jax.Array:
     """Every tile of rows times the matrix of its expert.
 
@@ -107,6 +121,7 @@ def grouped_matmul(
         axis in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
         it gives zeros, and moves and observes nothing.
+      devices: over which XLA divides the rows R.
 
     Returns:
       (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
@@ -117,36 +132,38 @@ def grouped_matmul(
         layers, count = w.stack.shape[:2]
         experts = jnp.where(experts < count, w.layer * count + experts, layers * count)
         w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)
-    return _product(recipe, None, jnp.float32, *share(as_activation(x), bind(w), experts))
+    rows = Rows(devices)
+    return _product(recipe, rows, jnp.float32, *share(as_activation(x), bind(w), experts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _product(
-    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
+    recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> jax.Array:
     """`matmul`, or with experts `grouped_matmul`, of operands in one form."""
-    return _primal(recipe, gather, dtype, x, w, experts)[0]
+    return _primal(recipe, rows, dtype, x, w, experts)[0]
 
 
 def _primal(
-    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
+    recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
     """The product, x in the compute dtype, and the quantised operands if they are quantised."""
     value = compute_value(x.value, recipe)
+    multiply = functools.partial(fprop, recipe, experts=experts, dtype=dtype, devices=rows.devices)
     if recipe.activation is None:
         weight = compute_value(plain_value(w.value), recipe)
-        return fprop(recipe, _gathered(value, gather), weight, experts, dtype), value, None, None
+        return multiply(_gathered(value, rows.gather), weight), value, None, None
     if x.q is not None:
-        rows: Quantized = x.q, None
+        quantized: Quantized = x.q, None
     else:
         state = _of_tiles(getattr(w.scaling, "activation", None), experts)
-        rows = quantize_activation(value, recipe.activation, state, recipe.kernels)
+        quantized = quantize_activation(value, recipe.activation, state, recipe.kernels)
     if isinstance(w.value, QArray):
         weights: Quantized = w.value, None
     else:
         weights = quantize_weight(w.value, recipe, w.scaling)
-    y = fprop(recipe, _gathered(rows[0], gather), weights[0], experts, dtype)
-    return y, value, rows, weights
+    y = multiply(_gathered(quantized[0], rows.gather), weights[0])
+    return y, value, quantized, weights
 
 
 def _gathered(x, axis: str | None):
@@ -231,23 +248,23 @@ def _first_order_jvp(primals, tangents):
 
 
 def _forward(
-    recipe: Recipe, gather: str | None, dtype, x: Activation, w: BoundWeight, experts: Experts
+    recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, _Residual]:
     # The guard makes a copy, so what is kept of the arguments has not passed through it.
     guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
-    y, value, rows, weights = _primal(recipe, gather, dtype, guarded_x, guarded_w, experts)
+    y, value, quantized, weights = _primal(recipe, rows, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
     seen = w.probe and SiteProbe()
-    if w.probe is not None and rows is not None and weights is not None:
-        seen = _observe_forward(recipe, w.value, w.probe, value, rows, weights, experts)
+    if w.probe is not None and quantized is not None and weights is not None:
+        seen = _observe_forward(recipe, w.value, w.probe, value, quantized, weights, experts)
     kept: QArray | jax.Array
-    if rows is None or weights is None or recipe.gradient is None:
+    if quantized is None or weights is None or recipe.gradient is None:
         kept = compute_value(x.value, recipe)
         weight = parameter if recipe.quantized else w.value
     else:
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
-        kept = rows[0]
+        kept = quantized[0]
         if by_columns != recipe.activation:
             kept, _ = quantize_activation(value, by_columns, None, recipe.kernels)
         weight = parameter
@@ -280,10 +297,11 @@ def _observe_forward(
 
 
 def _backward(
-    recipe: Recipe, gather: str | None, dtype, residual: _Residual, dy: jax.Array
+    recipe: Recipe, lhs: Rows, dtype, residual: _Residual, dy: jax.Array
 ) -> tuple[Activation, BoundWeight, None]:
     """Cotangents of x and w, the latter with the site's observations."""
     del dtype
+    gather = lhs.gather
     dy, experts = compute_value(dy, recipe), residual.experts
     x, weight, seen = _gathered(from_bits(residual.x), gather), residual.weight, residual.seen
     rows: QArray | jax.Array

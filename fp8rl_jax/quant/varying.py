@@ -18,8 +18,10 @@ from fp8rl_jax.quant import formats
 from fp8rl_jax.quant.site import OperandProbe
 
 
-def _axes(x: jax.Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
+def axes_of(tree) -> frozenset:
+    """Mesh axes over which arrays of a tree differ."""
+    axes = (jax.typeof(jnp.asarray(x)).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return frozenset().union(*axes)
 
 
 _pcast = functools.partial(lax.pcast, to="varying")
@@ -45,7 +47,7 @@ def share(*trees):
     Gradients of shared arrays are then summed over the devices; what an `OperandProbe` observed is
     combined: counts by sum, amaxes by maximum.
     """
-    axes = frozenset().union(*(_axes(jnp.asarray(leaf)) for leaf in jax.tree.leaves(trees)))
+    axes = axes_of(trees)
     return spread(axes, *trees) if axes else trees
 
 
@@ -57,7 +59,7 @@ def spread(axes: frozenset, *trees):
 
     def mark(leaf, pcast=_pcast) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        missing = tuple(sorted(axes - _axes(leaf)))
+        missing = tuple(sorted(axes - axes_of(leaf)))
         if not missing:
             return leaf
         wide = leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf

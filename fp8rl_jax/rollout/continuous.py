@@ -38,12 +38,14 @@ from fp8rl_jax.models import (
     PAGE,
     ModelConfig,
     PagedCache,
+    Parallel,
     forward,
     init_paged_cache,
     least_pages,
-    tensor_parallel,
 )
 from fp8rl_jax.models.kv_cache import Stored
+from fp8rl_jax.models.parallel.mesh import EXPERT
+from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import schedule
 from fp8rl_jax.rollout.sampler import Loop, Prepared, Requests, Rollout, SamplerConfig, is_end
@@ -109,13 +111,14 @@ class ContinuousLoop:
 
     loop: Loop
     batching: Batching
-    expert_devices: int = 1  # that take every turn together, over the mesh axis `expert`
 
     def _of_group(self, count: jax.Array) -> jax.Array:
-        """The sum of () int32 counts over the devices that share experts."""
-        if self.expert_devices == 1:
+        """The sum of () int32 counts over the devices that share experts, which take every turn
+        together."""
+        parallel = self.loop.parallel
+        if parallel.mesh is None or parallel.mesh.shape[EXPERT] == 1:
             return count
-        return lax.psum(count, tensor_parallel.EXPERT)
+        return lax.psum(count, EXPERT)
 
     def prefill(self, prompts: jax.Array, requests: Requests) -> BatchState:
         """Everything waiting. prompts (Q, Tp), right-padded."""
@@ -135,7 +138,9 @@ class ContinuousLoop:
         )  # fmt: skip
         zero = jnp.zeros((1,), jnp.int32)
         return BatchState(
-            pool=init_paged_cache(loop.model, loop.recipe, batching.pages, plan.table).runs,
+            pool=init_paged_cache(
+                loop.model, loop.recipe, batching.pages, plan.table, loop.parallel
+            ).runs,
             schedule=plan,
             tokens=tokens,
             logprobs=jnp.zeros((count, new), jnp.float32),
@@ -191,7 +196,8 @@ class ContinuousLoop:
         cache = PagedCache(state.pool, table, self.batching.pages)
         out = forward(
             prepared.weights, tokens, self.loop.model, self.loop.recipe, positions=positions,
-            cache=cache, kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden",
+            cache=cache, kv_scales=prepared.kv_scales, parallel=self.loop.parallel,
+            rope=requests.rope, output="hidden",
         )  # fmt: skip
         assert isinstance(out.cache, PagedCache)
         return out.hidden, out.cache.runs
@@ -313,8 +319,9 @@ class ContinuousSampler:
         own = dataclasses.replace(
             batching, slots=batching.slots // devices, pages=batching.pages // devices
         )
-        sharing = mesh.shape[tensor_parallel.EXPERT] if mesh is not None else 1
-        loop = ContinuousLoop(Loop(model, get_recipe(recipe), sampler), own, sharing)
+        whole = Loop(model, get_recipe(recipe), sampler, Parallel.on(mesh))
+        of_device = whole.parallel.within() if devices > 1 else whole.parallel
+        loop = ContinuousLoop(dataclasses.replace(whole, parallel=of_device), own)
         self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
 
         def advance(weights, requests, turns, state):
@@ -352,14 +359,14 @@ class ContinuousSampler:
                 )
 
             def advance_all(weights, *arguments):
-                held = tensor_parallel.rollout_specs(weights)
+                held = rollout_specs(weights)
                 run = by_device(advance, held, of_requests, replicated, rows)
                 return run(weights, *arguments)
 
             begin = by_device(begin, rows, of_requests)
         else:
             advance_all = advance
-        self._prepare = loop.loop.prepare_once()
+        self._prepare = whole.prepare_once()
         self._begin = exact_jit(begin, **layout)
         self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
 

@@ -6,8 +6,7 @@ them; two that one thread dispatches run one after the other. A row's bits depen
 sequence alone, so halves have the bits of the whole (tests/rollout/test_halves.py). A half also
 stops as soon as its own responses have ended.
 
-Programs are compiled in the caller's thread: JAX keeps the mesh that is set, and other settings,
-by thread.
+Programs are compiled in the caller's thread: JAX keeps some settings by thread.
 
 Not done: more than two parts; halves of a mesh of several devices, which has all cores at work.
 """

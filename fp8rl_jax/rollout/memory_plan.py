@@ -27,8 +27,8 @@ from fp8rl_jax.models import (
     least_pages,
     pages_of,
     quantize_params,
-    tensor_parallel,
 )
+from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Batching, Loop
@@ -141,7 +141,7 @@ def weight_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) 
         return quantize_params(params, loop.recipe, init_scaling(params, learner_recipe))
 
     def held(tree) -> int:
-        return part_bytes(mesh, tree, tensor_parallel.rollout_specs(tree))
+        return part_bytes(mesh, tree, rollout_specs(tree))
 
     stored = jax.eval_shape(weights, _param_shapes(loop.model))
     return held(stored) + (held(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0)

@@ -19,7 +19,9 @@ from collections.abc import Callable
 
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
+    ONE_DEVICE,
     ModelConfig,
+    Parallel,
     checksum,
     forward,
     quantize_params,
@@ -49,11 +51,17 @@ def make_refit(
     return exact_jit(refit, **(shardings or {}))
 
 
-def make_calibrate(model: ModelConfig, recipe: Recipe | str, *, margin: float = 1.05) -> Callable:
+def make_calibrate(
+    model: ModelConfig,
+    recipe: Recipe | str,
+    parallel: Parallel = ONE_DEVICE,
+    *,
+    margin: float = 1.05,
+) -> Callable:
     """Returns ``calibrate(params, scaling_state, tokens, lengths, step, rope)``, jitted.
 
     Args:
-      model, recipe: shapes and the rollout's numerics.
+      model, recipe, parallel: shapes, the rollout's numerics, and the devices.
       margin: headroom, at least 1.
 
     The function takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
@@ -66,7 +74,8 @@ def make_calibrate(model: ModelConfig, recipe: Recipe | str, *, margin: float = 
         weights = quantize_params(params, recipe, scaling_state)
         out = forward(
             weights, tokens, model, recipe,
-            lengths=lengths, rope=rope, output="hidden", collect=("kv_amax",),
+            lengths=lengths, parallel=parallel, rope=rope, output="hidden",
+            collect=("kv_amax",),
         )  # fmt: skip
         amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)

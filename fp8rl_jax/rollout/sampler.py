@@ -22,9 +22,11 @@ from jax import lax
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
+    ONE_DEVICE,
     PAGE,
     KVCache,
     ModelConfig,
+    Parallel,
     drawn_logprobs,
     for_decoding,
     forward,
@@ -33,7 +35,6 @@ from fp8rl_jax.models import (
     output_head,
     pages_of,
     scaled_logits,
-    tensor_parallel,
 )
 from fp8rl_jax.models.taps import LOGITS, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe
@@ -144,6 +145,7 @@ class Loop:
     model: ModelConfig
     recipe: Recipe
     sampler: SamplerConfig
+    parallel: Parallel = ONE_DEVICE
 
     @property
     def on_cpu(self) -> bool:
@@ -154,7 +156,7 @@ class Loop:
     def converts(self) -> bool:
         """Whether the loop reads weights in another form than they are stored in."""
         small = self.recipe.weight is not None or self.recipe.compute_dtype != FLOAT32
-        return self.on_cpu and small and tensor_parallel.size() == 1
+        return self.on_cpu and small and self.parallel.tensor == 1
 
     def prepare(self, weights) -> Prepared:
         """Takes the scales and the output head out of the weights; converts what is read often.
@@ -165,7 +167,7 @@ class Loop:
             return weights
         kv_scales = weights.get("kv_scales")
         weights = {name: value for name, value in weights.items() if name != "kv_scales"}
-        head = output_head(weights, self.model)
+        head = output_head(weights, self.model, self.parallel)
         if self.converts:
             weights = for_decoding(weights, self.recipe, stacks=not self.sampler.taps)
         return Prepared(weights, head, kv_scales)
@@ -186,10 +188,10 @@ class Loop:
         self, prepared: Prepared, hidden: jax.Array, keys: jax.Array, temperature: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(tokens (M,), their log-probabilities (M,), logits (M, V)) after hidden states (M, D)."""
-        logits = head_logits(hidden, prepared.head, self.recipe)
+        logits = head_logits(hidden, prepared.head, self.recipe, self.parallel)
         scaled = scaled_logits(logits, temperature)
         token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
-        logp = drawn_logprobs(logits, scaled, token, temperature, self.recipe)
+        logp = drawn_logprobs(logits, scaled, token, temperature, self.recipe, self.parallel)
         return token, logp, logits
 
     def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
@@ -221,10 +223,11 @@ class Loop:
             )
         slots = PAGE * pages_of(slots)
         batch = prompts.shape[0] * sampler.group_size
-        cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots)
+        cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots, self.parallel)
         prefill = forward(
             prepared.weights, prompts, self.model, recipe, cache=cache,
-            kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden", taps=sampler.taps,
+            kv_scales=prepared.kv_scales, parallel=self.parallel, rope=requests.rope,
+            output="hidden", taps=sampler.taps,
         )  # fmt: skip
         taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
         if LOGITS in sampler.taps:
@@ -282,8 +285,8 @@ class Loop:
         out = forward(
             prepared.weights, state.token[:, None], self.model, self.recipe,
             positions=(start + state.index)[:, None], cache=state.cache,
-            kv_scales=prepared.kv_scales, rope=requests.rope, output="hidden",
-            taps=self.sampler.taps,
+            kv_scales=prepared.kv_scales, parallel=self.parallel, rope=requests.rope,
+            output="hidden", taps=self.sampler.taps,
         )  # fmt: skip
         index = state.index + 1
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
@@ -297,21 +300,25 @@ class Loop:
 
 
 def make_sampler(
-    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig
+    model: ModelConfig,
+    recipe: Recipe | str,
+    sampler: SamplerConfig,
+    parallel: Parallel = ONE_DEVICE,
 ) -> Callable[..., Rollout]:
-    """Returns the jitted sampler. Its sharding follows its arguments.
+    """Returns the jitted sampler. Its results are sharded as its arguments are.
 
     Args:
       model: shapes.
       recipe: numerics of the rollout.
       sampler: what is fixed at compile time.
+      parallel: the devices that share a rollout.
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
       weights from refit; prompts (P, Tp) int32 right-padded; the others as in `Requests`. It
       returns a `Rollout`.
     """
-    loop = Loop(model, get_recipe(recipe), sampler)
+    loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
     def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
         prepared = loop.prepare(weights)
@@ -343,10 +350,14 @@ class Stream:
 
 
 def make_stream(
-    model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig, chunk: int = 16
+    model: ModelConfig,
+    recipe: Recipe | str,
+    sampler: SamplerConfig,
+    parallel: Parallel = ONE_DEVICE,
+    chunk: int = 16,
 ) -> Stream:
     """The sampler of `make_sampler`, left after every `chunk` tokens."""
-    loop = Loop(model, get_recipe(recipe), sampler)
+    loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
     def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:
         return loop.prefill(loop.prepare(weights), prompts, requests)

@@ -145,11 +145,10 @@ class Arms:
         config.precision = default_config().precision
         config.precision.rollout = config.precision.learner = "bf16"
         runtime = make_runtime(config)
-        with jax.set_mesh(runtime.mesh):
-            state, phase = load_trained(runtime, pathlib.Path(config.run.dir), self._note)
-            weights = runtime.refit_state(state).weights
-            record = evaluate(runtime, weights, phase, int(state.step))[0].record
-            params = jax.device_get(state.params) if after else None
+        state, phase = load_trained(runtime, pathlib.Path(config.run.dir), self._note)
+        weights = runtime.refit_state(state).weights
+        record = evaluate(runtime, weights, phase, int(state.step))[0].record
+        params = jax.device_get(state.params) if after else None
         found = {"bf16": _accuracies(record)}
         return found | {"after": after.measure(params)} if after else found
 

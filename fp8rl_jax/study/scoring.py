@@ -122,18 +122,17 @@ def sample(
     sampler = runtime.make_sampler(group, settings.top_k, settings.top_p)
     size, key = settings.prompts_per_step, runtime.keys["rollout"]
     parts, progress = [], Part("questions answered", len(questions), note)
-    with jax.set_mesh(runtime.mesh):
-        prompts, lengths = runtime.pad_prompts(list(questions))
-        scales = kv_scales(runtime, params, recipe, prompts, lengths)
-        weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
-        for first in range(0, len(questions), size):
-            part = list(questions[first : first + size])
-            temperature = np.full(len(part) * group, settings.temperature, np.float32)
-            rollout, prompts, lengths = runtime.generate(
-                sampler, weights, part, key, temperature, first_id=first * group
-            )
-            parts.append(runtime.rollout_batch(rollout, prompts, lengths))
-            progress.reach(first + size)
+    prompts, lengths = runtime.pad_prompts(list(questions))
+    scales = kv_scales(runtime, params, recipe, prompts, lengths)
+    weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
+    for first in range(0, len(questions), size):
+        part = list(questions[first : first + size])
+        temperature = np.full(len(part) * group, settings.temperature, np.float32)
+        rollout, prompts, lengths = runtime.generate(
+            sampler, weights, part, key, temperature, first_id=first * group
+        )
+        parts.append(runtime.rollout_batch(rollout, prompts, lengths))
+        progress.reach(first + size)
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
@@ -144,7 +143,9 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
     """
     if recipe.kv != "calibrated":
         return None
-    calibrate = make_calibrate(runtime.model, recipe, margin=runtime.config.precision.kv_margin)
+    calibrate = make_calibrate(
+        runtime.model, recipe, runtime.parallel, margin=runtime.config.precision.kv_margin
+    )
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
     found = [
         calibrate(
@@ -187,19 +188,18 @@ class Scorer:
         most = max(_MOST_LOGITS // (slots * runtime.model.vocab_size), 1)
         size = _part_size(total, min(most, _ROWS))
         progress = Part("sequences scored", total, self._note)
-        with jax.set_mesh(runtime.mesh):
-            weights = {
-                recipe: (
-                    quantize(params, scaling=init_scaling(params, recipe)),
-                    kv_scales(runtime, params, recipe, samples.tokens, samples.lengths),
-                )
-                for recipe, quantize in self._quantize.items()
-            }
-            for first in range(0, total, size):
-                rows = slice(first, first + size)
-                batch = jax.tree.map(lambda x, rows=rows: x[rows], samples)
-                yield self._batch(weights, _correction(params), batch, rows)
-                progress.reach(rows.stop)
+        weights = {
+            recipe: (
+                quantize(params, scaling=init_scaling(params, recipe)),
+                kv_scales(runtime, params, recipe, samples.tokens, samples.lengths),
+            )
+            for recipe, quantize in self._quantize.items()
+        }
+        for first in range(0, total, size):
+            rows = slice(first, first + size)
+            batch = jax.tree.map(lambda x, rows=rows: x[rows], samples)
+            yield self._batch(weights, _correction(params), batch, rows)
+            progress.reach(rows.stop)
 
     def _batch(
         self, weights: dict, correction: jax.Array | None, batch: Batch, rows: slice
@@ -246,7 +246,7 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
         logp, entropy, aux = response_logprobs(
-            weights, batch, runtime.model, recipe, rope, "none", scales, taps=taps
+            weights, batch, runtime.model, recipe, rope, "none", scales, runtime.parallel, taps=taps
         )
         return logp, entropy, aux["taps"]
 

@@ -239,14 +239,12 @@ def check_task(config: ml_collections.ConfigDict) -> None:
 
 
 def _initial(runtime: Runtime) -> Any:
-    with jax.set_mesh(runtime.mesh):
-        return jax.device_get(runtime.initial_params())
+    return jax.device_get(runtime.initial_params())
 
 
 def _newest(runtime: Runtime, note: Note) -> Any:
-    with jax.set_mesh(runtime.mesh):
-        state, _ = load_trained(runtime, pathlib.Path(runtime.config.run.dir), note)
-        return jax.device_get(state.params)
+    state, _ = load_trained(runtime, pathlib.Path(runtime.config.run.dir), note)
+    return jax.device_get(state.params)
 
 
 def _warm_up(config: ml_collections.ConfigDict, note: Note) -> Any:

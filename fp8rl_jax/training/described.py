@@ -99,8 +99,7 @@ def _train_step(runtime: Runtime) -> tuple[Any, tuple]:
 def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
     """The train step of RL on one minibatch: gradients and the optimiser's update."""
     step, arguments = _train_step(runtime)
-    with jax.set_mesh(runtime.mesh):
-        return step.lower(*arguments)
+    return step.lower(*arguments)
 
 
 def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
@@ -114,17 +113,16 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     state, _, rope = arguments
     wanted = request_shapes(runtime, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
-    with jax.set_mesh(runtime.mesh):
-        return {
-            "rollout": runtime.sampler.trace(
-                runtime.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
-                wanted.temperature, wanted.limits, wanted.rope,
-            ),
-            "train step": step.trace(*arguments),
-            "score": runtime.score.trace(
-                state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
-            ),
-        }  # fmt: skip
+    return {
+        "rollout": runtime.sampler.trace(
+            runtime.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
+            wanted.temperature, wanted.limits, wanted.rope,
+        ),
+        "train step": step.trace(*arguments),
+        "score": runtime.score.trace(
+            state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
+        ),
+    }  # fmt: skip
 
 
 def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
@@ -133,7 +131,7 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     rollout = config.rollout
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
-    loop = Loop(runtime.model, runtime.rollout_recipe, settings)
+    loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.parallel)
     weights, wanted = runtime.weight_shapes, request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
@@ -151,6 +149,5 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     def step(weights, wanted, state):
         return loop.decode_step(loop.prepare(weights), wanted, state)
 
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=2)
-        return lowered.lower(sharding.laid_out(weights, runtime.weight_shardings), wanted, state)
+    lowered = jax.jit(step, donate_argnums=2)
+    return lowered.lower(sharding.laid_out(weights, runtime.weight_shardings), wanted, state)

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
-from fp8rl_jax.models.expert_parallel import passes_of
+from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
 

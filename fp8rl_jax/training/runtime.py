@@ -33,6 +33,7 @@ from fp8rl_jax.json_file import plain
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.models import (
+    Parallel,
     init_params,
     init_scaling,
     kernel_formats,
@@ -126,6 +127,10 @@ class Runtime(Resolved):
 
     # Shardings of arguments and results.
 
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel.on(self.mesh)
+
     @functools.cached_property
     def param_shapes(self):
         """ShapeDtypeStructs of the parameters."""
@@ -198,7 +203,7 @@ class Runtime(Resolved):
     def calibrate(self):
         """The compiled calibration; call `calibrate_state`."""
         margin = self.config.precision.kv_margin
-        return make_calibrate(self.model, self.rollout_recipe, margin=margin)
+        return make_calibrate(self.model, self.rollout_recipe, self.parallel, margin=margin)
 
     def calibrate_state(self, state: learner.TrainState, tokens, lengths) -> learner.TrainState:
         """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
@@ -237,7 +242,7 @@ class Runtime(Resolved):
         on_cpu = Loop(self.model, self.rollout_recipe, settings).on_cpu
         if on_cpu and self.mesh.size == 1 and not taps:
             return HalvedSampler(self.model, self.rollout_recipe, settings)
-        return make_sampler(self.model, self.rollout_recipe, settings)
+        return make_sampler(self.model, self.rollout_recipe, settings, self.parallel)
 
     def batching(self, settings: SamplerConfig) -> Batching:
         """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
@@ -246,7 +251,8 @@ class Runtime(Resolved):
         if rollout.pages:
             return sizes
         plan = plan_rollout(
-            Loop(self.model, self.rollout_recipe, settings), self.learner_recipe, self.mesh,
+            Loop(self.model, self.rollout_recipe, settings, self.parallel), self.learner_recipe,
+            self.mesh,
             prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
             reference=self.algorithm.needs_reference, offload=self.config.learner.offload,
         )  # fmt: skip
@@ -275,14 +281,14 @@ class Runtime(Resolved):
     @functools.cached_property
     def score(self):
         """The compiled score; call `score_state`."""
-        return learner.make_score(self.model, self.learner_recipe)
+        return learner.make_score(self.model, self.learner_recipe, self.parallel)
 
     @functools.cached_property
     def reference_score(self):
         """The compiled score of the reference policy; call `score_reference`."""
         if self.config.precision.reference == "learner":
             return self.score
-        return learner.make_score(self.model, self.reference_recipe)
+        return learner.make_score(self.model, self.reference_recipe, self.parallel)
 
     def score_reference(self, state: learner.TrainState, batch: learner.Batch) -> np.ndarray:
         """Log-probabilities (B, R) of a batch's responses under the reference policy."""
@@ -327,7 +333,7 @@ class Runtime(Resolved):
         )
         recipe, learn = recipe or self.learner_recipe, self.config.learner
         settings = {
-            "micro_batches": micro_batches, "remat": learn.remat,
+            "parallel": self.parallel, "micro_batches": micro_batches, "remat": learn.remat,
             "health": self.config.precision.health, "taps": taps,
         }  # fmt: skip
         if self._offloads:

@@ -20,7 +20,7 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.models.expert_parallel import passes_of
+from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import MESH_AXES
@@ -177,7 +177,7 @@ def _received(
 
 
 def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[str, str, float]]:
-    """What tokens and their experts send each other (models/expert_parallel.py), in an update.
+    """What tokens and their experts send each other (models/parallel/experts.py), in an update.
 
     A row goes to all devices of the axis, its k results come back from those that hold its experts.
     """

@@ -47,13 +47,6 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
     return repeated.reshape(*x.shape[:-1], x.shape[-1] * times)
 
 
-def _parts_of(rows: int) -> int:
-    """Equal parts of `rows` rows such that XLA cuts between them, whichever axes of the mesh that
-    is set the rows are divided over. Under shard_map all rows are the device's own."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or mesh.manual_axes else math.gcd(rows, mesh.size)
-
-
 def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
     """(parts * n, K) -> (parts * rows, K): zeros behind each part, whose rows need not move."""
     if x is None:
@@ -69,6 +62,7 @@ def block_matmul(
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
     way: Way | None = None,
+    devices: int = 1,
 ) -> jax.Array:
     """Matrix product with a fixed order of summation: rows do not see each other.
 
@@ -78,6 +72,7 @@ def block_matmul(
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
       rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
       way: of multiplying a block; None for that of this machine.
+      devices: of a mesh over which XLA divides the rows, or over some of whose axes it does.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -94,7 +89,7 @@ def block_matmul(
     dtypes = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     steps = steps_of(way, *dtypes)
-    parts = _parts_of(rows)
+    parts = math.gcd(rows, devices)  # XLA cuts between them, whichever axes the rows are over
     each = rows // parts
     height = steps.rows(each)
     if height != each:

@@ -6,7 +6,6 @@ import json
 import types
 
 import drift_faults
-import jax
 import numpy as np
 import pytest
 
@@ -164,13 +163,6 @@ def test_what_was_left_out_is_not_called_equal():
     assert "every intermediate value" in _explained(drifts=False)
     assert "every intermediate value" not in _explained(None, ["embed"], drifts=False)
     assert "without an effect on the 812 tokens" in _explained(first, drifts=False)
-
-
-def test_names_under_a_mesh():
-    """A mesh that shards layers, where nothing can be tapped, changes no name."""
-    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert set(tap_names(_MODEL)) - {LOGITS} == _PLAIN
 
 
 def test_every_value_has_its_operation():

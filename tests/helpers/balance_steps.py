@@ -50,15 +50,16 @@ def run(devices: int, parts: int, routing: dict, taps: tuple[str, ...] = ()):
     types = (AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(shape, sharding.MESH_AXES, types, devices=jax.devices()[:devices])
     loss = learner.LossConfig(router_aux_coef=COEFFICIENT)
-    step = learner.make_gradients(MODEL, "f32", loss, micro_batches=parts, taps=taps)
-    with jax.set_mesh(mesh):
-        state = learner.new_state(
-            initial_params(MODEL), optax.identity(), np.zeros(2, np.uint32), "f32"
-        )
-        state = jax.device_put(state, sharding.replicated(mesh))
-        batch = jax.device_put(balance_batch(routing), sharding.batch_sharding(mesh))
-        rope = tuple(jnp.asarray(t) for t in models.rope_tables(MODEL, _TOKENS))
-        found, _, metrics = exact_jit(step)(state, batch, rope)
+    step = learner.make_gradients(
+        MODEL, "f32", loss, parallel=models.Parallel.on(mesh), micro_batches=parts, taps=taps
+    )
+    state = learner.new_state(
+        initial_params(MODEL), optax.identity(), np.zeros(2, np.uint32), "f32"
+    )
+    state = jax.device_put(state, sharding.replicated(mesh))
+    batch = jax.device_put(balance_batch(routing), sharding.batch_sharding(mesh))
+    rope = tuple(jnp.asarray(t) for t in models.rope_tables(MODEL, _TOKENS))
+    found, _, metrics = exact_jit(step)(state, batch, rope)
     return jax.device_get((found.params, metrics))
 
 

@@ -94,7 +94,7 @@ class _OneOddNorm(layers.RMSNorm):
     def __call__(self, x):
         weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
         if self.name != "post_attention_layernorm":
-            y = layers.rms_norm(self.recipe, self.eps, False, x, weight)
+            y = layers.rms_norm(self.recipe, self.eps, False, self.parallel, x, weight)
         else:
             x = x.astype(jnp.float32)
             root = jnp.sqrt((x * x).mean(-1, keepdims=True) + self.eps)

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8rl_jax import sharding
 from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, expert_parallel, moe, tensor_parallel
+from fp8rl_jax.models import ModelConfig, Parallel, moe
+from fp8rl_jax.models.parallel import experts as expert_parallel
 from fp8rl_jax.quant import (
     BoundWeight,
     compute_value,
@@ -111,16 +112,15 @@ def main() -> None:
             devices=jax.devices()[: fsdp * expert],
         )  # fmt: skip
 
-        def over_devices(x, weights, chosen, experts):
-            return tensor_parallel.by_own_rows(
+        def over_devices(x, weights, chosen, experts, mesh=mesh):
+            return Parallel.on(mesh).by_own_rows(
                 lambda *a: layer(expert_parallel.exchange_forward, *a),
                 x, weights, chosen, shared=(experts,), spec=PartitionSpec("expert"),
             )  # fmt: skip
 
-        with jax.set_mesh(mesh):
-            parts = NamedSharding(mesh, PartitionSpec("expert"))
-            held = jax.device_put(jax.device_get(experts), parts)
-            many = jax.device_get(exact_jit(everything(over_devices))(x, weights, chosen, held))
+        parts = NamedSharding(mesh, PartitionSpec("expert"))
+        held = jax.device_put(jax.device_get(experts), parts)
+        many = jax.device_get(exact_jit(everything(over_devices))(x, weights, chosen, held))
         results.append(_compare(one, many) | {"mesh": [fsdp, expert]})
     print(json.dumps(results))
 

@@ -36,9 +36,10 @@ def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype, way: Way) -> dict:
     multiply = functools.partial(block_matmul, way=way)
     want = jax.jit(multiply, compiler_options=dict(way.options))(*operands)
     placed = jax.device_put(operands, [by_row, whole, by_row, whole][: len(operands)])
-    with jax.set_mesh(mesh):
-        program = jax.jit(lambda *operands: multiply(*operands), compiler_options=dict(way.options))
-        program = program.lower(*placed).compile()
+    program = jax.jit(
+        lambda *operands: multiply(*operands, devices=mesh.size), compiler_options=dict(way.options)
+    )
+    program = program.lower(*placed).compile()
     found = program(*placed)
     return {
         "differ": int((np.asarray(found) != np.asarray(want)).sum()),

@@ -51,32 +51,31 @@ def main() -> None:
     overrides += [f"--config.{field}" for field in sys.argv[4:]]
     config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
     rt = make_runtime(config)
-    with jax.set_mesh(rt.mesh):
-        optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
-        state = rt.new_state(rt.init_params(), optimizer)
-        sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
-        step = rt.train_step(optimizer, LossConfig(), micro_batches)
-        weights, checksum, _ = rt.refit_state(state)
-        questions = rt.questions["train"][:8]
-        collectives = _note_collectives(rt.sampler)
-        sampler, by_rows = rt.sampler, {"sampler": {}, "step": {}}
-        if rt.mesh.size == rt.mesh.shape["data"] > 1:  # every device holds all parameters
-            sampler = _noted(sampler, by_rows["sampler"])
-            step = _noted(step, by_rows["step"])
-        rollout, prompts, lengths = rt.generate(
-            sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
-        )
-        advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
-        batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
-        state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
-        logp = np.asarray(logp)
-        scaling = {
-            f"{site}.{operand}": np.asarray(getattr(states, operand).state["amax"]).ravel().tolist()
-            for site, states in state.scaling_state.items()
-            for operand in ("weight", "activation", "gradient")
-        }
-        assert bool(metrics["checksum"] == checksum)
-        drift = np.abs(logp - rollout.logprobs)[rollout.mask].max()
+    optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
+    state = rt.new_state(rt.init_params(), optimizer)
+    sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
+    step = rt.train_step(optimizer, LossConfig(), micro_batches)
+    weights, checksum, _ = rt.refit_state(state)
+    questions = rt.questions["train"][:8]
+    collectives = _note_collectives(rt.sampler)
+    sampler, by_rows = rt.sampler, {"sampler": {}, "step": {}}
+    if rt.mesh.size == rt.mesh.shape["data"] > 1:  # every device holds all parameters
+        sampler = _noted(sampler, by_rows["sampler"])
+        step = _noted(step, by_rows["step"])
+    rollout, prompts, lengths = rt.generate(
+        sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
+    )
+    advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
+    batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
+    state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
+    logp = np.asarray(logp)
+    scaling = {
+        f"{site}.{operand}": np.asarray(getattr(states, operand).state["amax"]).ravel().tolist()
+        for site, states in state.scaling_state.items()
+        for operand in ("weight", "activation", "gradient")
+    }
+    assert bool(metrics["checksum"] == checksum)
+    drift = np.abs(logp - rollout.logprobs)[rollout.mask].max()
     print(
         json.dumps(
             {

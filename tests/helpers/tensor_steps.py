@@ -70,25 +70,24 @@ def _gradient_error(one: dict, other: dict) -> float:
 def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None):
     """One step on a mesh: {name: host arrays}. Learns from its own rollout, or from `rollout`."""
     start = time.time()
-    with jax.set_mesh(rt.mesh):
-        optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
-        state = rt.new_state(params, optimizer)
-        questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
-        state = rt.calibrate_state(state, *rt.pad_prompts(questions))
-        weights, checksum, _ = rt.refit_state(state)
-        stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
-        cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
-        own, prompts, lengths = rt.generate(
-            rt.sampler, weights, questions, rt.keys["rollout"], temperature
-        )
-        own = dataclasses.replace(own, taps=jax.device_get(own.taps))  # for another mesh
-        batch = rt.rollout_batch(rollout or own, prompts, lengths, advantages)
-        scored = rt.score_state(state, batch)
-        collectives = _collectives(rt, state, batch) if case.get("collectives") else []
-        loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
-        step = rt.train_step(optimizer, loss, case.get("micro_batches", 1))
-        scales = jax.device_get(state.kv_scales)
-        state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
+    optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
+    state = rt.new_state(params, optimizer)
+    questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
+    state = rt.calibrate_state(state, *rt.pad_prompts(questions))
+    weights, checksum, _ = rt.refit_state(state)
+    stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
+    cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
+    own, prompts, lengths = rt.generate(
+        rt.sampler, weights, questions, rt.keys["rollout"], temperature
+    )
+    own = dataclasses.replace(own, taps=jax.device_get(own.taps))  # for another mesh
+    batch = rt.rollout_batch(rollout or own, prompts, lengths, advantages)
+    scored = rt.score_state(state, batch)
+    collectives = _collectives(rt, state, batch) if case.get("collectives") else []
+    loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
+    step = rt.train_step(optimizer, loss, case.get("micro_batches", 1))
+    scales = jax.device_get(state.kv_scales)
+    state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
         "cut": int(cut), "stored": stored, "rollout": own, "scored": scored, "logp": logp,

@@ -9,7 +9,7 @@ import pytest
 from devices import run_script
 from marks import quick_if
 
-from fp8rl_jax.models.expert_parallel import passes_of
+from fp8rl_jax.models.parallel.experts import passes_of
 
 _MESHES = [[1, 2], [2, 4], [1, 8]]  # fsdp, expert
 _RECIPES = ("f32", "bf16", "fp8", "mxfp8", "fp8_delayed")

@@ -11,6 +11,7 @@ from random_model import initial_params
 from fp8rl_jax import models
 from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.layers import gated_silu, rms_norm
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.models.rope import apply_rope
 from fp8rl_jax.quant import get_recipe
 
@@ -35,7 +36,7 @@ def _plain_rope(x, cos, sin):
 _ANGLE = np.random.default_rng(5).uniform(0, 6, (2, 7, 16)).astype(np.float32)
 _CASES = {
     "norm": (
-        lambda x, w: rms_norm(_F32, 1e-6, False, x, w).value, _plain_norm,
+        lambda x, w: rms_norm(_F32, 1e-6, False, ONE_DEVICE, x, w).value, _plain_norm,
         (_normal(3, 5, 32, scale=2.0), _normal(32, seed=1)),
     ),
     "rope": (
@@ -80,7 +81,11 @@ def test_bf16_gradients_have_the_inputs_dtype():
     x = _normal(4, 32).astype(jnp.bfloat16)
 
     def total(x):
-        return rms_norm(recipe, 1e-6, False, x, jnp.ones(32)).value.astype(jnp.float32).sum()
+        return (
+            rms_norm(recipe, 1e-6, False, ONE_DEVICE, x, jnp.ones(32))
+            .value.astype(jnp.float32)
+            .sum()
+        )
 
     grad = jax.grad(total)(x)
     assert grad.dtype == jnp.bfloat16

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax import models
-from fp8rl_jax.models import tensor_parallel
+from fp8rl_jax.models.parallel import specs
 from fp8rl_jax.quant import BoundWeight, Operand, QArray, get_recipe, static
 from fp8rl_jax.sharding import abstract_mesh
 
@@ -36,11 +36,11 @@ _WHOLE, _COLUMNS = PartitionSpec(), PartitionSpec(None, None, "tensor")
 )
 def test_column_unit(recipe, unit):
     """A part holds whole blocks of weight and gradient; a scale read from all columns forbids."""
-    assert tensor_parallel.column_unit(recipe) == unit
+    assert specs.column_unit(recipe) == unit
 
 
 def test_inputs_are_quantised_in_parts_only_by_whole_blocks():
-    fits = tensor_parallel.gathers_quantised
+    fits = specs.gathers_quantised
     assert fits(_FP8, 256) and not fits(_FP8, 192)
     assert fits(get_recipe("mxfp8"), 96) and not fits(get_recipe("mxfp8"), 48)
     assert fits(get_recipe("fp8_delayed"), 48)
@@ -115,6 +115,6 @@ def test_each_run_of_layers_has_its_own_blocks(params):
 
 
 def test_heads_are_shared_when_both_kinds_divide():
-    assert tensor_parallel.splits_heads(_CONFIG, 2)
-    assert not tensor_parallel.splits_heads(_CONFIG, 4)  # two key heads
-    assert not tensor_parallel.splits_heads(_CONFIG, 1)
+    assert specs.splits_heads(_CONFIG, 2)
+    assert not specs.splits_heads(_CONFIG, 4)  # two key heads
+    assert not specs.splits_heads(_CONFIG, 1)

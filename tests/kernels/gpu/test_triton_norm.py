@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fp8rl_jax.kernels.gpu import matmul as products
 from fp8rl_jax.kernels.gpu import norm as kernels
 from fp8rl_jax.models.layers import gated_silu, rms_norm
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.quant import get_recipe, quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -87,7 +88,9 @@ def test_norm_is_within_three_ulp_of_float64(rows, width):
     assert rounded.dtype == jnp.bfloat16
     _assert_same(rounded, got.astype(jnp.bfloat16))
     # The definition on a CPU differs in the order of its sum: by one bf16 ulp, rarely.
-    defined = np.asarray(rms_norm(get_recipe("bf16"), EPS, False, x, weight).value, np.float64)
+    defined = np.asarray(
+        rms_norm(get_recipe("bf16"), EPS, False, ONE_DEVICE, x, weight).value, np.float64
+    )
     np.testing.assert_allclose(np.asarray(rounded, np.float64), defined, rtol=2**-7)
     assert (np.asarray(rounded, np.float64) != defined).mean() < 0.005
 

@@ -35,11 +35,11 @@ from jax import lax
 from fp8rl_jax.kernels import as_bytes, by_platform, from_bytes
 from fp8rl_jax.models import moe
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.tensor_parallel import EXPERT, own_rows_differ
+from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
 from fp8rl_jax.quant.activations import quantize_activation
 from fp8rl_jax.quant.recipe import Operand
-from fp8rl_jax.quant.varying import repeat_probe, share
+from fp8rl_jax.quant.varying import axes_of, repeat_probe, share
 
 _FEW_TOKENS = 512  # of a device: up to here one pass
 
@@ -73,6 +73,15 @@ def exchange_forward(
     run = functools.partial(_in_passes, config, recipe)
     run = run if own_rows_differ(x) else functools.partial(_shared_rows, config, run)
     return run(rows, weights, chosen, experts).reshape(x.shape)
+
+
+def own_rows_differ(x: jax.Array) -> bool:
+    """Whether devices along `expert` have different rows, inside a shard_map.
+
+    One that does not track what differs (`check_vma=False`) has rows of its own on every device.
+    """
+    tracked = EXPERT in axes_of(lax.axis_index(EXPERT))
+    return not tracked or EXPERT in axes_of(x)
 
 
 def _padded(config: ModelConfig, count: int, rows, weights, chosen):

@@ -1,0 +1,207 @@
+"""Exact tensor parallelism: every matrix is cut along its output features, and nothing else is.
+
+An output column of a product does not depend on the other columns, so a device that holds some
+columns of a weight computes their bits as a single device would. What must not happen is that a
+contraction is cut and its parts are added over devices (the row-parallel layer of Megatron-LM,
+Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs are gathered whole
+before each product; under an FP8 recipe after their quantisation, one byte an element
+(`quant.matmul` with `gather=`).
+
+Where the mesh axis `tensor` is above 1, or GPU kernels multiply, `split_columns` runs the decoder
+under `jax.shard_map` over all axes. Within, it is written out what a device holds:
+
+* every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
+  trained are sharded over `fsdp` too and are gathered layer by layer.
+* experts are those of the device's place on the axis `expert` (experts.py).
+* q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
+  the axis; the KV cache is sharded by heads too. Else every device attends with all heads.
+* gate, up, the gated product between them: columns.
+* o and down: columns; their results are gathered, and the residual stream, norms and embedding are
+  replicated.
+* the output head: columns of the vocabulary; the logits are gathered, and the sum over the
+  vocabulary runs on every device.
+
+Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
+backwards to the activation it is made from and forwards again into the product of the forward pass,
+whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp. With
+shard_map over `tensor` alone and `data` left to the partitioner the bits are right, but XLA then
+gathers all rows of the batch wherever it gathers columns.
+
+A layer is computed whole, on every device, where a part would cut a block of the recipe
+(`column_unit`) or a vector of 16; so any size of the axis is exact, and some do not pay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from fp8rl_jax.kernels import as_bytes, from_bytes
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.parallel.mesh import AXIS, STORAGE, WHOLE, Parallel
+from fp8rl_jax.models.parallel.specs import head_spec, is_cut, splits_heads, weight_specs
+from fp8rl_jax.quant import Activation, BoundWeight, Recipe
+from fp8rl_jax.quant.varying import axes_of, share, spread
+from fp8rl_jax.sharding import BATCH_AXES
+
+
+def split_columns(
+    apply: Callable, config: ModelConfig, recipe: Recipe, parallel: Parallel
+) -> Callable:
+    """`apply` of a Transformer `within` a shard_map, on the devices of a mesh (`uses_shard_map`).
+
+    Its arguments and results are those of the whole arrays; see `models.transformer`.
+    """
+
+    def split(params, swaps, tokens, cache, kv_scales, *others):
+        axes, parts = parallel.rows(tokens.shape[0]), parallel.tensor
+        weights = weight_specs(params, config, recipe, parallel.mesh, stored=axes is not None)
+        rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
+        by_layer = PartitionSpec(None, axes)  # (L, B, ...)
+        # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
+        stored = PartitionSpec(None, axes, None, heads) if heads else by_layer
+        swapped = jax.tree.map(lambda x: by_layer if x.ndim > 1 else WHOLE, swaps)
+        run = parallel.shard_map(
+            apply,
+            (weights, swapped, rows, stored, WHOLE, rows, rows, rows, rows),
+            (rows, stored, WHOLE, by_layer),
+        )
+        return run(params, swaps, tokens, cache, kv_scales, *others)
+
+    return split
+
+
+# Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
+
+
+def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
+    """`x` with `features` columns: unchanged, gathered from all devices, or this device's shard."""
+    if x.shape[-1] == features:
+        return x
+    if x.shape[-1] < features:
+        return lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True, to="invarying")
+    x, index = share(x, lax.axis_index(AXIS))
+    return lax.dynamic_slice_in_dim(x, index * features, features, x.ndim - 1)
+
+
+def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: int) -> Activation:
+    """The input of several layers, so that its gradient is added once over layers and devices.
+
+    Args:
+      x: replicated, in the compute dtype.
+      recipe: of the run; layers: {name: output features}; parts: devices on the axis.
+
+    Returns:
+      The same values as float32 (`SplitLinear` rounds them again), where all the layers are cut:
+      each device has a part of the gradient's sum, and bf16 would round every one of them.
+    """
+    if parts == 1 or not all(is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
+        return x
+    value = spread(frozenset({AXIS}), x.value.astype(jnp.float32))[0]
+    return dataclasses.replace(x, value=value)
+
+
+def count_once(weight, parts: int):
+    """A weight whose input is replicated: what they count of it adds up to one count."""
+    if not isinstance(weight, BoundWeight) or weight.probe is None:
+        return weight
+    probe = weight.probe.activation
+    if probe is None or probe.counts is None:
+        return weight
+    once = dataclasses.replace(probe, counts=probe.counts / parts)
+    return dataclasses.replace(weight, probe=dataclasses.replace(weight.probe, activation=once))
+
+
+def is_sharded(tree) -> bool:
+    """Whether any array of `tree` may be another on every device of the axis `tensor`."""
+    return AXIS in axes_of(tree)
+
+
+def combine(aux: dict) -> dict:
+    """A layer's observations of all rows and heads from those of each device, on every device.
+
+    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32, sums over
+    tokens (E,).
+    """
+
+    def every(finite: jax.Array) -> jax.Array:
+        axes = tuple(axes_of(finite))
+        return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
+
+    def add(counts):
+        axes = tuple(axes_of(counts))
+        return jax.tree.map(lambda x: lax.psum(x, axes), *share(counts)) if axes else counts
+
+    def largest(x: jax.Array) -> jax.Array:
+        rows = tuple(name for name in BATCH_AXES if name in axes_of(x))
+        bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
+        bits = lax.pmax(bits, AXIS) if is_sharded(x) else bits
+        bits = lax.all_gather(bits, rows, tiled=True, to="invarying") if rows else bits
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def amaxes(found: dict) -> dict:
+        return jax.tree.map(largest, found)
+
+    ways: dict[str, Callable] = {
+        "finite": every, "kv_health": add, "kv_amax": amaxes, "expert_tokens": add,
+        "expert_probability": add,
+    }  # fmt: skip
+    return {name: ways[name](x) for name, x in aux.items()}
+
+
+def gather_stored(weight):
+    """A layer's weight with all its input features, heads, or experts of this device's place on
+    the axis `expert`, from what is stored here.
+
+    The gradient of a master is summed over the devices and comes back as the part. Its value is
+    gathered only for backward passes that read it.
+    """
+
+    def gather(x: jax.Array, to: str) -> jax.Array:
+        if STORAGE not in axes_of(x):
+            return x
+        return lax.all_gather(x, STORAGE, axis=0, tiled=True, to=to)
+
+    def value(x: jax.Array) -> jax.Array:
+        return from_bytes(gather(as_bytes(x), "invarying"), x.dtype)
+
+    if not isinstance(weight, BoundWeight) or weight.master is None:
+        return weight
+    return dataclasses.replace(
+        weight, value=jax.tree.map(value, weight.value), master=gather(weight.master, "varying")
+    )
+
+
+def split_head(
+    recipe: Recipe, parallel: Parallel, product: Callable, hidden: jax.Array, head
+) -> jax.Array:
+    """``product(hidden, head)``, each device computing its columns of the vocabulary.
+
+    Also where the head stays whole: the boundary of the shard_map keeps the storage of the head's
+    gradient from spreading to the logits.
+
+    Args:
+      recipe: of the product.
+      parallel: the devices.
+      product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
+      hidden: (M, D); goes in as float32, for the sum of its gradient over devices.
+      head: (D, V), an array or a BoundWeight.
+
+    Returns:
+      (M, V), all columns on every device of the axis.
+    """
+    if not parallel.uses_shard_map(recipe):
+        return product(hidden, head)
+    vocabulary = head.shape[1]
+    spec, rows = head_spec(vocabulary, parallel.tensor), PartitionSpec(parallel.rows(len(hidden)))
+    run = parallel.shard_map(
+        lambda hidden, head: gather_or_slice(product(hidden, head), vocabulary),
+        (rows, jax.tree.map(lambda _: spec, head)),
+        rows,
+    )
+    return run(hidden.astype(jnp.float32), head)

@@ -1,0 +1,153 @@
+"""`Parallel`: the mesh as an argument, and which rows of a batch a device has.
+
+Nothing below `forward` asks JAX for the mesh that is set: a program is what its arguments say, and
+two meshes can be used side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from fp8rl_jax.kernels import resolve, sum_rows
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.quant import BoundWeight, Recipe
+from fp8rl_jax.sharding import BATCH_AXES
+
+AXIS, EXPERT, STORAGE = "tensor", "expert", "fsdp"
+WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How the devices of a mesh share a computation. Made by `on`; `ONE_DEVICE` for none.
+
+    Attributes:
+      mesh: the devices, or their description; None on a single device.
+      tensor: devices that share the columns of a layer.
+      inside: whether the code runs under a shard_map over all axes: arrays are a device's own.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    tensor: int = 1
+    inside: bool = False
+
+    @classmethod
+    def on(cls, mesh: Mesh | AbstractMesh | None) -> Parallel:
+        """Layers shared by the devices of a mesh, whose axes are of `sharding.MESH_AXES`."""
+        return cls(mesh, 1 if mesh is None else mesh.shape.get(AXIS, 1))
+
+    def within(self) -> Parallel:
+        """The same, under a shard_map over all axes."""
+        return dataclasses.replace(self, inside=True)
+
+    def uncut(self) -> Parallel:
+        """The same for a layer that every device of the axis `tensor` computes whole."""
+        return dataclasses.replace(self, tensor=1)
+
+    @property
+    def devices(self) -> int:
+        """Over how many devices XLA divides the rows of an array; 1 under a shard_map."""
+        return 1 if self.mesh is None or self.inside else self.mesh.size
+
+    def uses_shard_map(self, recipe: Recipe) -> bool:
+        """Whether `forward` writes out who computes what, under a shard_map.
+
+        For sharded columns; and for GPU kernels, which XLA's partitioner cannot cut: left alone,
+        every device would compute all rows.
+        """
+        return self.devices > 1 and (self.tensor > 1 or resolve(recipe.kernels) != "reference")
+
+    def expert_devices(self, config: ModelConfig) -> int:
+        """Devices that share the experts of a layer; 1 for a dense model."""
+        count = 1 if self.mesh is None else self.mesh.shape.get(EXPERT, 1)
+        return count if config.num_experts and config.num_experts % count == 0 else 1
+
+    def expert_spec(self, config: ModelConfig) -> PartitionSpec:
+        """How the (E, ...) arrays of a layer's experts are sharded where they are read."""
+        return PartitionSpec(EXPERT) if self.expert_devices(config) > 1 else WHOLE
+
+    def rows(self, count: int) -> tuple[str, ...] | None:
+        """Mesh axes over which `count` rows are sharded; None if they are replicated."""
+        assert self.mesh is not None
+        shape = self.mesh.shape
+        axes = tuple(name for name in BATCH_AXES if name in shape)
+        return axes if count % math.prod(shape[name] for name in axes) == 0 else None
+
+    def replicate(self, tree, spec: PartitionSpec = WHOLE):
+        """Gathers sharded weights before use (FSDP); returns `tree` on a single device.
+
+        Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
+        another order; with the weight gathered first the matmul is the one of a single device.
+        `spec` is what stays sharded on purpose (columns of the output head, experts).
+        """
+        if self.mesh is None or self.inside:
+            return tree
+        sharding = NamedSharding(self.mesh, spec)
+
+        def gather(leaf):
+            if isinstance(leaf, BoundWeight):  # the forward pass does not read the master
+                return dataclasses.replace(leaf, value=gather(leaf.value))
+            return jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding), leaf)
+
+        return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, BoundWeight))
+
+    def shard_map(self, run: Callable, in_specs, out_specs) -> Callable:
+        """`run` on every device, with the parts of its arguments that the specs name."""
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def by_own_rows(
+        self, run: Callable, *by_row: jax.Array, shared: tuple = (), spec: PartitionSpec = WHOLE
+    ) -> Any:
+        """``run(*by_row, *shared)``, every device with its own rows of the batch.
+
+        For work that XLA must not cut. A batch that the devices cannot share equally is computed by
+        all of them.
+
+        Args:
+          run: returns arrays (B, ...).
+          by_row: (B, ...).
+          shared: arguments that are replicated, or sharded along axis 0 if `spec` says so.
+        """
+        if self.devices == 1:
+            return run(*by_row, *shared)
+        rows = PartitionSpec(self.rows(by_row[0].shape[0]))
+        specs = (*(rows,) * len(by_row), *(spec,) * len(shared))
+        return self.shard_map(run, specs, rows)(*by_row, *shared)
+
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
+        """Sum of float32 (B, ..., N) over all axes but the last, (N,): every device adds its own
+        rows, then they add up. The order of additions, and so the last bits, depend on the mesh."""
+
+        def own(x: jax.Array) -> jax.Array:
+            return sum_rows(x.reshape(-1, x.shape[-1]))
+
+        axes = self.rows(x.shape[0]) if self.devices > 1 else None
+        if axes is None:
+            return own(x)
+        total = self.shard_map(lambda x: lax.psum(own(x), axes), PartitionSpec(axes), WHOLE)
+        return total(x)
+
+
+ONE_DEVICE = Parallel()
+
+
+def check_context(parallel: Parallel) -> None:
+    """Refuses a mesh that only `jax.set_mesh` names: XLA would cut products over its devices, and
+    bits would change.
+
+    Raises:
+      ValueError: a mesh of several devices is set, and `parallel` has none.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if parallel.mesh is None and not mesh.empty and mesh.size > 1 and not mesh.manual_axes:
+        raise ValueError(
+            f"a mesh {dict(mesh.shape)} is set, and forward was called for one device: pass "
+            "parallel=Parallel.on(mesh)"
+        )

@@ -1,0 +1,176 @@
+"""What a device stores and reads of every weight, as PartitionSpecs.
+
+A weight is cut along its output features where that leaves every block of its recipe whole, and
+attention along its heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fp8rl_jax.kernels import EXP_LANES
+from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.parallel.mesh import AXIS, EXPERT, STORAGE, WHOLE
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
+from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
+from fp8rl_jax.quant.recipe import Operand
+from fp8rl_jax.sharding import stored_over
+
+# Places of the linear layers of a decoder layer in its parameters: those that may be cut,
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_LINEAR = {
+    *(("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj")),
+    *((name, "kernel") for name in ("o_proj", *_MLP)),
+}
+# and those that every device computes whole. Of experts and heads whole ones are stored.
+_WHOLE_LINEAR = {
+    *(("self_attn", name, "kernel") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
+    *(("shared_experts", name, "kernel") for name in _MLP),
+}
+_STACKS = {
+    **{("self_attn", name, "kernel"): "heads" for name in ("k_b_proj", "v_b_proj")},
+    **{("experts", name, "kernel"): "experts" for name in _MLP},
+}
+
+
+# What may be cut.
+
+
+def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
+    """Least common multiple of an operand's blocks along one axis; None if it must be whole."""
+    if operand.policy.stateful and operand.block != (-1, -1):
+        return None  # its state has one entry a block
+    if -1 in blocks and operand.policy.reads_amax:
+        return None  # one scale from all of it
+    return math.lcm(*(block for block in blocks if block != -1))
+
+
+def column_unit(recipe: Recipe) -> int | None:
+    """Output features that must stay together in a layer of `recipe`; None for all of them.
+
+    128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
+    quantised. Blocks of all three GEMMs count, so gradients are quantised as on one device.
+    """
+    units = [EXP_LANES]
+    for name in ("weight", "gradient"):
+        operand = recipe.operands.get(name)
+        if operand is not None:
+            unit = _unit(operand, operand.block)
+            if unit is None:
+                return None
+            units.append(unit)
+    return math.lcm(*units)
+
+
+def gathers_quantised(recipe: Recipe, features: int) -> bool:
+    """Whether a shard of `features` input features can be quantised without the others."""
+    if recipe.activation is None:
+        return True
+    unit = _unit(recipe.activation, recipe.activation.block)
+    return unit is not None and features % unit == 0
+
+
+def is_cut(recipe: Recipe, features: int, parts: int) -> bool:
+    unit = column_unit(recipe)
+    return parts > 1 and unit is not None and features % (parts * unit) == 0
+
+
+def splits_heads(config: ModelConfig, parts: int) -> bool:
+    """Whether attention is computed by heads."""
+    counts = (config.num_attention_heads, config.num_key_value_heads)
+    return parts > 1 and all(count % parts == 0 for count in counts)
+
+
+def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
+    """How the (D, V) output head is cut; it is never quantised."""
+    cut = parts > 1 and vocabulary % (parts * EXP_LANES) == 0
+    return PartitionSpec(None, AXIS) if cut else WHOLE
+
+
+# What a device holds.
+
+
+def _weight_spec(weight, cut: bool, storage: int):
+    """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
+
+    def spec(x, columns: bool, rows: int):
+        inputs = STORAGE if rows > 1 and x.shape[1] % rows == 0 else None
+        if not inputs and not columns:
+            return WHOLE
+        return PartitionSpec(None, inputs, AXIS if columns else None)
+
+    if isinstance(weight, BoundWeight):
+        rows = storage if weight.master is not None else 1
+        master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
+        whole = (jax.tree.map(lambda _: WHOLE, x) for x in (weight.scaling, weight.probe))
+        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole)
+    if isinstance(weight, QArray):
+        one = weight.block_shape[-1] == -1  # one scale for all columns
+        scale = spec(weight.scale, cut and not one, storage)
+        return QArray(spec(weight.qvalue, cut, storage), scale, weight.block_shape)
+    return spec(weight, cut, storage)
+
+
+def _stack_spec(weight, logical: str, mesh, stored: bool):
+    """PartitionSpecs of a stack of matrices (L, E, in, out) in any form: whole matrices.
+
+    Experts stay over the axis `expert` where they are read, with the states and probes of their
+    sites, (L, E, ...).
+    """
+    count, read = weight.shape[1], WHOLE
+    if logical == "experts" and count % mesh.shape[EXPERT] == 0:
+        read = PartitionSpec(None, EXPERT)
+    specs = jax.tree.map(lambda _: read, weight)
+    if not stored:
+        return specs
+    kept = PartitionSpec(None, stored_over(logical, count, mesh))
+    value, master = (jax.tree.map(lambda _: kept, x) for x in (weight.value, weight.master))
+    return dataclasses.replace(specs, value=value, master=master)
+
+
+def rollout_specs(weights):
+    """PartitionSpec of every array of a sampler's weights in any form, on a mesh whose axis
+    `tensor` is 1: experts, all (L, E, ...), over `expert`."""
+
+    def spec(path, _):
+        names = {str(getattr(entry, "key", "")) for entry in path}
+        return PartitionSpec(None, EXPERT) if "experts" in names else WHOLE
+
+    return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool = False):
+    """PartitionSpec of every array that `forward` and `head_logits` read.
+
+    Args:
+      params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
+        linear layers and no head of their own are replicated.
+      config, recipe, mesh: shapes, numerics, devices.
+      stored: whether weights with a master are sharded as they are stored (`sharding.RULES`).
+        Others are read at every decoded token: experts are sharded over `expert`, columns over
+        `tensor`, nothing over `fsdp`.
+    """
+    parts, storage = mesh.shape[AXIS], mesh.shape[STORAGE] if stored else 1
+    runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
+
+    def spec(path, weight):
+        names = [str(getattr(entry, "key", "")) for entry in path]
+        if names == ["lm_head"]:
+            return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
+        place = tuple(names[1:]) if names[0] in runs else ()
+        trained = isinstance(weight, BoundWeight) and weight.master is not None
+        if place in _LINEAR:
+            site = runs[names[0]].for_module(names[-2])
+            cut = is_cut(site, weight.shape[-1], parts)
+            return _weight_spec(weight, cut, storage if trained else 1)
+        if place in _WHOLE_LINEAR and trained:
+            return _weight_spec(weight, False, storage)
+        if place in _STACKS:
+            return _stack_spec(weight, _STACKS[place], mesh, stored and trained)
+        return jax.tree.map(lambda _: WHOLE, weight)
+
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)
