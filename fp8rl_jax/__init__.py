@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pathlib
 
-from fp8rl_jax.version import __version__
+from fp8rl_jax.base.version import __version__
 
 # In a checkout the kernels are beside the package, in an installed package inside it (setup.cfg,
 # package_dir). Beside an installed package, a folder `kernels` is another project's.

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.sharding import MESH_AXES
 
 # An H200 (SXM) in the terms of XLA's GpuTargetConfigProto. Sources: NVIDIA's H200 datasheet, the

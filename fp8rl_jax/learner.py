@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import tree_norm
 from fp8rl_jax.models import (
     ONE_DEVICE,

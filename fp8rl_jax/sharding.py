@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)

@@ -19,11 +19,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from fp8rl_jax import processes, sharding
+from fp8rl_jax import sharding
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError, UserError
+from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check, policy_of
-from fp8rl_jax.errors import DriftError, NonFiniteError, RewardError, UserError
-from fp8rl_jax.jax_settings import hold_settings
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import summarise, write_report

@@ -16,6 +16,7 @@ from fp8rl_jax.kernels.dispatch import (
     resolve,
     triton_installed,
 )
+from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.attention import dequantized
 from fp8rl_jax.kernels.reference.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened

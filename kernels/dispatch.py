@@ -21,6 +21,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
+from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 IMPLEMENTATIONS = ("auto", "reference", "exact", "triton", "mosaic")
@@ -44,7 +45,7 @@ def resolve(implementation: str) -> str:
     assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "exact":
         return "reference"
-    if implementation == "auto" and not (jax.default_backend() == "gpu" and triton_installed()):
+    if implementation == "auto" and not (backend() == "gpu" and triton_installed()):
         return "reference"
     return implementation
 

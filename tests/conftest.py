@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _own_programs(monkeypatch):
     """A command reports the programs that it found in the cache, not those of other tests."""
-    from fp8rl_jax import compilation_cache
+    from fp8rl_jax.base import compilation_cache
 
     monkeypatch.setattr(compilation_cache, "_counts", {"wanted": 0, "found": 0})
 

@@ -8,8 +8,8 @@ import inspect
 import numpy as np
 import pytest
 
-from fp8rl_jax.bounds import BOUNDS, shown
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.bounds import BOUNDS, shown
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant.scaling import delayed, static
 from fp8rl_jax.rl import aggregation, corrections, losses, mismatch, shaping

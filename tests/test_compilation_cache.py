@@ -15,16 +15,17 @@ from marks import slow
 from random_model import initial_params
 from tiny_run import CONFIG
 
-from fp8rl_jax import cli, compilation_cache
-from fp8rl_jax.compilation_cache import (
+from fp8rl_jax import cli
+from fp8rl_jax.base import compilation_cache
+from fp8rl_jax.base.compilation_cache import (
     ENVIRONMENT,
     found_programs,
     use_compilation_cache,
     without_compilation_cache,
 )
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels.reference import probe
 from fp8rl_jax.models import ModelConfig, forward, rope_tables
 from fp8rl_jax.quant import get_recipe

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8rl_jax.exact_jit import compiler_options, exact_jit
+from fp8rl_jax.base.exact_jit import compiler_options, exact_jit
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="an option of XLA:CPU")
 

@@ -13,28 +13,13 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
-_EVERYBODY_MAY = {
-    "bounds", "by_name", "errors", "exact_jit", "json_file", "meeting", "paths", "processes",
-    "user_code", "version", "whole_file",
-}  # fmt: skip
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
-_PROGRAM = _LIBRARY | {
-    "config", "report", "training", "user_cache", "compilation_cache", "jax_settings", _PACKAGE,
-}  # fmt: skip
-# Package (or module beside it) -> what it may import. `fp8rl_jax` stands for the package itself.
+_PROGRAM = _LIBRARY | {"config", "report", "training", _PACKAGE}
+# Package (or module beside it) -> what it may import beside `base`. `fp8rl_jax` stands for the
+# package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
-    "bounds": set(),
-    "by_name": set(),
-    "errors": set(),
-    "exact_jit": {"kernels"},
-    "json_file": set(),
-    "meeting": set(),
-    "paths": set(),
-    "processes": set(),
-    "user_code": set(),
-    "version": set(),
-    "whole_file": set(),
     "kernels": set(),
+    "base": {"kernels", _PACKAGE},
     "quant": {"kernels"},
     "sharding": set(),
     "models": {"kernels", "quant", "sharding"},
@@ -45,11 +30,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "learner": {"kernels", "quant", "models", "rl"},
     "config": {"kernels", "quant", "models", "rl", "envs"},
     "report": set(),
-    "jax_settings": {"kernels"},
-    "user_cache": {"kernels", "jax_settings", _PACKAGE},
-    "compilation_cache": {"user_cache"},
     "deviceless": {"sharding"},
-    "training": _LIBRARY | {"config", "report", "user_cache", "jax_settings"},
+    "training": _LIBRARY | {"config", "report"},
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
@@ -57,6 +39,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "study": _PROGRAM | {"policy", "train"},
     "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
     _PACKAGE: set(),
+}
+# What a program asks of its surroundings, by the last name of a call or an attribute; and the files
+# that may, beside the rooms `base` and `cli`.
+_MESH = {"get_abstract_mesh", "get_mesh", "set_mesh", "use_abstract_mesh", "use_mesh"}
+_MACHINE = {"default_backend", "environ", "getenv", "jax.config"}
+_MAY_ASK = {
+    "fp8rl_jax.models.parallel.mesh": _MESH,  # to refuse a mesh that was not passed
+    "fp8rl_jax.kernels.machine": _MACHINE,
+    "fp8rl_jax.training.environment": _MACHINE,  # what a run records
+    "fp8rl_jax.envs.reward_process": _MACHINE,  # the environment of a child
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
 _PACKAGES = set(_MAY_IMPORT) - {_PACKAGE}
@@ -108,7 +100,7 @@ def _violations(module: str, source: str, is_package: bool = False) -> list[str]
     package, found = _package_of(module), []
     if package not in _MAY_IMPORT:
         return [f"{module}: the package {package!r} is not in the table of this test; add it"]
-    allowed = {package} | _MAY_IMPORT[package] | (_EVERYBODY_MAY if package != "kernels" else set())
+    allowed = {package} | _MAY_IMPORT[package] | ({"base"} if package != "kernels" else set())
     for line, name in _imports(module, source, is_package):
         top = name.split(".")[0]
         if top == _PACKAGE:
@@ -120,6 +112,22 @@ def _violations(module: str, source: str, is_package: bool = False) -> list[str]
             found.append(f"{module}:{line} imports {name}; write fp8rl_jax.kernels")
         elif package == "kernels" and top not in _KERNEL_LIBRARIES | sys.stdlib_module_names:
             found.append(f"{module}:{line} imports {name}; kernels need JAX and numpy alone")
+    return found
+
+
+def _asks(module: str, source: str) -> list[str]:
+    """What a module asks of its surroundings and may not, one sentence each."""
+    if _package_of(module) in ("base", "cli"):
+        return []
+    allowed, found = _MAY_ASK.get(module, set()), []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr, ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [a.name for a in node.names] + [f"{node.module}.{a.name}" for a in node.names]
+        for name in (set(names) & (_MESH | _MACHINE)) - allowed:
+            found.append(f"{module}:{node.lineno} reads {name}; take it as an argument")
     return found
 
 
@@ -156,6 +164,52 @@ def test_packages_have_no_cycle():
     assert not needs, f"these import each other in a circle: {needs}"
 
 
+def test_modules_have_no_cycle():
+    """Some order of all modules exists in which each imports earlier ones only, as far as their
+    imports are not within functions; those for annotations alone count."""
+    needs: dict[str, set[str]] = {}
+    for module, path in _SOURCES.items():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.body = [ast.Pass()]
+        source, is_package = ast.unparse(tree), path.name == "__init__.py"
+        names = {name for _, name in _imports(module, source, is_package)}
+        names |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+                  for a in n.names}  # fmt: skip
+        # A package's `__init__` offers what its modules hold; modules import each other's.
+        needs[module] = set() if is_package else (names & set(_SOURCES)) - {module}
+    while free := {module for module, others in needs.items() if not others & set(needs)}:
+        needs = {module: others for module, others in needs.items() if module not in free}
+    assert not needs, f"these import each other in a circle: {needs}"
+
+
+@pytest.mark.parametrize("module", sorted(_SOURCES))
+def test_surroundings_are_arguments(module):
+    """Mesh, platform and environment are read where they belong, and passed on from there."""
+    assert not _asks(module, _SOURCES[module].read_text())
+
+
+def test_every_file_that_may_ask_does():
+    assert all(_asks("fp8rl_jax.x", _SOURCES[module].read_text()) for module in _MAY_ASK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax\nmesh = jax.sharding.get_abstract_mesh()",
+        "from jax import set_mesh",
+        "import jax\non_cpu = jax.default_backend() == 'cpu'",
+        "from os import environ",
+        "import os\nhome = os.environ['HOME']",
+        "import jax\njax.config.update('jax_enable_x64', True)",
+    ],
+)
+def test_planted_question_is_found(source):
+    assert _asks("fp8rl_jax.models.x", source)
+    assert not _asks("fp8rl_jax.base.x", source)
+
+
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.name)
 def test_configs_import_ml_collections_only(path):
     """A config file is data: it needs nothing of the library to be read."""
@@ -178,7 +232,11 @@ def test_configs_import_ml_collections_only(path):
         ("fp8rl_jax.training.runtime", "if 0:\n    from fp8rl_jax.cli import run", "fp8rl_jax.cli"),
         ("fp8rl_jax.quant.kv", "import_module('fp8rl_jax.train')", "fp8rl_jax.train"),
         ("fp8rl_jax.models.x", "from kernels import block_matmul", "kernels"),
-        ("fp8rl_jax.kernels.x", "from fp8rl_jax.errors import UserError", "fp8rl_jax.errors"),
+        (
+            "fp8rl_jax.kernels.x",
+            "from fp8rl_jax.base.errors import UserError",
+            "fp8rl_jax.base.errors",
+        ),
         ("fp8rl_jax.kernels.x", "import flax.linen", "flax.linen"),
         ("fp8rl_jax.kernels.x", "import fp8rl_jax", "fp8rl_jax"),
         ("fp8rl_jax.newroom.x", "import math", "newroom"),
@@ -200,6 +258,8 @@ def test_packages_resolve_relative_imports():
 
 def test_allowed_imports_pass():
     """The check does not refuse what the rules allow."""
-    source = "import jax\nfrom fp8rl_jax import kernels\nfrom fp8rl_jax.errors import UserError"
+    source = (
+        "import jax\nfrom fp8rl_jax import kernels\nfrom fp8rl_jax.base.errors import UserError"
+    )
     assert not _violations("fp8rl_jax.models.x", source)
     assert not _violations("fp8rl_jax.kernels.x", "import triton\nimport jax_triton, functools")

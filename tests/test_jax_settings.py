@@ -15,12 +15,12 @@ from refusals import python
 from tiny_run import CONFIG, reproducible
 from train_process import finish, start
 
-from fp8rl_jax import jax_settings as table
+from fp8rl_jax.base import jax_settings as table
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.user_cache import cache_name
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.environment import check_environment, environment, keep_environment
 from fp8rl_jax.training.runtime import make_runtime
-from fp8rl_jax.user_cache import cache_name
 
 _NAMES = sorted(jax.config.values)
 _DEFAULTS = """

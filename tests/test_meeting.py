@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from fp8rl_jax import meeting
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.meeting import Place, meet, place_of_environment
+from fp8rl_jax.base import meeting
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.meeting import Place, meet, place_of_environment
 
 _OURS = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
 _SLURM = {

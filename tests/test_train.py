@@ -22,9 +22,9 @@ from tiny_run import CONFIG, overrides, reproducible, train_counting
 from train_process import finish, kill_after_records, start, wait_for_records
 
 from fp8rl_jax import cli, train
+from fp8rl_jax.base.errors import NonFiniteError
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import NonFiniteError
 from fp8rl_jax.training import sinks
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_jsonl

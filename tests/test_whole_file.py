@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from fp8rl_jax.whole_file import write_whole
+from fp8rl_jax.base.whole_file import write_whole
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from fp8rl_jax import learner, models
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models.taps import ROUTING
 
 MODEL = models.ModelConfig(

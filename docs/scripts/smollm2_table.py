@@ -13,8 +13,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import (
     forward,
     hf,

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from fp8rl_jax import exact_jit
+from fp8rl_jax.base import exact_jit
+from fp8rl_jax.base.compilation_cache import without_compilation_cache
 from fp8rl_jax.bench.step_time import Subject, check
 from fp8rl_jax.bench.table import text_table
-from fp8rl_jax.compilation_cache import without_compilation_cache
 from fp8rl_jax.kernels import K_BLOCK, dequantized, reference
 
 

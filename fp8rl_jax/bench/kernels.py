@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels import triton_installed
+from fp8rl_jax.kernels import backend, triton_installed
 
 _VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "numpy", "jax-cuda13-plugin")
 _COPY_GBPS = 4300.0  # of an H200, which a target names
@@ -34,9 +34,9 @@ def require_gpu(command: str) -> None:
     Raises:
       UserError: JAX finds no GPU, or jax-triton or Triton is missing.
     """
-    if jax.default_backend() != "gpu":
+    if backend() != "gpu":
         raise UserError(
-            f"{command}: JAX finds no GPU here but {jax.default_backend()!r}: run it on a machine "
+            f"{command}: JAX finds no GPU here but {backend()!r}: run it on a machine "
             "with an NVIDIA H100 or H200, and unset JAX_PLATFORMS"
         )
     if not triton_installed():

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
-from fp8rl_jax.errors import UserError
 
 _COMPILING = 3  # turns that are not counted: the start, the first step, and one more
 _MANY = 64  # processes that the bytes of the gathers are computed for
@@ -43,9 +43,7 @@ class _Form:
     def __init__(self, arguments: Sequence[str], count: int, devices: int, folder: pathlib.Path):
         self.name = f"{count} x {devices}"
         self._errors = [folder / f"errors{number}.txt" for number in range(count)]
-        flag = f"--xla_force_host_platform_device_count={devices}"
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-        variables = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+        variables = processes.on_cpu_devices(devices)
         if count > 1:
             with socket.socket() as free:
                 free.bind(("localhost", 0))

@@ -27,18 +27,18 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.base.version import __version__
 from fp8rl_jax.bench import transformers_peer
 from fp8rl_jax.bench.rollout_ways import WAYS, Cell, long_tail
 from fp8rl_jax.bench.table import EMULATED, text_table
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import resolve
+from fp8rl_jax.kernels import backend, resolve
 from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_params, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import Rollout, make_refit
-from fp8rl_jax.version import __version__
 
 QUEUE = 8  # sequences per slot where response lengths differ
 LENGTHS = ("full", "long_tail")
@@ -226,7 +226,7 @@ def _rows(
                 row |= {"dtype": dtype, "tried_s": tried}
             elif tried:
                 row["over_transformers"] = _faster(found, measured[theirs])
-                wanted = name in SMALL and cell == _TARGET_CELL and jax.default_backend() == "cpu"
+                wanted = name in SMALL and cell == _TARGET_CELL and backend() == "cpu"
                 row["target"] = TARGETS.get(case) if wanted else None
         rows.append(row)
     return rows

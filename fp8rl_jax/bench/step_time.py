@@ -17,9 +17,9 @@ import jax
 import ml_collections
 import numpy as np
 
+from fp8rl_jax.base.compilation_cache import without_compilation_cache
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import EMULATED, text_table
-from fp8rl_jax.compilation_cache import without_compilation_cache
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import Batch, LossConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.optimizer import make_optimizer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command, argument
 from fp8rl_jax.config.fields import FIELDS
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from fp8rl_jax import processes
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.paths import expanded
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.paths import expanded
 
 
 class _Parser(argparse.ArgumentParser):
@@ -198,7 +198,7 @@ def read_config(command: str, values: argparse.Namespace):
 
 def keep_programs(setting: str = "") -> None:
     """Uses the compilation cache; `setting` is the field `run.compilation_cache`."""
-    from fp8rl_jax.compilation_cache import use_compilation_cache
+    from fp8rl_jax.base.compilation_cache import use_compilation_cache
 
     if problem := use_compilation_cache(setting):
         note(problem)
@@ -206,9 +206,9 @@ def keep_programs(setting: str = "") -> None:
 
 def found_programs() -> str | None:
     """The line that says how many compiled programs were found; None for a command without."""
-    if "fp8rl_jax.compilation_cache" not in sys.modules:
+    if "fp8rl_jax.base.compilation_cache" not in sys.modules:
         return None
-    from fp8rl_jax import compilation_cache
+    from fp8rl_jax.base import compilation_cache
 
     return compilation_cache.found_programs()
 

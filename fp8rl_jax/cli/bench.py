@@ -6,6 +6,8 @@ import argparse
 import json
 import pathlib
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.cli.arguments import (
     Command,
     argument,
@@ -17,8 +19,6 @@ from fp8rl_jax.cli.arguments import (
     writable,
     writing,
 )
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.whole_file import write_whole
 
 _MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch of 128k tokens
 _MOST_SLOTS = 1 << 15  # sequences, and tokens of one, that `fp8rl bench rollout` takes

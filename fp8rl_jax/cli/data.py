@@ -9,9 +9,9 @@ import pathlib
 import sys
 import textwrap
 
+from fp8rl_jax.base.errors import UserError, visible
+from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.cli.arguments import Command, a_path, argument, whole, words, writable
-from fp8rl_jax.errors import UserError, visible
-from fp8rl_jax.paths import expanded
 
 _MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
 

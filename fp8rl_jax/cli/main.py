@@ -16,7 +16,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import (
+    DriftError,
+    NonFiniteError,
+    RewardError,
+    UserError,
+    limit_reached,
+    raised,
+)
+from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.cli import algo, bench, data, sample_eval, study
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
@@ -33,15 +42,6 @@ from fp8rl_jax.cli.arguments import (
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
-from fp8rl_jax.errors import (
-    DriftError,
-    NonFiniteError,
-    RewardError,
-    UserError,
-    limit_reached,
-    raised,
-)
-from fp8rl_jax.jax_settings import hold_settings
 
 _OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume

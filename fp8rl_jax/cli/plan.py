@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import note, read_config
 from fp8rl_jax.cli.plan_learner import (
     LearnerConfigPlan,
@@ -19,7 +20,6 @@ from fp8rl_jax.cli.plan_rollout import (
     plan_config,
 )
 from fp8rl_jax.cli.planned import Planned, read_planned
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES, Gpu
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 
 from fp8rl_jax import deviceless
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.cli.plan_learner import LearnerConfigPlan
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.rollout.memory_plan import gib
 from fp8rl_jax.training.described import described_runtime, lower_decode_step, lower_train_step

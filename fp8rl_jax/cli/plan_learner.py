@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import ml_collections
 
 from fp8rl_jax import sharding
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.cli.planned import Planned, read_planned
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout.memory_plan import USABLE, gib

@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.rollout import CASES
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.cli.planned import Planned
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Batching, Loop, SamplerConfig

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
@@ -18,7 +19,6 @@ from fp8rl_jax.cli.arguments import (
     note,
     words,
 )
-from fp8rl_jax.errors import UserError
 
 # Options of sample and eval that name a policy by its directory.
 _POLICY = (

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
@@ -24,7 +25,6 @@ from fp8rl_jax.cli.arguments import (
     writable,
     writing,
 )
-from fp8rl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from fp8rl_jax.study.cells import Cells

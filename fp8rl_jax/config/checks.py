@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.bounds import BOUNDS, check_number, shown
+from fp8rl_jax.base.bounds import BOUNDS, check_number, shown
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.envs import NO_ANSWER, is_generated
-from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.exact_jit import check_xla_flags, compiler_options
-from fp8rl_jax.kernels import triton_installed
+from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import check_scales, same_forward
 from fp8rl_jax.rl import Algorithm
-
-if TYPE_CHECKING:
-    from fp8rl_jax.config.resolve import Resolved
-
 
 _ESTIMATOR = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
 
@@ -191,8 +186,8 @@ def _check_precision(resolved: Resolved) -> None:
 
 
 def _check_kernels(resolved: Resolved) -> None:
-    kernels, backend = resolved.config.precision.kernels, jax.default_backend()
-    if resolved.config.precision.cpu_products == "exact" and backend != "cpu":
+    kernels, platform = resolved.config.precision.kernels, backend()
+    if resolved.config.precision.cpu_products == "exact" and platform != "cpu":
         raise UserError(
             f"precision.cpu_products is 'exact', and JAX runs on {backend} here: write 'auto', or "
             "start with JAX_PLATFORMS=cpu"
@@ -222,7 +217,7 @@ def check_platform(resolved: Resolved) -> None:
     _check_kernels(resolved)
     if resolved.config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(
-            f"precision.zero_drift is 'required', and on {jax.default_backend()} with this jaxlib "
+            f"precision.zero_drift is 'required', and on {backend()} with this jaxlib "
             "the promise is not kept yet: set precision.zero_drift='report'"
         )
 

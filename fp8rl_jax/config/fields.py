@@ -1,6 +1,6 @@
 """The table of all fields of a configuration: default, meaning, and the choices of a text.
 
-The bounds of numbers are in `fp8rl_jax.bounds`. Fields of section `model` are those of
+The bounds of numbers are in `fp8rl_jax.base.bounds`. Fields of section `model` are those of
 `models.ModelConfig`, which also checks them.
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import ml_collections
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.envs import reward_names
-from fp8rl_jax.errors import UserError
 
 _FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

@@ -24,12 +24,12 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from fp8rl_jax.bounds import shown
+from fp8rl_jax.base.bounds import shown
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.json_file import plain, tabled
+from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
-from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.json_file import plain, tabled
-from fp8rl_jax.paths import expanded
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import ml_collections
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.config.fields import FIELDS
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
 

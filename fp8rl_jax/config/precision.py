@@ -8,7 +8,7 @@ import fnmatch
 
 import ml_collections
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Recipe, get_recipe, get_scaling_policy
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import grain
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
-from fp8rl_jax.errors import UserError
 
 _END = "\n"  # behind a question
 

@@ -25,8 +25,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
-from fp8rl_jax.errors import UserError
 
 # A text, or messages ({'role', 'content', ...} each), or {'messages', 'tools'}.
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.batching import check_prompts, encode_prompt, pad_rows
 from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
-from fp8rl_jax.errors import UserError
 
 
 def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.pretrained import FILES, PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from fp8rl_jax.errors import UserError
 
 
 def tokenizer_path(name: str, checkpoint: str = "") -> str:

@@ -28,10 +28,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.base.json_file import read_bytes, read_json
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.tokenizer import ReaderTokenizer, read_reader
-from fp8rl_jax.errors import UserError, refused
-from fp8rl_jax.json_file import read_bytes, read_json
 
 # Every file that a tokenizer depends on.
 FILES = (

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable
 from typing import Any, Self
 
+from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.base.json_file import read_bytes
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
-from fp8rl_jax.errors import UserError, refused
-from fp8rl_jax.json_file import read_bytes
 
 _LONGEST = 2**28  # bytes of a tokenizer.json; published ones have up to 40 million
 _MOST_IDS = 2**31  # ids are int32

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.drift.attribute import Ran, analyse, compare_sides
 from fp8rl_jax.drift.budget import NO_END, Budget
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Host, Programs, affordable
 from fp8rl_jax.envs import Question
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
 from fp8rl_jax.drift.budget import Budget
 from fp8rl_jax.drift.kept_step import KeptStep, analyse_step, policy_of
 from fp8rl_jax.drift.render import write_json

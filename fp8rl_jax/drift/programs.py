@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, quantize_params, trainable_params
 from fp8rl_jax.rollout import make_refit

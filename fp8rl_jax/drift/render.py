@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.report import write_drift_page, write_report
 from fp8rl_jax.report.drift import exact, headline
 from fp8rl_jax.report.verdicts import NAME, step_verdicts
-from fp8rl_jax.whole_file import write_whole
 
 _SHOWN = 8
 

@@ -22,18 +22,19 @@ import jaxlib
 import ml_collections
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.json_file import plain
+from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.own_products import OwnProducts, try_own_products
 from fp8rl_jax.drift.programs import Programs
-from fp8rl_jax.json_file import plain
+from fp8rl_jax.kernels import backend
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
-from fp8rl_jax.whole_file import write_whole
 
 _NEW_TOKENS = 16
 
@@ -64,7 +65,7 @@ class SelfCheck:
         return self.differing == 0 and not self.products.wrong
 
     def __str__(self) -> str:
-        where = f"{jax.default_backend()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+        where = f"{backend()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         cut = f"{self.tokens} tokens of a {self.layers}-layer cut"
         if self.holds:
             when = ", as an earlier run found" if self.kept else ""

@@ -13,9 +13,9 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
 from fp8rl_jax.envs.tfds import first_line
-from fp8rl_jax.errors import UserError
 
 _BATCH = 1024  # rows
 PARQUET = ".parquet"

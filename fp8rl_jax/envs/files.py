@@ -20,12 +20,12 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import LONGEST, check_regular, is_file_name, parse_json, read_json
+from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.envs import arrow_rows
 from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
 from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import LONGEST, check_regular, is_file_name, parse_json, read_json
-from fp8rl_jax.paths import expanded
 
 _JSONL, _GZ, _ARROW = ".jsonl", ".jsonl.gz", ".arrow"
 _HUB = (arrow_rows.PARQUET, _JSONL, _GZ)

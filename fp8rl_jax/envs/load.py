@@ -16,14 +16,14 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fp8rl_jax.base.errors import UserError, visible
+from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.envs.digest import digest_of
 from fp8rl_jax.envs.question import SPLITS, Question, split_of, subset, with_template
 from fp8rl_jax.envs.rows import RowForm, is_json_of_messages, names_of, recognise
 from fp8rl_jax.envs.sources import DataSet, about, eval_tasks, is_generated, read_rows
 from fp8rl_jax.envs.splits import roles
 from fp8rl_jax.envs.tasks import make_questions
-from fp8rl_jax.errors import UserError, visible
-from fp8rl_jax.json_file import plain
 
 _AHEAD = 1000  # rows by which the form of a data set is recognised
 _MOST_ROWS = 1_000_000  # of a user's function, and ten for each of `env.max_questions`

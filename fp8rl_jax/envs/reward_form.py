@@ -21,8 +21,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.reward_call import Failure, as_number
-from fp8rl_jax.errors import UserError
 
 # What TRL gives, and no data set or response has.
 _OF_TRAINERS = (

@@ -16,10 +16,10 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.reward_call import Failure
 from fp8rl_jax.envs.reward_process import EXIT, TIME_LIMIT, WorkerProcess
 from fp8rl_jax.envs.reward_worker import STALE, Calls, Limits
-from fp8rl_jax.errors import RewardError
 
 _MOST_CALLS = 64  # that a thread takes at a time
 _END_SECONDS = 3.0  # for all workers, when the process ends

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fp8rl_jax import user_code
-from fp8rl_jax.bounds import TINY
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.bounds import TINY
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.final_number import (
     gsm8k,
     gsm8k_answer,
@@ -25,7 +26,6 @@ from fp8rl_jax.envs.final_number import (
 from fp8rl_jax.envs.math_answer import math_answer, math_equal
 from fp8rl_jax.envs.reward_form import check_form
 from fp8rl_jax.envs.tasks import has_scorer
-from fp8rl_jax.errors import UserError
 
 RewardFunction = Callable[..., float]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.envs.reward_call import (
     BEYOND_FLOAT32,
@@ -29,7 +30,6 @@ from fp8rl_jax.envs.reward_pool import Task, shared_pool
 from fp8rl_jax.envs.reward_process import TIME_LIMIT
 from fp8rl_jax.envs.reward_worker import Limits
 from fp8rl_jax.envs.rewards import FLOAT32_MAX, PLAIN, Term
-from fp8rl_jax.errors import RewardError
 
 _log = logging.getLogger(__name__)
 _HOPELESS = 8  # calls that take too long, before one that does not
@@ -82,7 +82,9 @@ class Tally:
         Raises:
           RewardError: of `work` in any process.
         """
-        from fp8rl_jax import processes  # with JAX, which the workers that import this do without
+        from fp8rl_jax.base import (
+            processes,  # with JAX, which the workers that import this do without
+        )
 
         if processes.count() == 1:
             return [work()]

@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fp8rl_jax import user_code
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.json_file import plain
+from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.envs import files, tfds, tfds_prepare
 from fp8rl_jax.envs.rows import Rows
 from fp8rl_jax.envs.tasks import check_task
-from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.json_file import plain
-from fp8rl_jax.paths import expanded
 
 _TFDS = "tfds:"
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 TRAIN = "train"
 HELD_OUT = ("test", "validation")  # the first that there is

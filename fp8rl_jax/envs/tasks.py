@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import itertools
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
-from fp8rl_jax.errors import UserError
 
 _ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: seeds this far apart are apart
 

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
+from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import check_regular, parse_json, read_json
-from fp8rl_jax.paths import expanded
 
 FORMAT = "array_record"
 JSON_COLUMNS = "fp8rl_json_columns"  # of the metadata: columns that are kept as JSON
@@ -27,8 +27,7 @@ _NAME = re.compile(
 def data_dir(setting: str) -> pathlib.Path:
     """Where prepared data sets are: `env.data_dir`, else $TFDS_DATA_DIR, else
     ~/tensorflow_datasets."""
-    default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    return pathlib.Path(expanded(setting or default, "env.data_dir"))
+    return pathlib.Path(expanded(setting or tfds_home(), "env.data_dir"))
 
 
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -21,8 +21,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS, first_line
-from fp8rl_jax.errors import UserError
 
 GSM8K = "gsm8k"
 _PROBE_SECONDS = 5.0

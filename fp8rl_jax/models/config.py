@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fp8rl_jax.bounds import BOUNDS, check_number
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.bounds import BOUNDS, check_number
+from fp8rl_jax.base.errors import UserError
 
 ROPE_TYPES = ("default", "llama3", "yarn")
 SCORING = ("softmax", "sigmoid")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ModelConfig
 
 _QWEN3 = dict(

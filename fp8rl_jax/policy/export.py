@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 
 import jax
 
+from fp8rl_jax.base.errors import refused
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data import tokenizer_path
 from fp8rl_jax.data.tokenizer import read_reader
-from fp8rl_jax.errors import refused
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target

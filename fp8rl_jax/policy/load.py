@@ -16,9 +16,9 @@ import ml_collections
 import numpy as np
 import optax
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.policy.source import is_released
 from fp8rl_jax.rollout import is_fresh

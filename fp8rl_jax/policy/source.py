@@ -12,10 +12,10 @@ from collections.abc import Collection
 
 import ml_collections
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data.pretrained import read_number, read_object
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.run_directory import run_config
 
 _NEW_TOKENS = 256

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels import IMPLEMENTATIONS
 from fp8rl_jax.quant import formats, scaling
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import difflib
 import functools
 
-from fp8rl_jax import user_code
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import scaling
 from fp8rl_jax.quant.recipe import DYNAMIC, E4M3, E5M2, FLOAT32, Operand, Recipe
 

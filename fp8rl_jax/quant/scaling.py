@@ -32,9 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax import user_code
-from fp8rl_jax.bounds import bounded
-from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.bounds import bounded
+from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.quant import formats
 
 State = Any

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.html import (
     COLOURS,
     draw_line,

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fp8rl_jax.errors import visible
+from fp8rl_jax.base.errors import visible
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.report.summary import MISSING
-from fp8rl_jax.whole_file import write_whole
 
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")

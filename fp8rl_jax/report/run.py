@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.html import (
     COLOURS,

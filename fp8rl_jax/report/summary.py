@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import LONGEST, parse_json, read_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
 from fp8rl_jax.report.verdicts import step_verdicts
 
 DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"

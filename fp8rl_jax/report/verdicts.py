@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.json_file import read_json
 
 NAME = "drift.json"
 LONGEST = 100_000_000  # bytes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8rl_jax.bounds import bounded
+from fp8rl_jax.base.bounds import bounded
 
 Aggregation = Callable[[np.ndarray, int], np.ndarray]
 

@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from fp8rl_jax.by_name import choose
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.by_name import choose
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.rl.advantages import BASELINES, SCALES, Baseline, Scale, token_std
 from fp8rl_jax.rl.aggregation import AGGREGATIONS, Aggregation
 from fp8rl_jax.rl.corrections import CORRECTIONS, Correction

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8rl_jax.bounds import bounded
+from fp8rl_jax.base.bounds import bounded
 
 MAX_LOG_RATIO = 20.0
 Correction = Callable[

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from fp8rl_jax.bounds import bounded
+from fp8rl_jax.base.bounds import bounded
 from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
 
 Stats = dict[str, jax.Array]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8rl_jax.bounds import bounded
+from fp8rl_jax.base.bounds import bounded
 from fp8rl_jax.rl.losses import MAX_LOG_RATIO
 
 

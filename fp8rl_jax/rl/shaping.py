@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8rl_jax.bounds import bounded
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.bounds import bounded
+from fp8rl_jax.base.errors import UserError
 
 
 @bounded

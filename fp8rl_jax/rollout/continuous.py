@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8rl_jax import processes
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     PAGE,
     ModelConfig,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.kernels.reference.probe import available_cores
+from fp8rl_jax.kernels.machine import available_cores
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout.sampler import Loop, Rollout, SamplerConfig, make_sampler

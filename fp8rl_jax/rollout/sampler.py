@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.kernels import resolve
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.kernels import backend, resolve
 from fp8rl_jax.models import (
     ONE_DEVICE,
     PAGE,
@@ -150,7 +150,7 @@ class Loop:
     @property
     def on_cpu(self) -> bool:
         """Whether products are XLA's on a CPU."""
-        return jax.default_backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
+        return backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
 
     @property
     def converts(self) -> bool:

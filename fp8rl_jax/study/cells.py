@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 import fp8rl_jax
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.whole_file import write_whole
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"key", "numbers", "commit", "cpu", "versions"}

@@ -20,9 +20,9 @@ import ml_collections
 import numpy as np
 from flax import traverse_util
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.envs import Question
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.learner import Batch, response_logprobs
 from fp8rl_jax.models import ModelConfig, init_scaling, quantize_params
 from fp8rl_jax.models.logprobs import inverse_temperature

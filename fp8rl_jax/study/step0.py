@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import Question
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.study.cells import Cells, described
 from fp8rl_jax.study.measures import measure
 from fp8rl_jax.study.progress import Note, silent

@@ -19,8 +19,8 @@ import jax
 import ml_collections
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config, flatten, saved_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.policy.load import load_trained
 from fp8rl_jax.policy.source import is_released

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cells, described

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8rl_jax.whole_file import write_whole
+from fp8rl_jax.base.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,9 +34,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
-from fp8rl_jax import processes
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import learner, sharding
-from fp8rl_jax.config.resolve import Resolved
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
 from fp8rl_jax.quant import Recipe

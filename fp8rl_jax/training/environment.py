@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import ml_collections
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.jax_settings import hold_settings, recorded_settings
+from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.base.user_cache import files_of_functions, library_digest, machine
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.jax_settings import hold_settings, recorded_settings
-from fp8rl_jax.json_file import read_json
-from fp8rl_jax.user_cache import files_of_functions, library_digest, machine
-from fp8rl_jax.whole_file import write_whole
 
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
 from fp8rl_jax.envs import Question, Tally, Term, extract_answers
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.runtime import Runtime

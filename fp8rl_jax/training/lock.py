@@ -20,11 +20,11 @@ import threading
 import time
 from typing import Any
 
-from fp8rl_jax import processes
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import parse_json, read_json
-from fp8rl_jax.paths import open_regular
-from fp8rl_jax.whole_file import write_whole
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import parse_json, read_json
+from fp8rl_jax.base.paths import open_regular
+from fp8rl_jax.base.whole_file import write_whole
 
 _NAME = "lock"
 _BEGINNING, _LONGEST = b'{"host": ', 1000  # of what it holds, in bytes

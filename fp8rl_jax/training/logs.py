@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from fp8rl_jax import processes
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import LONGEST, parse_json, strict_json
-from fp8rl_jax.paths import open_regular
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import LONGEST, parse_json, strict_json
+from fp8rl_jax.base.paths import open_regular
 from fp8rl_jax.training.sinks import Outside, open_sinks
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from fp8rl_jax.config.resolve import Resolved
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE
 from fp8rl_jax.rollout.memory_plan import device_memory, gib, page_bytes, train_bytes
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.learner import Batch, Gradients, TrainState, keep_if
 from fp8rl_jax.models.stacks import is_matrix, path_of
 from fp8rl_jax.training.optimizer import Optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import (
     ChatFormat,
     Tokenizer,
@@ -14,7 +15,6 @@ from fp8rl_jax.data import (
     pad_prompts,
 )
 from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
-from fp8rl_jax.errors import UserError
 
 
 def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:

@@ -19,18 +19,18 @@ from collections.abc import Collection
 
 import ml_collections
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError, limit_reached
+from fp8rl_jax.base.json_file import plain, read_bytes, read_json
+from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import default_config, flatten, saved_config, sections_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
-from fp8rl_jax.config.resolve import Resolved
-from fp8rl_jax.errors import UserError, limit_reached
-from fp8rl_jax.json_file import plain, read_bytes, read_json
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.whole_file import write_whole
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.

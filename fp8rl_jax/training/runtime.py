@@ -19,17 +19,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fp8rl_jax import learner, processes, sharding
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.base.jax_settings import hold_settings
+from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.precision import without_calibration
-from fp8rl_jax.config.resolve import Resolved, resolve_config
+from fp8rl_jax.config.resolve import resolve_config, with_vocabulary
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ChatFormat, Tokenizer, join, load_tokenizer, pad_prompts, with_turn_end
 from fp8rl_jax.envs import Data, Question
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
-from fp8rl_jax.jax_settings import hold_settings
-from fp8rl_jax.json_file import plain
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.models import (
@@ -121,7 +123,7 @@ class Runtime(Resolved):
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.max_prompt_tokens = slots
-        resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
+        resolved = with_vocabulary(resolve_config(config), self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))
 
@@ -487,7 +489,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     chat = _chat_format(config, tokenizer)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
-    resolved = resolved.with_vocabulary(tokenizer.vocab_size)
+    resolved = with_vocabulary(resolved, tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # modules of the user's are imported by now

@@ -17,13 +17,14 @@ import time
 import jax
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import NonFiniteError, UserError
+from fp8rl_jax.base.jax_settings import hold_settings
+from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, pad_demonstrations, tokenizer_files
-from fp8rl_jax.errors import NonFiniteError, UserError
-from fp8rl_jax.jax_settings import hold_settings
 from fp8rl_jax.learner import Batch, LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -32,7 +33,6 @@ from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.run_directory import no_room
 from fp8rl_jax.training.runtime import Runtime, to_device
-from fp8rl_jax.user_cache import cache_name, files_of_functions, user_cache
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
 _FIELDS = (

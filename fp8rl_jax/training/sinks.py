@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.json_file import plain, read_bytes
-from fp8rl_jax.whole_file import write_whole
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.json_file import plain, read_bytes
+from fp8rl_jax.base.whole_file import write_whole
 
 _END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax import processes
+from fp8rl_jax.base import processes
 from fp8rl_jax.envs import Question, Scoring, Tally, Term
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.machine import backend
 
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
 _PTX = 90  # of CUDA 13.0, JAX's oldest; Triton writes its own assembler's, which may be newer
@@ -82,7 +83,7 @@ def triton_call(
         num_warps=warps,
         num_stages=stages,
         # None where a GPU can be asked; Hopper's on a machine that only compiles for one.
-        compute_capability=None if jax.default_backend() == "gpu" else 90,
+        compute_capability=None if backend() == "gpu" else 90,
         **keywords,
         **constants,
     )

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8rl_jax.kernels.machine import backend
+
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _SMALLEST_NORMAL = np.float32(2.0**-6)
 _NAN = np.uint32(0x7F)
@@ -31,7 +33,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def to_e4m3(x: jax.Array) -> jax.Array:
     """float32 within +-448, or NaN, rounded to the nearest even E4M3."""
-    if jax.default_backend() != "cpu":
+    if backend() != "cpu":
         return x.astype(E4M3)
     size = jnp.abs(x)
     # Rounded to 3 bits of mantissa, with the exponent's bias of E4M3 in the place of float32's.
@@ -46,7 +48,7 @@ def to_e4m3(x: jax.Array) -> jax.Array:
 
 def widened(x: jax.Array, dtype) -> jax.Array:
     """FP8, bf16 or float32 in bf16 or float32, which must hold every number of `x`'s type."""
-    if x.dtype != E4M3 or jax.default_backend() != "cpu":
+    if x.dtype != E4M3 or backend() != "cpu":
         return x.astype(dtype)
     byte = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32)
     code = byte & np.uint32(0x7F)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.kernels import machine
 from fp8rl_jax.kernels.reference.orders import float32_order
 from fp8rl_jax.kernels.reference.ways import (
     BF16_DEPTH,
@@ -54,41 +55,7 @@ _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
 _MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
 _STEPS = (1, 2, 4, 8, 16)  # and least numbers of columns; of rows, products have two or more
 _ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 1e-3  # of an order, see orders.py
-_BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
-_WITHOUT_BF16 = {
-    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI",
-}  # fmt: skip
-VARIABLES = (
-    "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
-    "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
-)  # fmt: skip
-# Of JAX: what a program is compiled with.
-COMPILER_SETTINGS = (
-    "jax_compiler_enable_remat_pass", "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level",
-)  # fmt: skip
 Size = tuple[int, int, int]  # rows, depth, columns
-
-
-@functools.cache
-def cpu_features() -> str:
-    """The instructions that the CPU knows, as the system lists them; '' where it does not."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return ""
-
-
-def has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not.
-
-    False under a cap by oneDNN's ONEDNN_MAX_CPU_ISA, which makes a CPU multiply as an older one.
-    """
-    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BF16:
-        return False
-    features = cpu_features().split()
-    return not features or not _BF16_INSTRUCTIONS.isdisjoint(features)
 
 
 def knows(options: Mapping[str, bool | str]) -> bool:
@@ -236,44 +203,10 @@ def tried(way: Way) -> Way | None:
     return dataclasses.replace(way, **found)
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads() -> int:
-    """Threads that XLA multiplies with."""
-    for name in ("PJRT_NPROC", "NPROC"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return available_cores()
-
-
-def surroundings() -> list:
-    """What XLA's products depend on beside the code: the CPU's instructions, the number of threads,
-    variables of the environment and settings of the compiler."""
-    settings = (str(jax.config.values.get(name)) for name in COMPILER_SETTINGS)
-    return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
-
-
-def user_cache() -> pathlib.Path | None:
-    """The directory of what is kept for a user: of $XDG_CACHE_HOME, or ~/.cache; None for a user
-    without a home directory in which it can be made."""
-    home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    path = pathlib.Path(home, "fp8rl_jax")
-    if not path.is_absolute():
-        return None
-    with contextlib.suppress(OSError):
-        path.mkdir(parents=True, exist_ok=True)
-    return path if os.access(path, os.W_OK | os.X_OK) else None
-
-
 def _kept(cache: pathlib.Path) -> pathlib.Path:
     """The file of the answer for this machine, environment, version and code."""
-    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
-    depends_on = [*surroundings(), importlib.metadata.version("jaxlib")]
+    files = [*sorted(pathlib.Path(__file__).parent.glob("*.py")), pathlib.Path(machine.__file__)]
+    depends_on = [*machine.surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     return cache / f"cpu-products-{digest[:20]}.json"
@@ -304,16 +237,16 @@ def choose() -> Way:
 
     bf16 is multiplied as such only where the CPU has an instruction for it.
     """
-    ways = (way for way in WAYS if has_bf16_instructions() or way.bf16_order is None)
+    ways = (way for way in WAYS if machine.has_bf16_instructions() or way.bf16_order is None)
     return next((found for way in ways if (found := tried(way))), EXACT)
 
 
 @functools.cache
 def cpu_way() -> Way:
     """How products are made in this process: `choose`, or what is kept of it."""
-    if jax.default_backend() != "cpu":
+    if machine.backend() != "cpu":
         return ELSEWHERE
-    cache = user_cache()
+    cache = machine.user_cache()
     if cache is None:
         return choose()
     path = _kept(cache)

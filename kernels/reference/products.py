@@ -14,8 +14,8 @@ machine at hand (probe.py) before it is relied on:
   gives the same bits.
 
 A contraction has at most 128 (`BF16_DEPTH` of bf16); longer ones are sums of such blocks
-(matmul.py). `fp8rl_jax.exact_jit` compiles with the options that belong to the way. The way follows
-from what the CPU is and never from a time, which may be another one when a run is resumed.
+(matmul.py). `fp8rl_jax.base.exact_jit` compiles with the options that belong to the way. The way
+follows from what the CPU is and never from a time, which may be another one when a run is resumed.
 """
 
 from __future__ import annotations

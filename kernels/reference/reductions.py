@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.kernels.arrays import prevent_fma
+from fp8rl_jax.kernels.machine import backend
 
 _LANES = 16  # numbers that one instruction combines
 _MOST_SLICES = 16  # combined in one step, in registers
@@ -81,7 +82,7 @@ def stored(x: jax.Array) -> jax.Array:
     XLA:CPU fuses a few numbers into the loops that read them for many others, where they are
     computed, or looked up in a stack, again for each. It does not fuse reductions.
     """
-    if jax.default_backend() != "cpu":
+    if backend() != "cpu":
         return x
     first = jnp.arange(2).reshape(2, *(1,) * x.ndim) == 0
     return jnp.where(first, x, 0).sum(0)

@@ -11,7 +11,8 @@ import pytest
 from marks import slow
 from tiny_run import CONFIG
 
-from fp8rl_jax import cli, exact_jit, kernels
+from fp8rl_jax import cli, kernels
+from fp8rl_jax.base import exact_jit
 from fp8rl_jax.bench.drift_cost import (
     drift_cost,
     format_cost_table,

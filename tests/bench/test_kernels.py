@@ -13,11 +13,11 @@ import pytest
 from marks import slow
 
 from fp8rl_jax import cli, deviceless
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_shapes import Attention, Product, calls
 from fp8rl_jax.bench.kernel_times import Source
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.kernels.reference import attention
 
 _HEAD, _FP8 = "bf16", "fp8"

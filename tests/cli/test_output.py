@@ -14,10 +14,10 @@ import sys
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import limit_reached
 from fp8rl_jax.cli import main
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
-from fp8rl_jax.errors import limit_reached
 
 _FP8RL = (sys.executable, "-m", "fp8rl_jax.cli")
 

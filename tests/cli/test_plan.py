@@ -14,11 +14,11 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import cli, models
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.cli.plan_rollout import plan_config
 from fp8rl_jax.cli.planned import read_planned
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, Loop, Requests, SamplerConfig, make_refit

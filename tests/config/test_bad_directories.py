@@ -24,8 +24,8 @@ from refusals import (
 )
 
 from fp8rl_jax import cli, train
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.policy import evaluate
 from fp8rl_jax.training import run_directory, sft
 from fp8rl_jax.training.checkpoint import Checkpoints

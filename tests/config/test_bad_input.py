@@ -28,10 +28,10 @@ from refusals import (
 )
 
 from fp8rl_jax import cli, train
-from fp8rl_jax.bounds import BOUNDS
+from fp8rl_jax.base.bounds import BOUNDS
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli import main
 from fp8rl_jax.config import all_fields, checks, load_config
-from fp8rl_jax.errors import UserError
 
 pytestmark = REFUSALS
 

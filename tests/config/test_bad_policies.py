@@ -15,9 +15,9 @@ import pytest
 import refusals as bad
 from test_bad_precision import _LOCAL, _begins, _both, _cases, _full
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import get_scaling_policy, recipe_names
 
 pytestmark = bad.REFUSALS

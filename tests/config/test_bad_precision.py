@@ -15,9 +15,9 @@ import jax
 import pytest
 import refusals as bad
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import checks, load_config
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.errors import UserError
 
 pytestmark = bad.REFUSALS
 

@@ -13,8 +13,8 @@ from refusals import (
     train_command,
 )
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import checks, load_config
-from fp8rl_jax.errors import UserError
 
 pytestmark = REFUSALS
 

@@ -10,7 +10,8 @@ import ml_collections
 import pytest
 
 from fp8rl_jax import cli, sharding
-from fp8rl_jax.bounds import BOUNDS
+from fp8rl_jax.base.bounds import BOUNDS
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import (
     FIELDS,
     all_fields,
@@ -25,7 +26,6 @@ from fp8rl_jax.config import (
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.envs import check_source
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
 

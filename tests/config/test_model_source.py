@@ -16,11 +16,11 @@ from marks import slow
 from random_model import quantized
 
 from fp8rl_jax import cli, models, train
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import saved_config
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.config.resolve import resolve_config, with_vocabulary
 from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.policy import export
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -67,7 +67,7 @@ def _pretrained(checkpoint, tmp_path, **sections) -> ml_collections.ConfigDict:
 def test_published_shapes_by_name(name):
     """A name gives the preset, whose vocabulary holds the tokenizer's."""
     config = _config(model={"name": name}, precision={"rollout": "bf16", "learner": "bf16"})
-    assert resolve_config(config).with_vocabulary(259).model == models.ModelConfig(**PRESETS[name])
+    assert with_vocabulary(resolve_config(config), 259).model == models.ModelConfig(**PRESETS[name])
 
 
 def test_a_preset_has_shapes_without_memory():

@@ -8,9 +8,9 @@ import ml_collections
 import pytest
 from helpers.tiny_run import CONFIG
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.config import flatten, literal, load_config, saved_config, set_options
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import plain
 from fp8rl_jax.training.run_directory import as_saved, first_difference, read_saved_config
 
 _VALUES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers.tiny_run import CONFIG
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.errors import UserError
 
 _SOURCE = """
 import numpy as np

@@ -13,8 +13,8 @@ import pytest
 import tiny_checkpoint
 from fuzz import time_limit
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ChatFormat, ChatTemplate, chat_limits
-from fp8rl_jax.errors import UserError
 
 # Llama 3's manner: a header for every turn, the begin token written by the template, a date.
 _HEADERS = """\

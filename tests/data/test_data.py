@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import strategies as st
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import (
     ByteTokenizer,
     Stream,
@@ -17,7 +18,6 @@ from fp8rl_jax.data import (
     load_tokenizer,
     pad_prompts,
 )
-from fp8rl_jax.errors import UserError
 
 _BYTES = ByteTokenizer()
 _PAD, _BOS, _EOS = 256, 257, 258

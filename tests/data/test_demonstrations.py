@@ -11,6 +11,7 @@ import tiny_checkpoint
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import (
     ByteTokenizer,
     ChatFormat,
@@ -23,7 +24,6 @@ from fp8rl_jax.data import (
     pad_demonstrations,
     with_turn_end,
 )
-from fp8rl_jax.errors import UserError
 
 _BYTES = ByteTokenizer()
 _PAD, _BOS, _EOS = 256, 257, 258

@@ -13,6 +13,7 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, processors
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import (
     ByteTokenizer,
     ChatFormat,
@@ -23,7 +24,6 @@ from fp8rl_jax.data import (
     tokenizer_files,
 )
 from fp8rl_jax.data.tokenizer import ReaderTokenizer
-from fp8rl_jax.errors import UserError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from tiny_run import CONFIG
 
 from fp8rl_jax import cli, learner
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import attribute, command, self_check
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.run_directory import as_saved
 from fp8rl_jax.training.runtime import make_runtime
 

@@ -84,7 +84,7 @@ def test_a_damaged_file_is_checked_again(check, tmp_path):
 
 def test_another_machine_is_checked(check, monkeypatch):
     check(results_of_checks=[_HOLDS])
-    monkeypatch.setattr("fp8rl_jax.user_cache.machine", lambda: "another")
+    monkeypatch.setattr("fp8rl_jax.base.user_cache.machine", lambda: "another")
     assert not check(results_of_checks=[_HOLDS]).kept
 
 

@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from data_files import env
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import load_questions
-from fp8rl_jax.errors import UserError
 
 
 def _array(type_: pa.DataType, values: list[int]) -> pa.Array:

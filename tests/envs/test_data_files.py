@@ -9,9 +9,9 @@ import pathlib
 import pytest
 from data_files import ROWS, arrow, arrow_dict, env, jsonl, parquet
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import check_source, load_questions
 from fp8rl_jax.envs.splits import splits_named
-from fp8rl_jax.errors import UserError
 
 _TRAIN, _TEST = ROWS[:30], ROWS[30:]
 

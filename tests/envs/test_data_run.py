@@ -11,9 +11,9 @@ from tiny_run import CONFIG, overrides, reproducible
 from train_process import finish, kill_after_records, start
 
 from fp8rl_jax import train
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.envs import tfds_prepare
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.sft import cache_directory
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from data_files import ROWS, arrow, arrow_dict, env, jsonl, parquet, trl, verl
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
 from fp8rl_jax.envs import (
     Question,
@@ -21,7 +22,6 @@ from fp8rl_jax.envs import (
     split_of,
 )  # fmt: skip
 from fp8rl_jax.envs.digest import digest_of
-from fp8rl_jax.errors import UserError
 
 _ALL = {"train": 1, "eval": 1000}
 _PLAIN = "rows (question in question, answer in answer after ####)"

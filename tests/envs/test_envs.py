@@ -8,13 +8,13 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import (
     check_task,
     load_reward,
     make_questions,
     split_of,
 )
-from fp8rl_jax.errors import UserError
 
 _TASK = "basic_arithmetic"
 _OPTIONS = {

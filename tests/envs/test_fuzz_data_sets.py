@@ -21,9 +21,9 @@ from fuzz import FEW, MANY, fuzz
 from marks import slow
 from test_arrow_rows import COLUMNS
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
 from fp8rl_jax.envs import check_source, load_questions
-from fp8rl_jax.errors import UserError
 
 _CHAT = ChatFormat(
     ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools }}tool_calls", {}, "")

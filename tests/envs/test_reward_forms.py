@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, load_rewards
 from fp8rl_jax.envs.reward_call import as_number
-from fp8rl_jax.errors import UserError
 
 _SOURCE = """
 import functools

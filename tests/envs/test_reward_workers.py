@@ -18,6 +18,7 @@ from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import RewardError, UserError
 from fp8rl_jax.envs import (
     Question,
     Scoring,
@@ -28,7 +29,6 @@ from fp8rl_jax.envs import (
     reward_pool,
     scoring,
 )
-from fp8rl_jax.errors import RewardError, UserError
 
 # What a response asks for. All but the last few fail.
 _SOURCE = """

@@ -7,9 +7,9 @@ import json
 import pytest
 from data_files import env, jsonl, parquet
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
 from fp8rl_jax.envs import check_source, load_questions
-from fp8rl_jax.errors import UserError
 
 
 def _load(path, rows, **fields):

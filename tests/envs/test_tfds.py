@@ -15,10 +15,10 @@ import pytest
 from data_files import ROWS, env, jsonl, trl
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, check_source, load_questions, tfds, tfds_prepare
 from fp8rl_jax.envs.rows import Unreadable
-from fp8rl_jax.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def pytest_configure(config):
     directory = config.getoption("out", None)
     if directory is None:
         return
+    from fp8rl_jax.base.errors import UserError
     from fp8rl_jax.bench.kernels import require_gpu
-    from fp8rl_jax.errors import UserError
 
     try:
         require_gpu("gpu_check")

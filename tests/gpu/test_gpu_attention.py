@@ -13,9 +13,9 @@ import pytest
 from gpu_attention import Attention, float64, in_one_piece
 from gpu_checks import assert_bitwise_equal, assert_close, assert_finite, reports
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu.attention import attention
 
 pytestmark = pytest.mark.gpu

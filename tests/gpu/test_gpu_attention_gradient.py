@@ -15,7 +15,7 @@ import pytest
 from gpu_attention import Attention, float64
 from gpu_checks import assert_close, assert_finite, print_time, reports
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention_vjp
 from fp8rl_jax.kernels.gpu import fast_attention
 

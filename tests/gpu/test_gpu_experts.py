@@ -17,9 +17,9 @@ from gpu_checks import (
     some,
 )
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench.kernel_shapes import MODELS, Product, groups, matrices
 from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from gpu_checks import (
     reports,
 )
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import head
 from fp8rl_jax.kernels.gpu.matmul import matmul
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from gpu_checks import reports
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench.rollout import CASES, Cell, arguments, served_weights
 from fp8rl_jax.bench.rollout_ways import long_tail, make_continuous
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params
 from fp8rl_jax.models.presets import preset
 

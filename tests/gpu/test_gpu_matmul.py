@@ -26,9 +26,9 @@ from gpu_checks import (
     some,
 )
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import tiles
 from fp8rl_jax.kernels.gpu.matmul import matmul
 

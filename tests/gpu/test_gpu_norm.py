@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gpu_checks import assert_bitwise_equal, assert_close, print_time, reports
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import norm
 from fp8rl_jax.quant import quantize
 

@@ -21,7 +21,7 @@ from jax.tree_util import tree_leaves_with_path as leaves_with_path
 from random_model import initial_params
 
 from fp8rl_jax import learner, models, sharding
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models.taps import ROUTING
 
 MODEL = models.ModelConfig(

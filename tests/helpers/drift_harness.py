@@ -15,8 +15,8 @@ import optax
 from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data import join
-from fp8rl_jax.exact_jit import exact_jit
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 

@@ -1,4 +1,4 @@
-"""Run by test_expert_parallel.py in a process of its own: a layer of experts on several devices
+"""Run by parallel/test_experts.py in a process of its own: a layer of experts on several devices
 beside one, as JSON.
 
     python expert_exchange.py '{"recipe": "fp8", "meshes": [[1, 4]], "tokens": 24, "route": "half"}'
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8rl_jax import sharding
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, Parallel, moe
 from fp8rl_jax.models.parallel import experts as expert_parallel
 from fp8rl_jax.quant import (

@@ -17,7 +17,7 @@ import numpy as np
 from hf_checkpoints import CONFIGS, named, params_of, write
 from random_model import quantized
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import forward, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.rollout import SamplerConfig, make_sampler

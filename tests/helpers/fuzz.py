@@ -22,7 +22,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 SECONDS = 10  # longer is a hang
 MANY = 10_000  # inputs of a reader in a slow test

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
 
 # Shapes in which 136 columns cross a block of 128, and no width is a power of two.

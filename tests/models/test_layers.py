@@ -9,7 +9,7 @@ import pytest
 from random_model import initial_params
 
 from fp8rl_jax import models
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models.layers import gated_silu, rms_norm
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.models.rope import apply_rope

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from marks import slow
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import logprobs_of_logits, scaled_logits, token_logprobs
 from fp8rl_jax.quant import get_recipe
 

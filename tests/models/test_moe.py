@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from oracles import decoder_oracle, moe_oracle
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_params, moe, rope_tables
 from fp8rl_jax.models import router as routing
 from fp8rl_jax.quant import get_recipe

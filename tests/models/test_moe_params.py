@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from oracles import decoder_oracle, quant_oracle
 from random_model import quantized
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
     checksum,

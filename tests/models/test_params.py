@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from oracles import decoder_oracle, quant_oracle
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
     checksum,

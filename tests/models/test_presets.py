@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from marks import quick_if
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from random_model import initial_params, quantized
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
     Swap,

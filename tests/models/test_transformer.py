@@ -9,7 +9,7 @@ import pytest
 from oracles import decoder_oracle as oracle
 from random_model import DENSE, LATENT
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, rope_tables
 from fp8rl_jax.quant import get_recipe
 

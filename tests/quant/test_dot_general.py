@@ -16,8 +16,8 @@ from flax import nnx
 from marks import quick_if, slow
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.quant import (
     Activation,
     BoundWeight,

@@ -9,7 +9,7 @@ import pytest
 from marks import slow
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.quant import (
     BoundWeight,
     get_recipe,

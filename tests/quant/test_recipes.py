@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from marks import slow
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.quant import (
     Operand,
     Recipe,

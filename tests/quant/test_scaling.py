@@ -25,7 +25,7 @@ import pytest
 from marks import slow
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import delayed, dynamic, get_scaling_policy, power_of_two, scaling, static
 
 FORMATS = {"e4m3": 448.0, "e5m2": 57344.0}

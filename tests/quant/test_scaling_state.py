@@ -13,7 +13,7 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax import learner, models
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.quant import get_recipe
 
 _MODEL = models.ModelConfig(259, 64, 96, 2, 2, 1, 32)

@@ -8,7 +8,7 @@ import pytest
 from fuzz import MANY, fuzz
 from marks import slow
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.report import write_report
 from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.summary import summarise

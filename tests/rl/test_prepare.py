@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config, load
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.rl import PRESETS, algorithm_of, prepare
 from fp8rl_jax.rl.presets import PRESET_FIELDS
 

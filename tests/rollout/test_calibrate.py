@@ -21,7 +21,7 @@ import pytest
 from marks import slow
 from oracles import decoder_oracle, quant_oracle
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, quantize_params
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache

@@ -16,7 +16,7 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax import models
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention
 from fp8rl_jax.models import PAGE, forward, init_cache, init_paged_cache
 from fp8rl_jax.models.attention import self_attention

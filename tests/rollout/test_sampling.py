@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.rollout.sampling import draw, invert, mask_top_p, sample_keys, sample_token
 
 _invert, _draw = exact_jit(invert), exact_jit(draw)

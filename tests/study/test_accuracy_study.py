@@ -7,7 +7,7 @@ import pytest
 from study_cells import FakeArms, arm_config, fake_subject, run_cell
 
 from fp8rl_jax import cli
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.study import accuracy, writing
 from fp8rl_jax.study.cells import Cells
 from fp8rl_jax.study.statistics import seeds_needed

@@ -13,9 +13,9 @@ import pytest
 from random_model import DENSE
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli import study as commands
 from fp8rl_jax.config import default_config, saved_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import cases, cells, runs, step0, subjects, writing
 from fp8rl_jax.study.cells import Cells

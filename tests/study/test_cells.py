@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.study.cells import Cells, rounded
 
 _KEY = {"model": "tiny", "tokens": [1, 2]}

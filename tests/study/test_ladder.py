@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli import study as commands
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import ModelConfig, init_params
 from fp8rl_jax.study import kv, scale
 from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair

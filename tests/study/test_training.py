@@ -8,7 +8,7 @@ import pytest
 from study_cells import FakeArms, arm_config, fake_subject, pair_numbers, run_cell
 
 from fp8rl_jax import cli
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.rl import prepare
 from fp8rl_jax.study import training, writing
 from fp8rl_jax.study.cells import Cells

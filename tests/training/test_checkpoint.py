@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import fp8rl_jax
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.learner import TrainState, new_state
 from fp8rl_jax.training import checkpoint
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum

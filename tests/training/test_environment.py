@@ -9,8 +9,8 @@ import jax
 import pytest
 from tiny_run import CONFIG, overrides
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.environment import (
     begun,
     check_environment,

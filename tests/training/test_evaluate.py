@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import default_config
 from fp8rl_jax.envs import Question, load_rewards
-from fp8rl_jax.errors import RewardError
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.sharding import MESH_AXES, make_mesh
 from fp8rl_jax.training.evaluate import evaluate

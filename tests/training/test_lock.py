@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.training import lock
 from fp8rl_jax.training.lock import RunLock
 

@@ -8,8 +8,8 @@ import pathlib
 import pytest
 from tiny_run import TIME_PREFIXES, without_times
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.logs import JsonlWriter, RunLogs, read_jsonl
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from random_model import initial_params
 
 from fp8rl_jax import learner, models, sharding
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.training.offload import OffloadedStep, is_on_host, with_host_moments
 from fp8rl_jax.training.optimizer import make_optimizer, updates_made

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.training import sinks
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.sinks import logger_names, open_sinks

@@ -21,7 +21,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
 

@@ -11,7 +11,7 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF
 from fp8rl_jax.models.hf.loader import dtype_name, load

@@ -9,8 +9,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import read_json
 
 CONFIG = "config.json"
 LARGEST = 2**31 - 1  # of whole numbers, which are sizes and counts

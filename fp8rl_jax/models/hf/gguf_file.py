@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.errors import UserError, refused
+from fp8rl_jax.base.errors import UserError, refused
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import Fields

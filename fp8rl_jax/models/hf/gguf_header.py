@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.json_file import check_regular
+from fp8rl_jax.base.json_file import check_regular
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_FIELDS, _MOST_TENSORS, _MOST_AXES = 2**16, 2**17, 8

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 
 _SMALL = 2**20  # bytes
 

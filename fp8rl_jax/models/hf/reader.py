@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import read_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, scale_shape
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows

@@ -21,8 +21,8 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.json_file import parse_json
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.json_file import parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),

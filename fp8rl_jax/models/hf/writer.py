@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import (
     BLOCKS,

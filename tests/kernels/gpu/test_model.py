@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 
 from random_model import initial_params, quantized
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import attention, fast_attention, head, matmul, norm
 from fp8rl_jax.learner import make_batch, response_logprobs
 from fp8rl_jax.models import (

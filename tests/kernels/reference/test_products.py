@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from marks import slow
 
+from fp8rl_jax.kernels import machine
 from fp8rl_jax.kernels.reference import matmul, probe, traced, ways
 from fp8rl_jax.kernels.reference.orders import amx_order, float32_order, pairs_order
 from fp8rl_jax.kernels.reference.products import product, small_product, steps_of
@@ -351,7 +352,7 @@ def test_ranges_of_columns(steps, columns):
 
 def test_the_first_way_that_holds_is_taken():
     held = [found for name in _BY_NAME if (found := _tried(name))]
-    if not probe.has_bf16_instructions():
+    if not machine.has_bf16_instructions():
         held = [way for way in held if way.bf16_order is None]
     assert probe.cpu_way() == (held or [EXACT])[0]
     assert probe.compiler_options() == probe.cpu_way().options
@@ -372,10 +373,10 @@ def test_where_no_order_holds_products_are_exact(monkeypatch):
 def test_without_bf16_instructions_everything_is_float32(monkeypatch):
     """YNNPACK would multiply bf16 there too, at half of the speed."""
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(probe, "cpu_features", lambda: "flags : avx2 fma")
+    monkeypatch.setattr(machine, "cpu_features", lambda: "flags : avx2 fma")
     monkeypatch.setattr(probe, "tried", lambda way: way)
     assert probe.choose().name == "float32"
-    monkeypatch.setattr(probe, "cpu_features", lambda: "flags : avx2 fma avx512_bf16")
+    monkeypatch.setattr(machine, "cpu_features", lambda: "flags : avx2 fma avx512_bf16")
     assert probe.choose().bf16_order
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")
     assert probe.choose().name == "float32"

@@ -11,7 +11,7 @@ import pytest
 from marks import quick_if, slow
 
 from fp8rl_jax import kernels
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.reference import attention as reference
 from fp8rl_jax.kernels.reference import matmul
 from fp8rl_jax.quant import get_recipe, quantize_kv

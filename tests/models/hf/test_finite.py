@@ -10,10 +10,10 @@ from fuzz import time_limit
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
 from marks import slow
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import load_params, read_model
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf import loader
 from fp8rl_jax.models.hf.blockwise import quantization_config

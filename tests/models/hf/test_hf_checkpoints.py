@@ -17,7 +17,7 @@ from marks import slow
 from random_model import quantized
 from safetensors import safe_open
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import ModelConfig, hf
 from fp8rl_jax.models.hf import loader
 from fp8rl_jax.quant import QArray, quantize

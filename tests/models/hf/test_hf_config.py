@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hf_checkpoints import CONFIGS
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.hf.blockwise import is_fp8
 from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config

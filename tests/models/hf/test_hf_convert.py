@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.data import PretrainedTokenizer
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.gguf_file import GGUF

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS, bf16, named, params_of, write
 
-from fp8rl_jax.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import forward, hf, init_params, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.quant import quantize

@@ -14,10 +14,10 @@ import tiny_checkpoint
 from fuzz import time_limit
 from hf_checkpoints import CONFIGS, named, params_of, write, write_gguf
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.config.model_source import identity, pretrained_config
 from fp8rl_jax.data import PretrainedTokenizer, load_tokenizer
-from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF

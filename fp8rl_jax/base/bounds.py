@@ -18,7 +18,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 # The smallest normal number of float32: compiled programs take smaller ones for 0.
 TINY = 2.0**-126

@@ -25,8 +25,8 @@ from typing import Any
 import flax
 import jax
 
-from fp8rl_jax.errors import UserError
-from fp8rl_jax.kernels.reference.probe import COMPILER_SETTINGS, VARIABLES
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.kernels.machine import COMPILER_SETTINGS, VARIABLES
 
 HELD: dict[str, Any] = {
     # Random bits.

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8rl_jax.errors import UserError, raised
-from fp8rl_jax.meeting import JOIN_SECONDS, Place, meet, place_of_environment
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, place_of_environment
 
 _HEARTBEAT_SECONDS = 60  # after which JAX takes a silent process for dead
 _LOOK_SECONDS = 2.0  # between looks at whether another process has ended
@@ -340,3 +340,10 @@ def _watch() -> None:
                 break
         time.sleep(_LOOK_SECONDS)
     _leave(client, "")
+
+
+def on_cpu_devices(count: int) -> dict[str, str]:
+    """The environment of a child process in which JAX has `count` devices on the CPU."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = f"{flags} --xla_force_host_platform_device_count={count}"
+    return dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

@@ -11,9 +11,14 @@ import os
 import re
 import stat
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def tfds_home() -> str:
+    """Where tensorflow-datasets keeps data sets: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
 def expanded(path: str, where: str) -> str:

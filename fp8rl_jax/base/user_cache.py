@@ -20,9 +20,9 @@ import jax
 
 import fp8rl_jax
 from fp8rl_jax import kernels
-from fp8rl_jax.jax_settings import recorded_settings
-from fp8rl_jax.kernels.reference.probe import cpu_features, surroundings
-from fp8rl_jax.kernels.reference.probe import user_cache as user_cache
+from fp8rl_jax.base.jax_settings import recorded_settings
+from fp8rl_jax.kernels.machine import backend, cpu_features, surroundings
+from fp8rl_jax.kernels.machine import user_cache as user_cache
 
 _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
@@ -55,7 +55,7 @@ def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) 
     parts = depends_on | {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "source": library_digest(),
-        "devices": [jax.default_backend(), jax.device_count(), machine(), *surroundings()],
+        "devices": [backend(), jax.device_count(), machine(), *surroundings()],
         "settings": recorded_settings(),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }

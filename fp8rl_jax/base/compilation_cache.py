@@ -27,8 +27,8 @@ import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from fp8rl_jax.paths import expanded
-from fp8rl_jax.user_cache import machine, user_cache
+from fp8rl_jax.base.paths import expanded
+from fp8rl_jax.base.user_cache import machine, user_cache
 
 ENVIRONMENT = "FP8RL_COMPILATION_CACHE"
 OFF = "off"

@@ -15,7 +15,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 
 _VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"

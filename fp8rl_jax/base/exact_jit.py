@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels.reference.probe import compiler_options
 
 _FAST_MATH = re.compile(

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from fp8rl_jax.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, raised
 
 
 def load(text: str, what: str) -> Any:

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fp8rl_jax import user_code
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.errors import UserError
 
 
 def choose(

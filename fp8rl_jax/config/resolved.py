@@ -1,0 +1,68 @@
+"""`Resolved`: a checked configuration, with what it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from fp8rl_jax.envs import Term, eval_tasks, load_rewards
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.quant import Recipe, same_forward
+from fp8rl_jax.rl import Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, with what it stands for.
+
+    Attributes:
+      config: every field; it cannot be changed.
+      model: shapes. Where they are fields of the configuration, the vocabulary is 1 until
+        `with_vocabulary`.
+      rollout_recipe, learner_recipe: numerics of the two sides.
+      reference_recipe: numerics of the reference policy's log-probabilities.
+      algorithm: what section `algo` chooses.
+      rewards: the functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
+        until `with_tasks`.
+      positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
+    """
+
+    config: ml_collections.FrozenConfigDict
+    model: ModelConfig
+    rollout_recipe: Recipe
+    learner_recipe: Recipe
+    reference_recipe: Recipe
+    algorithm: Algorithm
+    rewards: tuple[Term, ...]
+    positions: int | None
+
+    @property
+    def same_forward(self) -> bool:
+        """Whether both sides compute the same forward pass."""
+        return same_forward(self.rollout_recipe, self.learner_recipe)
+
+    @property
+    def zero_drift(self) -> bool:
+        """Whether the run must refuse what cannot be exact (`precision.zero_drift`)."""
+        setting = self.config.precision.zero_drift
+        return self.same_forward if setting == "auto" else setting == "required"
+
+    def takes_rollout_logprobs(self, drifted: bool) -> bool:
+        """Whether the sampler's log-probabilities serve as the old ones: saves a forward pass.
+
+        With `algo.old_logprobs` 'auto' as long as no first update has shown (`drifted`) that the
+        learner's are others.
+        """
+        setting = self.config.algo.old_logprobs
+        if setting != "auto":
+            return setting == "rollout"
+        return self.zero_drift and not self.algorithm.corrections and not drifted
+
+    def with_tasks(self) -> Resolved:
+        """The same with rewards that follow from the tasks, whose library takes a second to import
+        and is needed by whoever asks questions alone."""
+        env = self.config.env
+        tasks = [env.task, *eval_tasks(env)]
+        rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
+        return dataclasses.replace(self, rewards=rewards)
