@@ -140,6 +140,11 @@ class TrainState:
     data_state: jax.Array
 
 
+def policy_of(state: TrainState) -> dict[str, Any]:
+    """What a policy's log-probabilities follow from, as fields of a TrainState."""
+    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+
+
 def new_state(
     params,
     optimizer: optax.GradientTransformation,

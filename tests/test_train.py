@@ -25,10 +25,11 @@ from fp8rl_jax import cli, train
 from fp8rl_jax.base.errors import NonFiniteError
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.config import load_config
-from fp8rl_jax.training import sinks
+from fp8rl_jax.drift import DriftMonitor
+from fp8rl_jax.training import rl, sinks
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
-from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sft import cache_directory
 from fp8rl_jax.training.step_record import StepRecord
 
@@ -106,26 +107,26 @@ def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, caps
     """One bit of one log-probability in the second step: said once, and from the third step on, in
     a resumed run too, the learner computes the old log-probabilities. Where zero drift is required
     the run ends after that step, with a checkpoint, a report and a status of its own."""
-    generate, score_state = Runtime.generate, Runtime.score_state
+    sample, score = JaxEngine.sample, JaxEngine.score
     calls, rollouts, analysed = [], [], []
 
-    def perturbed(self, sampler, *arguments, **options):
-        out, *rest = generate(self, sampler, *arguments, **options)
-        if sampler is self.sampler:
+    def perturbed(self, *arguments, **options):
+        out = sample(self, *arguments, **options)
+        if "sampler" not in options:
             rollouts.append(out)
             if len(rollouts) == 2:
                 logprobs = np.array(out.logprobs)
                 logprobs[3, 0] = np.nextafter(logprobs[3, 0], np.float32(0))
                 out = dataclasses.replace(out, logprobs=logprobs)
-        return out, *rest
+        return out
 
     def counted(self, *arguments):
         calls.append(len(rollouts))
-        return score_state(self, *arguments)
+        return score(self, *arguments)
 
-    monkeypatch.setattr(Runtime, "generate", perturbed)
-    monkeypatch.setattr(Runtime, "score_state", counted)
-    monkeypatch.setattr(train._Run, "_analyse_drift", lambda *a: analysed.append(a[-1]))
+    monkeypatch.setattr(JaxEngine, "sample", perturbed)
+    monkeypatch.setattr(JaxEngine, "score", counted)
+    monkeypatch.setattr(DriftMonitor, "seen", lambda self, step, *a: analysed.append(step))
 
     def run(steps, *more):
         fields = {"run.steps": steps, "precision.zero_drift": "required"}
@@ -149,16 +150,14 @@ def test_drift_makes_the_learner_recompute(tiny_run, tmp_path, monkeypatch, caps
 def test_processes_agree_on_drift(monkeypatch):
     """What one of them sees, all have seen, so that all end; without a promise nothing is asked."""
     said: list[str] = []
-    run = object.__new__(train._Run)
-    run.drifted, run.display = False, types.SimpleNamespace(note=said.append)
-    zeros = np.zeros((2, 3), np.float32)
-    rollout, batch = types.SimpleNamespace(logprobs=zeros), types.SimpleNamespace(mask=zeros == 0)
-    monkeypatch.setattr(train.processes, "exchange", lambda value: [value, 1e-3])
+    run = types.SimpleNamespace(drifted=False, display=types.SimpleNamespace(note=said.append))
+    record = StepRecord(3) | {"train_rollout_logprob_abs_diff_max": 0.0}
+    monkeypatch.setattr(rl.processes, "exchange", lambda value: [value, 1e-3])
     for promised, drift in ((False, 0.0), (True, 1e-3), (True, 1e-3)):
         run.runtime = types.SimpleNamespace(
             zero_drift=promised, takes_rollout_logprobs=lambda drifted: not drifted
         )
-        assert run._compare(StepRecord(3), zeros, rollout, batch) == drift
+        assert rl._forbidden_drift(run, record) == drift
         assert run.drifted == promised
     assert len(said) == 1 and said[0].startswith("warning: drift 1.0e-03 at RL step 3")
 
@@ -357,7 +356,7 @@ def test_killed_at_a_random_moment(tiny_run, tmp_path, attempt):
 
 def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
     """A NaN in the parameters ends the run with step and layer; the saved state is finite."""
-    made, refitted = Runtime.train_step, Runtime.refit_state
+    made, refitted = JaxEngine.train_step, JaxEngine.refit
     served = []
 
     def refit(self, state):
@@ -379,8 +378,8 @@ def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(Runtime, "train_step", poisoned)
-    monkeypatch.setattr(Runtime, "refit_state", refit)
+    monkeypatch.setattr(JaxEngine, "train_step", poisoned)
+    monkeypatch.setattr(JaxEngine, "refit", refit)
     arguments = _from_cache(tiny_run, tmp_path, **{"run.steps": 3})
     config = load_config(str(CONFIG), arguments)
     with pytest.raises(NonFiniteError, match=r"RL step 3: loss nan"):
@@ -394,7 +393,7 @@ def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
 
 def test_nan_names_the_layer(tmp_path, monkeypatch):
     """A NaN in one layer's weights is reported with that layer's number."""
-    made = Runtime.init_params
+    made = JaxEngine.init_params
 
     def broken(self):
         params = made(self)
@@ -403,7 +402,7 @@ def test_nan_names_the_layer(tmp_path, monkeypatch):
         params["layers"]["down_proj"]["kernel"] = jax.device_put(kernel)
         return params
 
-    monkeypatch.setattr(Runtime, "init_params", broken)
+    monkeypatch.setattr(JaxEngine, "init_params", broken)
     config = load_config(str(CONFIG), overrides(tmp_path))
     with pytest.raises(NonFiniteError, match=r"SFT step 1: .*layer 1 is the first"):
         train.train(config)

@@ -70,7 +70,7 @@ class Programs:
         )
         turns, whole = jax.ShapeDtypeStruct((), jnp.int32), sharding.replicated(runtime.mesh)
         requests, turns, state = sharding.laid_out((requests, turns, state), whole)
-        weights = sharding.laid_out(runtime.weight_shapes, runtime.weight_shardings)
+        weights = sharding.laid_out(runtime.layout.weight_shapes, runtime.layout.weight_shardings)
         return sampler._advance.lower(weights, requests, turns, state)
 
     def train(self, micro_batches: int):

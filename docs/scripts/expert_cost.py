@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from fp8rl_jax.config import load_config
+from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.runtime import make_runtime, to_device
+from fp8rl_jax.training.runtime import make_runtime
 
 _ROWS, _TIMES = 64, 7
 _FIELDS = {
@@ -37,22 +38,23 @@ class _Side:
         words = [f"--config.{name}={value}" for name, value in fields.items()]
         self.rt = make_runtime(load_config(str(path), words))
         self.optimizer = optimizer_of_phase(self.rt.config, "rl")[0]
-        self.state = self.rt.new_state(self.rt.init_params(), self.optimizer)
-        self.weights = self.rt.refit_state(self.state).weights
-        self.step = self.rt.train_step(self.optimizer, self.rt.loss, 1, donate=False)
+        self.state = self.rt.engine.new_state(self.rt.engine.init_params(), self.optimizer)
+        self.weights = self.rt.engine.refit(self.state).weights
+        tokens = self.rt.text.prompts(self.rt.questions["train"][: _ROWS // 4])
+        ones = np.ones(_ROWS, np.float32)
+        self.prompts = Prompts.numbered(*tokens, self.rt.engine.keys["rollout"], ones)
+        self.step = self.rt.engine.train_step(self.optimizer, self.rt.engine.loss, 1, donate=False)
 
     def rollout(self):
-        rt, questions = self.rt, self.rt.questions["train"][: _ROWS // 4]
-        return rt.generate(
-            rt.sampler, self.weights, questions, rt.keys["rollout"], np.ones(_ROWS, np.float32)
-        )
+        return self.rt.engine.sample(self.weights, self.prompts)
 
     def train(self, batch):
-        return jax.block_until_ready(self.step(self.state, batch, self.rt.rope))
+        return jax.block_until_ready(self.step(self.state, batch, self.rt.engine.rope))
 
     def batch(self, sampled):
         advantages = np.linspace(-1, 1, _ROWS, dtype=np.float32)
-        return to_device(self.rt.rollout_batch(*sampled, advantages), self.rt)
+        batch = self.rt.engine.batch(sampled, self.prompts, advantages)
+        return self.rt.layout.by_rows(batch)
 
 
 def _seconds(run) -> float:
@@ -65,7 +67,7 @@ def main() -> None:
     recipe = sys.argv[1]
     sides = [_Side(axis, recipe) for axis in ("expert", "fsdp")]
     sampled = [side.rollout() for side in sides]
-    assert all((a.tokens == b.tokens).all() for a, b in [[x[0] for x in sampled]])
+    assert all((a.tokens == b.tokens).all() for a, b in [sampled])
     batches = [side.batch(one) for side, one in zip(sides, sampled, strict=True)]
     for side, batch in zip(sides, batches, strict=True):
         side.train(batch)  # compiles

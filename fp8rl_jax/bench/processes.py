@@ -183,6 +183,9 @@ class _Clock:
         self._begun = self._now()
 
 
+_PROGRAMS = ("refit", "score", "calibrate")
+
+
 def _worker(arguments: list[str]) -> None:
     """One process of a form: trains, a step at each turn."""
     clock = _Clock()
@@ -200,10 +203,11 @@ def _worker(arguments: list[str]) -> None:
 
     def make_timed(config) -> Runtime:
         runtime = make(config)
-        programs = vars(runtime)  # where cached properties are kept
-        for name in ("sampler", "eval_sampler", "refit", "score", "calibrate"):
-            programs[name] = clock.timed(getattr(runtime, name))
-        plain = runtime.train_step
+        engine = runtime.engine
+        programs = vars(engine)  # where cached properties are kept
+        for name in ("sampler", "eval_sampler", *(f"compiled_{n}" for n in _PROGRAMS)):
+            programs[name] = clock.timed(getattr(engine, name))
+        plain = engine.train_step
         programs["train_step"] = lambda *more, **options: clock.timed(plain(*more, **options))
         return runtime
 

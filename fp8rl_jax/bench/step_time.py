@@ -22,8 +22,9 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import EMULATED, text_table
 from fp8rl_jax.learner import Batch, LossConfig
 from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import make_optimizer
-from fp8rl_jax.training.runtime import make_runtime, to_device
+from fp8rl_jax.training.runtime import make_runtime
 
 
 class Subject:
@@ -47,34 +48,34 @@ class Subject:
         named = dataclasses.replace(rt.rollout_recipe, name=rt.rollout_recipe.name + form)
         self._runtime = rt = dataclasses.replace(rt, rollout_recipe=named, learner_recipe=named)
         optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
-        self._questions = rt.questions["train"][: config.rollout.prompts_per_step]
-        rows = len(self._questions) * config.rollout.group_size
-        self._temperature = np.full(rows, config.rollout.temperature, np.float32)
-        state = rt.new_state(rt.init_params(), optimizer)
-        self._state = rt.calibrate_state(state, *rt.pad_prompts(self._questions))
-        self._step = rt.train_step(
+        engine, questions = rt.engine, rt.questions["train"][: config.rollout.prompts_per_step]
+        rows = len(questions) * config.rollout.group_size
+        temperature = np.full(rows, config.rollout.temperature, np.float32)
+        prompts = rt.text.prompts(questions)
+        self._prompts = Prompts.numbered(*prompts, engine.keys["rollout"], temperature)
+        state = engine.new_state(engine.init_params(), optimizer)
+        self._state = engine.calibrate(state, *prompts)
+        self._step = engine.train_step(
             optimizer, LossConfig(), config.learner.gradient_accumulation_steps
         )
-        self._weights, _, _ = rt.refit_state(self._state)
+        self._weights = engine.refit(self._state).weights
         self._batch: Batch | None = None
         self.times: dict[str, list[float]] = {"decode": [], "train": []}
 
     def run(self) -> None:
         """One rollout, and one train step on the first rollout with random advantages."""
-        rt = self._runtime
+        rt, engine = self._runtime, self._runtime.engine
         start = time.perf_counter()
-        rollout, prompts, lengths = rt.generate(
-            rt.sampler, self._weights, self._questions, rt.keys["rollout"], self._temperature
-        )
+        rollout = engine.sample(self._weights, self._prompts)
         self.times["decode"].append(time.perf_counter() - start)
         first = self._batch is None
         if self._batch is None:
             advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
             advantages = advantages.astype(np.float32)
-            batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
-            self._batch = to_device(batch, rt)
+            batch = engine.batch(rollout, self._prompts, advantages)
+            self._batch = rt.layout.by_rows(batch)
         start = time.perf_counter()
-        self._state, logp, metrics = self._step(self._state, self._batch, rt.rope)
+        self._state, logp, metrics = self._step(self._state, self._batch, engine.rope)
         jax.block_until_ready((logp, self._state, metrics))
         self.times["train"].append(time.perf_counter() - start)
         if first:

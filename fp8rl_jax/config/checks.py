@@ -189,15 +189,15 @@ def _check_kernels(resolved: Resolved) -> None:
     kernels, platform = resolved.config.precision.kernels, backend()
     if resolved.config.precision.cpu_products == "exact" and platform != "cpu":
         raise UserError(
-            f"precision.cpu_products is 'exact', and JAX runs on {backend} here: write 'auto', or "
+            f"precision.cpu_products is 'exact', and JAX runs on {platform} here: write 'auto', or "
             "start with JAX_PLATFORMS=cpu"
         )
-    if kernels in ("triton", "mosaic") and backend != "gpu":
+    if kernels in ("triton", "mosaic") and platform != "gpu":
         raise UserError(
-            f"precision.kernels is {kernels!r}, and JAX runs on {backend} here: write 'auto' or "
+            f"precision.kernels is {kernels!r}, and JAX runs on {platform} here: write 'auto' or "
             "'reference'"
         )
-    if kernels != "reference" and backend == "gpu" and not triton_installed():
+    if kernels != "reference" and platform == "gpu" and not triton_installed():
         raise UserError(
             f"precision.kernels is {kernels!r}, and jax-triton is not installed: install it with "
             "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "

@@ -66,8 +66,8 @@ class Observed:
 def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
     """Runs sampler and train step, nothing tapped."""
     began = budget.clock()
-    rollout, prompts, lengths = programs.rollout()
-    batch = programs.batch(rollout, prompts, lengths)
+    rollout = programs.rollout()
+    batch = programs.batch(rollout)
     logp, _ = programs.learner(batch)
     return Ran(rollout, batch, logp, budget.clock() - began)
 
@@ -184,7 +184,7 @@ def observe(
             seen.left_out = [name for names in pending for name in names]
             break
         names, began = pending.pop(0), budget.clock()
-        tapped, _, _ = programs.rollout(names)
+        tapped = programs.rollout(names)
         learner_logp, learner_taps = programs.learner(batch, names)
         seconds = max(seconds, budget.clock() - began)
         seen.pieces += 1

@@ -48,11 +48,11 @@ def analyse_drift(
             note(f"weights of {config.model.checkpoint}")
         else:
             note("random weights: name a run with --checkpoint to take its newest ones")
-        state = runtime.new_state(runtime.initial_params(), optimizer)
+        state = runtime.engine.new_state(runtime.engine.initial_params(), optimizer)
     else:
         source = f"the newest weights of {checkpoint} on a sample of its own"
         trained, _ = load_trained(runtime, pathlib.Path(checkpoint), note)
-        state = runtime.new_state(trained.params, optimizer, trained.scaling_state)
+        state = runtime.engine.new_state(trained.params, optimizer, trained.scaling_state)
     asked = runtime.questions["train"][: config.rollout.prompts_per_step]
     questions = affordable(runtime, asked)
     if len(questions) < len(asked):

@@ -30,7 +30,7 @@ from fp8rl_jax.drift.budget import NO_END, Budget
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Host, Programs, affordable
 from fp8rl_jax.envs import Question
-from fp8rl_jax.learner import TrainState
+from fp8rl_jax.learner import policy_of
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -44,11 +44,6 @@ _NOT_ANALYSED: dict[str, Any] = {
     "tapped_programs": 0, "weights": {"comparable": True, "leaves": 0, "differing": []},
     "products": {"sentence": "not tried", "wrong": []}, "left_out": [],
 }  # fmt: skip
-
-
-def policy_of(state: TrainState) -> dict[str, Any]:
-    """What a policy's log-probabilities follow from, as fields of a TrainState."""
-    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
 
 
 @contextlib.contextmanager
@@ -148,7 +143,7 @@ class KeptStep:
         shape = (config.prompts_per_step * config.group_size, config.max_new_tokens)
         types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
         arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
-        state = runtime.state_shapes(optimizer_of_phase(runtime.config, "rl")[0])
+        state = runtime.layout.state_shapes(optimizer_of_phase(runtime.config, "rl")[0])
         with _opened(directory) as opened:
             if opened is None:
                 return None
@@ -175,12 +170,14 @@ class KeptStep:
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
         """The two sides before the update, on the questions of some of the groups."""
         optimizer, _ = optimizer_of_phase(runtime.config, "rl")
-        state = runtime.new_state(self.policy["params"], optimizer, self.policy["scaling_state"])
+        state = runtime.engine.new_state(
+            self.policy["params"], optimizer, self.policy["scaling_state"]
+        )
         scales = self.policy["kv_scales"]
         if scales is not None:
             scales = processes.place(scales, state.step.sharding)
         state = dataclasses.replace(state, kv_scales=scales)
-        weights = runtime.refit_state(state)[0]
+        weights = runtime.engine.refit(state).weights
         questions = [self.questions[i] for i in groups]
         firsts = self.first_ids[groups]
         return Programs(runtime, state, weights, questions, self.key, first_ids=firsts)
@@ -235,9 +232,9 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
       |dlogp| between the two now}.
     """
     began = budget.clock()
-    out, prompts, lengths = programs.rollout()
+    out = programs.rollout()
     # The learner gets the tokens of the step, also where the sampler draws others now.
-    batch = programs.batch(dataclasses.replace(out, **kept.rollout), prompts, lengths)
+    batch = programs.batch(dataclasses.replace(out, **kept.rollout))
     batch = jax.tree.map(lambda x: x[kept.first], batch)
     logp, _ = programs.learner(batch)
     cut = {name: getattr(out, name)[kept.first] for name in _RECORDED}

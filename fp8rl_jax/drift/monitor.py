@@ -26,10 +26,10 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.drift.budget import Budget
-from fp8rl_jax.drift.kept_step import KeptStep, analyse_step, policy_of
+from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.drift.self_check import note_drift
-from fp8rl_jax.learner import TrainState
+from fp8rl_jax.learner import TrainState, policy_of
 from fp8rl_jax.report.verdicts import step_verdicts
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples
@@ -93,7 +93,13 @@ class DriftMonitor:
             n: np.asarray(getattr(samples.rollout, n)) for n in ("tokens", "mask", "logprobs")
         }
         kept = KeptStep(
-            step, self._policy, samples.questions, samples.first_ids, samples.key, rollout, logp
+            step,
+            self._policy,
+            samples.questions,
+            samples.prompts.first_ids,
+            samples.prompts.key,
+            rollout,
+            logp,
         )
         self._policy = None
         if not kept.drift <= self._largest_kept():

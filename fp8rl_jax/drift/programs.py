@@ -24,8 +24,9 @@ from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, quantize_params, trainable_params
 from fp8rl_jax.rollout import make_refit
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.runtime import Runtime, to_device
+from fp8rl_jax.training.runtime import Runtime
 
 Host = Any  # a Rollout or a Batch whose arrays are numpy's
 Taps = dict[str, np.ndarray]
@@ -64,53 +65,57 @@ class Programs:
     weights: dict
     questions: list[Question]
     key: jax.Array
-    first_ids: np.ndarray | int = dataclasses.field(default=0, kw_only=True)
+    first_ids: np.ndarray | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
         """The run's two sides at a state whose KV scales are calibrated on the questions first."""
-        state = runtime.calibrate_state(state, *runtime.pad_prompts(questions))
-        weights = runtime.refit_state(state)[0]
-        return cls(runtime, state, weights, questions, runtime.keys["rollout"])
+        engine = runtime.engine
+        state = engine.calibrate(state, *runtime.text.prompts(questions))
+        weights = engine.refit(state).weights
+        return cls(runtime, state, weights, questions, engine.keys["rollout"])
 
-    def rollout(self, taps: Sequence[str] = ()) -> tuple[Host, np.ndarray, np.ndarray]:
-        """Samples: the rollout on the host, prompt tokens (P, Tp) and lengths (P,)."""
-        rt, config = self.runtime, self.runtime.config.rollout
-        sampler = rt.sampler
-        if taps:
-            sampler = rt.make_sampler(config.group_size, config.top_k, config.top_p, tuple(taps))
-        rollout, prompts, lengths = rt.generate(
-            sampler, self.weights, self.questions, self.key, self._temperature(),
-            first_id=self.first_ids,
-        )  # fmt: skip
-        return processes.fetch(rollout), prompts, lengths
-
-    def _temperature(self) -> np.ndarray:
-        config = self.runtime.config.rollout
+    @property
+    def prompts(self) -> Prompts:
+        """What the sampler is asked for."""
+        config, tokens = self.runtime.config.rollout, self.runtime.text.prompts(self.questions)
         rows = len(self.questions) * config.group_size
-        return np.full(rows, config.temperature, np.float32)
+        temperature = np.full(rows, config.temperature, np.float32)
+        if self.first_ids is None:
+            return Prompts.numbered(*tokens, self.key, temperature)
+        return Prompts(*tokens, self.key, temperature, self.first_ids)
 
-    def batch(self, rollout: Host, prompts: np.ndarray, lengths: np.ndarray) -> Host:
+    def rollout(self, taps: Sequence[str] = ()) -> Host:
+        """Samples: the rollout on the host."""
+        engine, config = self.runtime.engine, self.runtime.config.rollout
+        sampler = engine.sampler
+        if taps:
+            sampler = engine.make_sampler(
+                config.group_size, config.top_k, config.top_p, tuple(taps)
+            )
+        return processes.fetch(engine.sample(self.weights, self.prompts, sampler=sampler))
+
+    def batch(self, rollout: Host) -> Host:
         """The rollout as the learner takes it; every other response with a negative advantage."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
-        return self.runtime.rollout_batch(rollout, prompts, lengths, advantages)
+        return self.runtime.engine.batch(rollout, self.prompts, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
         """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
         rt = self.runtime
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
-        state = rt.new_state(self.state.params, optimizer, self.state.scaling_state)
+        state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
         loss = LossConfig(rt.algorithm.loss)
-        step = rt.train_step(
+        step = rt.engine.train_step(
             optimizer,
             loss,
             rt.config.learner.gradient_accumulation_steps,
             taps=tuple(taps),
             donate=False,
         )
-        _, logp, metrics = step(state, to_device(batch, rt), rt.rope)
+        _, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
         return processes.fetch((logp, metrics.get("taps", {})))
 
     def learner_weights(self) -> dict:
@@ -137,13 +142,13 @@ class Programs:
         recipe, layers = rt.learner_recipe, rt.model.num_hidden_layers
         names, nowhere = tuple(taps), np.zeros(layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
-        batch = to_device(batch, rt)
+        batch = rt.layout.by_rows(batch)
 
         def objective(params, weights, state, batch, rope, swaps):
             paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
                 paired, batch, rt.model, recipe, rope, rt.config.learner.remat, state.kv_scales,
-                rt.parallel, taps=names, swaps=swaps,
+                rt.layout.parallel, taps=names, swaps=swaps,
             )  # fmt: skip
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 
@@ -160,7 +165,7 @@ class Programs:
                 name: Swap(jnp.asarray(chosen.get(name, nowhere)), value)
                 for name, value in values.items()
             }
-            (logp, own), _ = score(state, batch, rt.rope, swaps)
+            (logp, own), _ = score(state, batch, rt.engine.rope, swaps)
             return np.asarray(logp), own
 
         return swapped

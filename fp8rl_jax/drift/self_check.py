@@ -84,11 +84,11 @@ def self_check(runtime: Runtime) -> SelfCheck:
     """Runs sampler and train step of a cut of the run's model on a few of its questions."""
     cut = _cut(runtime)
     config = cut.config
-    state = cut.new_state(cut.init_params(), optimizer_of_phase(config, "rl")[0])
+    state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl")[0])
     questions = cut.questions["train"][: config.rollout.prompts_per_step]
     programs = Programs.calibrated(cut, state, questions)
-    rollout, prompts, lengths = programs.rollout()
-    batch = programs.batch(rollout, prompts, lengths)
+    rollout = programs.rollout()
+    batch = programs.batch(rollout)
     logp, _ = programs.learner(batch)
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]

@@ -61,7 +61,7 @@ def export_run(
     config.run.dir, config.mesh = str(path), default_config().mesh
     found = open_trained(make_runtime(config, with_questions=False), path)
     runtime = found.runtime
-    read = found.checkpoints.read_params(found.number, runtime.state_shapes(found.optimizer))
+    read = found.checkpoints.read_params(found.number, runtime.layout.state_shapes(found.optimizer))
     note(f"weights of {path} after {found.phase} step {found.step}")
     if not found.checkpoints.has_checksums(found.number):
         note("it has no checksums of single arrays, so that none is verified")
@@ -74,7 +74,7 @@ def export_run(
         note("without a tokenizer: that of the run is 'byte', which has no file")
     params = jax.tree_util.tree_map_with_path(
         lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
-        runtime.param_shapes,
+        runtime.layout.param_shapes,
     )
     target = hf.save(
         target, runtime.model, params,

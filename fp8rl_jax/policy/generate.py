@@ -14,7 +14,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from fp8rl_jax import sharding
 from fp8rl_jax.policy.load import Policy, pad
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_stream
 from fp8rl_jax.training.runtime import Runtime
@@ -68,7 +67,7 @@ def generate(
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
-    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, runtime.parallel)
+    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 
@@ -108,9 +107,9 @@ def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
     prompts, lengths = pad(runtime, rows)
     sample_ids = np.arange(len(lengths), dtype=np.int32)
     temperatures = np.full(len(lengths), temperature, np.float32)
-    new = runtime.config.rollout.max_new_tokens
+    new, engine = runtime.config.rollout.max_new_tokens, runtime.engine
     limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
     prompts, lengths, *fields = jax.device_put(
-        (prompts, lengths, sample_ids, temperatures, limits), sharding.batch_sharding(runtime.mesh)
+        (prompts, lengths, sample_ids, temperatures, limits), runtime.layout.rows
     )
-    return prompts, Requests(lengths, runtime.keys["rollout"], *fields, runtime.rope)
+    return prompts, Requests(lengths, engine.keys["rollout"], *fields, engine.rope)

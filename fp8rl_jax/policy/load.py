@@ -57,7 +57,7 @@ def load_policy(
     note: Note = lambda text: None,
     as_questions: bool = False,
 ) -> Iterator[Policy]:
-    """The policy in `run.dir`, ready for some prompts, under its mesh.
+    """The policy in `run.dir`, ready for some prompts.
 
     Args:
       runtime: made from the configuration of the policy (`load_config` or `directory_config`).
@@ -81,14 +81,15 @@ def load_policy(
     longest = max(map(len, rows))
     runtime = runtime.with_prompt_slots(_round_slots(longest))
     if released:
-        state, phase = runtime.new_state(runtime.initial_params(), optax.identity()), "rl"
+        params = runtime.engine.initial_params()
+        state, phase = runtime.engine.new_state(params, optax.identity()), "rl"
         note(f"weights of {config.model.checkpoint}")
     else:
         state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
     if not is_fresh(state.kv_scales, int(state.step)):
         few = rows[: config.eval.batch_size]
-        state = runtime.calibrate_state(state, *pad(runtime, few))
-    weights = runtime.refit_state(state)[0]
+        state = runtime.engine.calibrate(state, *pad(runtime, few))
+    weights = runtime.engine.refit(state).weights
     yield Policy(runtime, weights, rows, phase, int(state.step))
 
 
@@ -156,12 +157,12 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     """
     found = open_trained(runtime, directory)
     saved = found.runtime
-    state = found.checkpoints.restore(found.number, saved.state_shapes(found.optimizer))
+    state = found.checkpoints.restore(found.number, saved.layout.state_shapes(found.optimizer))
     found.checkpoints.close()
     note(f"weights of {directory} after {found.phase} step {found.step}")
     same = runtime.learner_recipe == saved.learner_recipe
     scaling_state = state.scaling_state if same else None
-    loaded = runtime.new_state(state.params, optax.identity(), scaling_state)
+    loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
     kept = {"step": state.step}
     # Between two evaluations of the supervised stage scales are of older weights.
     same = runtime.rollout_recipe == saved.rollout_recipe

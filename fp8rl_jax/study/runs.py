@@ -146,7 +146,7 @@ class Arms:
         config.precision.rollout = config.precision.learner = "bf16"
         runtime = make_runtime(config)
         state, phase = load_trained(runtime, pathlib.Path(config.run.dir), self._note)
-        weights = runtime.refit_state(state).weights
+        weights = runtime.engine.refit(state).weights
         record = evaluate(runtime, weights, phase, int(state.step))[0].record
         params = jax.device_get(state.params) if after else None
         found = {"bf16": _accuracies(record)}

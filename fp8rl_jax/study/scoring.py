@@ -31,7 +31,8 @@ from fp8rl_jax.models.taps import LOGITS, ROUTING
 from fp8rl_jax.quant import KVScales, Recipe
 from fp8rl_jax.rollout import make_calibrate, make_refit
 from fp8rl_jax.study.progress import Note, Part, silent
-from fp8rl_jax.training.runtime import Runtime, to_device
+from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.runtime import Runtime
 
 _ROUTER_LOGITS = "router_logits"
 _MOST_LOGITS = 1 << 26  # float32 logits of a score that are held at once
@@ -119,19 +120,20 @@ def sample(
     frozen = ml_collections.FrozenConfigDict(config)
     runtime = dataclasses.replace(runtime, config=frozen, rollout_recipe=recipe)
     settings = config.rollout
-    sampler = runtime.make_sampler(group, settings.top_k, settings.top_p)
-    size, key = settings.prompts_per_step, runtime.keys["rollout"]
+    engine = runtime.engine
+    sampler = engine.make_sampler(group, settings.top_k, settings.top_p)
+    size, key = settings.prompts_per_step, engine.keys["rollout"]
     parts, progress = [], Part("questions answered", len(questions), note)
-    prompts, lengths = runtime.pad_prompts(list(questions))
-    scales = kv_scales(runtime, params, recipe, prompts, lengths)
+    scales = kv_scales(runtime, params, recipe, *runtime.text.prompts(list(questions)))
     weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
     for first in range(0, len(questions), size):
         part = list(questions[first : first + size])
         temperature = np.full(len(part) * group, settings.temperature, np.float32)
-        rollout, prompts, lengths = runtime.generate(
-            sampler, weights, part, key, temperature, first_id=first * group
+        prompts = Prompts.numbered(
+            *runtime.text.prompts(part), key, temperature, first=first * group
         )
-        parts.append(runtime.rollout_batch(rollout, prompts, lengths))
+        rollout = engine.sample(weights, prompts, sampler=sampler)
+        parts.append(engine.batch(rollout, prompts))
         progress.reach(first + size)
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
@@ -144,12 +146,17 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
     if recipe.kv != "calibrated":
         return None
     calibrate = make_calibrate(
-        runtime.model, recipe, runtime.parallel, margin=runtime.config.precision.kv_margin
+        runtime.model, recipe, runtime.layout.parallel, margin=runtime.config.precision.kv_margin
     )
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
     found = [
         calibrate(
-            params, scaling, tokens[i : i + size], lengths[i : i + size], np.int32(0), runtime.rope
+            params,
+            scaling,
+            tokens[i : i + size],
+            lengths[i : i + size],
+            np.int32(0),
+            runtime.engine.rope,
         )
         for i in range(0, len(tokens), size)
     ]
@@ -211,8 +218,10 @@ class Scorer:
                 count = ("experts", "weights").index(view.replay) + 1
                 taps = found[view.of][2]
                 routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
-            given = to_device(dataclasses.replace(batch, routing=routing), self._runtime)
-            found[name] = self._score[view.recipe](*weights[view.recipe], given, self._runtime.rope)
+            given = self._runtime.layout.by_rows(dataclasses.replace(batch, routing=routing))
+            found[name] = self._score[view.recipe](
+                *weights[view.recipe], given, self._runtime.engine.rope
+            )
         mask, model = batch.mask, self._runtime.model
         dense = model.dense_layers  # in front; their taps are zeros
 
@@ -246,7 +255,15 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
         logp, entropy, aux = response_logprobs(
-            weights, batch, runtime.model, recipe, rope, "none", scales, runtime.parallel, taps=taps
+            weights,
+            batch,
+            runtime.model,
+            recipe,
+            rope,
+            "none",
+            scales,
+            runtime.layout.parallel,
+            taps=taps,
         )
         return logp, entropy, aux["taps"]
 

@@ -239,7 +239,7 @@ def check_task(config: ml_collections.ConfigDict) -> None:
 
 
 def _initial(runtime: Runtime) -> Any:
-    return jax.device_get(runtime.initial_params())
+    return jax.device_get(runtime.engine.initial_params())
 
 
 def _newest(runtime: Runtime, note: Note) -> Any:

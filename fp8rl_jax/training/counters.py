@@ -11,7 +11,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from fp8rl_jax.quant import KVScales, SiteScaling
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.stacks import layer_groups, layer_stacks
+from fp8rl_jax.quant import KVScales, Recipe, SiteScaling
 from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
@@ -20,6 +22,12 @@ Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L,
 def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
     """Sums the counts of several updates of one step."""
     return jax.tree.map(lambda *n: np.sum(n, axis=0), *parts) if parts else {}
+
+
+def first_layers(model: ModelConfig, recipe: Recipe) -> dict[str, int]:
+    """{run of layers under `recipe`: number of its first layer}."""
+    runs = layer_groups(layer_stacks(model), recipe)
+    return {run.name: run.layers.start for run in runs}
 
 
 def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, float | str]:
@@ -32,7 +40,7 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
 
     Args:
       health: the counts.
-      first: {run of layers: number of its first layer}; the KV cache counts over all layers.
+      first: of `first_layers`; the KV cache counts over all layers.
     """
     record: dict[str, float | str] = {}
     for name, sites in health.items():

@@ -91,8 +91,8 @@ def _train_step(runtime: Runtime) -> tuple[Any, tuple]:
     config = runtime.config
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     optimizer, _ = optimizer_of_phase(config, "rl")
-    state = runtime.state_shapes(optimizer)
-    step = runtime.train_step(optimizer, runtime.loss, config.learner.gradient_accumulation_steps)
+    state = runtime.layout.state_shapes(optimizer)
+    step = runtime.engine.compiled_update
     return step, (state, _batch(runtime, rows // config.algo.num_minibatches), _rope(runtime))
 
 
@@ -114,12 +114,12 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     wanted = request_shapes(runtime, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
-        "rollout": runtime.sampler.trace(
-            runtime.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
+        "rollout": runtime.engine.sampler.trace(
+            runtime.layout.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
             wanted.temperature, wanted.limits, wanted.rope,
         ),
         "train step": step.trace(*arguments),
-        "score": runtime.score.trace(
+        "score": runtime.engine.compiled_score.trace(
             state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
         ),
     }  # fmt: skip
@@ -131,8 +131,8 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     rollout = config.rollout
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
-    loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.parallel)
-    weights, wanted = runtime.weight_shapes, request_shapes(runtime, rows, rows)
+    loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
+    weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
     by_row = PartitionSpec(sharding.BATCH_AXES)
@@ -150,4 +150,4 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
         return loop.decode_step(loop.prepare(weights), wanted, state)
 
     lowered = jax.jit(step, donate_argnums=2)
-    return lowered.lower(sharding.laid_out(weights, runtime.weight_shardings), wanted, state)
+    return lowered.lower(sharding.laid_out(weights, runtime.layout.weight_shardings), wanted, state)

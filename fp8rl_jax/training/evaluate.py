@@ -12,8 +12,9 @@ import numpy as np
 from fp8rl_jax.base import processes
 from fp8rl_jax.envs import Question, Tally, Term, extract_answers
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
+from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.step_record import Rewards
 
 
 class Evaluation(NamedTuple):
@@ -50,7 +51,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
     found = []
     for index, (name, questions) in enumerate(sets):
         # Below 1 << 31 are the steps' numbers: the first set's key is that of the only one.
-        key = runtime.keys["eval"]
+        key = runtime.engine.keys["eval"]
         key = jax.random.fold_in(key, (1 << 31) + index) if index else key
         key = jax.random.fold_in(key, step + (phase == "rl") * (1 << 30))
         head = {**when, "set": name} if name else when
@@ -68,7 +69,7 @@ def _evaluate(
     tally: Tally,
 ) -> Evaluation:
     """Accuracy on a set; `head` begins each record."""
-    config = runtime.config
+    config, engine = runtime.config, runtime.engine
     start = time.perf_counter()
     size = config.eval.batch_size
     (reward,), errors = runtime.rewards[:1], tally.errors
@@ -82,14 +83,17 @@ def _evaluate(
         rows = group * len(part)  # the others fill the batch
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
-        rollout, _, _ = runtime.generate(
-            runtime.eval_sampler, weights, padded, jax.random.fold_in(key, index), temperature
+        prompts = Prompts.numbered(
+            *runtime.text.prompts(padded), jax.random.fold_in(key, index), temperature
         )
+        rollout = engine.sample(weights, prompts, sampler=engine.eval_sampler)
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
-        scoring = Rewards(runtime, [q for q in part for _ in range(group)], [reward], size * group)
+        of_rows = [q for q in part for _ in range(group)]
+        own = processes.own_rows(runtime.layout.rows, size * group)
+        scoring = Rewards(runtime.text.decode, of_rows, [reward], own)
         scoring.add(rollout, np.ones(size * group, bool))
         rewards.append(scoring.result(tally)[1][reward.name])
-        texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
+        texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
     found = np.concatenate(rewards).reshape(-1, group)
     scored = ~np.isnan(found).any(axis=1)

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection
+from typing import Any
 
 import ml_collections
 
@@ -29,8 +30,8 @@ from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.rollout.memory_plan import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
+from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.logs import RunLogs
-from fp8rl_jax.training.runtime import Runtime
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
@@ -63,6 +64,24 @@ _FILES = (
 )  # fmt: skip
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # for a network file system to show a new file
+
+
+def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]) -> str | None:
+    """What has changed since the run in `run.dir` was last started, as a line.
+
+    Args:
+      resolved: the configuration.
+      resume: whether a run that is there may go on.
+      digest: of the data set's rows; '' without one.
+      now: the `environment` of this start.
+
+    Raises:
+      UserError: it is another run, or cannot go on.
+    """
+    directory = pathlib.Path(resolved.config.run.dir)
+    check_directory(resolved, resume)
+    _check_unchanged(directory, digest)
+    return check_environment(directory, now)
 
 
 def check_directory(resolved: Resolved, resume: bool) -> None:
@@ -104,8 +123,8 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
             )
 
 
-def open_run(resolved: Resolved) -> pathlib.Path:
-    """Writes the config.json of a directory that `check_directory` has passed.
+def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:
+    """Writes what a directory begins with that `check_run` has passed; arguments are its own.
 
     Raises:
       UserError: the directory cannot be written.
@@ -118,12 +137,14 @@ def open_run(resolved: Resolved) -> pathlib.Path:
             shapes = dataclasses.asdict(resolved.model)
             write_whole(directory / "model.json", json.dumps(shapes, indent=2) + "\n")
         write_whole(directory / "config.json", json.dumps(as_saved(config), indent=2) + "\n")
+        if digest:
+            write_whole(directory / _DIGEST, digest + "\n")
     except OSError as error:
         raise no_room(directory, error) from None
-    return directory
+    keep_environment(directory, now)
 
 
-def check_unchanged(directory: pathlib.Path, digest: str) -> None:
+def _check_unchanged(directory: pathlib.Path, digest: str) -> None:
     """Raises UserError if the run in `directory` began with other rows of its data set."""
     saved = directory / _DIGEST
     if digest and os.path.lexists(saved) and _kept_digest(saved) != digest:
@@ -141,20 +162,6 @@ def _kept_digest(path: pathlib.Path) -> str:
             f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or choose "
             "another --config.run.dir"
         ) from None
-
-
-def keep_digest(directory: pathlib.Path, digest: str) -> None:
-    """Notes the rows of a run's data set for `check_unchanged`; nothing without one.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    if not digest:
-        return
-    try:
-        write_whole(directory / _DIGEST, digest + "\n")
-    except OSError as error:
-        raise no_room(directory, error) from None
 
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
@@ -234,22 +241,27 @@ def first_difference(theirs: dict, ours: dict):
     return None
 
 
-def state_bytes(runtime: Runtime) -> int:
-    """Size of a checkpoint: float32 parameters, two moments, states of scaling policies."""
+def check_rooms(resolved: Resolved, cache: pathlib.Path | None) -> None:
+    """Raises UserError if `run.dir`, or the directory of the cached fine-tuning, cannot hold what a
+    run writes."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
-    return train_bytes(runtime.model, runtime.learner_recipe, one_device)
+    # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
+    size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
+    check_room(pathlib.Path(resolved.config.run.dir), bytes_to_write(resolved, size))
+    if cache:
+        check_room(cache.parent, size, "run.cache_dir")
 
 
-def bytes_to_write(runtime: Runtime) -> int:
-    """Bytes that a run adds to `run.dir`: checkpoints take the room of those they replace, once
-    the new one is complete; a reference policy stays."""
-    run, size = runtime.config.run, state_bytes(runtime)
+def bytes_to_write(resolved: Resolved, size: int) -> int:
+    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes: they take the room of
+    those they replace, once the new one is complete; a reference policy stays."""
+    run = resolved.config.run
     checkpoints = os.path.join(run.dir, "checkpoints")
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
     there = [int(name) for name in names if name.isdecimal()]
     has_reference = os.path.isdir(os.path.join(run.dir, "reference"))
-    stays = runtime.algorithm.needs_reference and not has_reference
-    sft = runtime.config.sft
+    stays = resolved.algorithm.needs_reference and not has_reference
+    sft = resolved.config.sft
     left = run.steps - max([0, *(number - sft.steps for number in there)])
     saves = 1 + -(-left // run.checkpoint_every) + (0 if there else sft.steps and sft.evaluations)
     more = max(1, min(run.keep_checkpoints + 1 - len(there), saves))

@@ -16,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
+from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.step_record import Rewards, StepRecord
+from fp8rl_jax.training.step_record import StepRecord
 
 _ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")  # of a Rollout
 
@@ -33,33 +36,32 @@ class Samples:
     Attributes:
       questions: of the groups.
       rollout: the responses, on the host; what the routers chose is on the devices.
-      prompts, lengths: (P, Tp) int32 and (P,) int32.
+      prompts: what the engine was asked for.
       rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
-      first_ids: (P,), the number of each group's first sample; the others follow it.
-      key: of the step; with a sample's number it decides the sample's random bits.
     """
 
     questions: list[Question]
     rollout: Rollout
-    prompts: np.ndarray
-    lengths: np.ndarray
+    prompts: Prompts
     rewards: np.ndarray
     by_name: dict[str, np.ndarray]
     counts: np.ndarray
-    first_ids: np.ndarray
-    key: jax.Array
 
     def groups(self, chosen: np.ndarray) -> Samples:
         """The groups at the indices `chosen`, in that order."""
         size = self.rewards.shape[1]
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
+        prompts = self.prompts
         return Samples(
-            [self.questions[i] for i in chosen], _take(self.rollout, rows), self.prompts[chosen],
-            self.lengths[chosen], self.rewards[chosen],
+            [self.questions[i] for i in chosen], _take(self.rollout, rows),
+            Prompts(
+                prompts.tokens[chosen], prompts.lengths[chosen], prompts.key,
+                prompts.temperature[rows], prompts.first_ids[chosen],
+            ),
+            self.rewards[chosen],
             {name: values[chosen] for name, values in self.by_name.items()}, self.counts[chosen],
-            self.first_ids[chosen], self.key,
         )  # fmt: skip
 
 
@@ -112,18 +114,20 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     config = runtime.config
     group = config.rollout.group_size
     rows = len(questions) * group
-    first_ids = number * rows + group * np.arange(len(questions))
-    rewards = Rewards(runtime, [q for q in questions for _ in range(group)], runtime.rewards, rows)
+    temperature = np.full(rows, config.rollout.temperature, np.float32)
+    prompts = Prompts.numbered(
+        *runtime.text.prompts(questions), key, temperature, first=number * rows
+    )
+    own = processes.own_rows(runtime.layout.rows, rows)
+    of_rows = [q for q in questions for _ in range(group)]
+    rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
 
     def watch(progress: Progress) -> None:
         rewards.add(progress.rollout, progress.done)
         show(progress)
 
     with record.timed("rollout"):
-        rollout, prompts, lengths = runtime.generate(
-            runtime.sampler, weights, questions, key,
-            np.full(rows, config.rollout.temperature, np.float32), watch, first_id=number * rows,
-        )  # fmt: skip
+        rollout = runtime.engine.sample(weights, prompts, watch)
     with record.timed("reward"):
         rewards.add(rollout, np.ones(rows, bool))
         scores, by_name = rewards.result(tally)
@@ -133,18 +137,19 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    return Samples(
-        list(questions), rollout, prompts, lengths, values, by_name, counts, first_ids, key
-    )
+    return Samples(list(questions), rollout, prompts, values, by_name, counts)
 
 
 def _joined(rounds: list[Samples]) -> Samples:
     if len(rounds) == 1:
         return rounds[0]
-    arrays = {
-        name: np.concatenate([getattr(r, name) for r in rounds])
-        for name in ("prompts", "lengths", "rewards", "counts", "first_ids")
-    }
+
+    def join(values, names) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([getattr(v, name) for v in values]) for name in names}
+
+    arrays = join(rounds, ("rewards", "counts"))
+    asked = join([r.prompts for r in rounds], ("tokens", "lengths", "temperature", "first_ids"))
+    prompts = Prompts(key=rounds[0].prompts.key, **asked)
     rollouts = [r.rollout for r in rounds]
     rollout = Rollout(
         *(np.concatenate([getattr(r, f) for r in rollouts]) for f in _ROW_FIELDS),
@@ -152,7 +157,7 @@ def _joined(rounds: list[Samples]) -> Samples:
     )
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
-    return Samples(questions, rollout, by_name=by_name, key=rounds[0].key, **arrays)
+    return Samples(questions, rollout, prompts, by_name=by_name, **arrays)
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:

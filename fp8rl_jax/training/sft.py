@@ -15,7 +15,6 @@ import socket
 import time
 
 import jax
-import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import NonFiniteError, UserError
@@ -24,15 +23,15 @@ from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.data import Stream, pad_demonstrations, tokenizer_files
-from fp8rl_jax.learner import Batch, LossConfig, TrainState
+from fp8rl_jax.data import Stream, tokenizer_files
+from fp8rl_jax.learner import LossConfig, TrainState
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_log
 from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
-from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.run_directory import no_room
-from fp8rl_jax.training.runtime import Runtime, to_device
+from fp8rl_jax.training.runtime import Runtime
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
 _FIELDS = (
@@ -160,44 +159,35 @@ def _remove_left_behind(parent: pathlib.Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def run_sft(
-    runtime: Runtime, state: TrainState, logs: RunLogs, display: Display, evaluate, checkpoint, stop
-) -> TrainState:
-    """Supervised updates from `state.step` to the end.
-
-    Args:
-      runtime, state: what to train.
-      logs, display: where records of updates go.
-      evaluate: called as evaluate(state, weights), with what the sampler takes of the state.
-      checkpoint: called as checkpoint(state) at each evaluation and when stopping.
-      stop: asked after each update; the name of what stops the run, or None.
+def run_sft(run: Run, state: TrainState) -> TrainState:
+    """Supervised updates from `state.step` to the end, with a checkpoint at each evaluation.
 
     Returns:
       The state after the last update, or after the update at which it had to stop.
 
     Raises:
       NonFiniteError: loss or gradient is NaN or infinite.
-      RewardError: of `evaluate`.
+      RewardError: every call of a reward failed in an evaluation.
     """
-    config = runtime.config
+    runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine
     optimizer, schedule = optimizer_of_phase(config, "sft")
-    train_step = runtime.train_step(optimizer, LossConfig(reinforce()), 1, runtime.sft_recipe)
+    train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, engine.sft_recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
     steps, count = config.sft.steps, config.sft.evaluations
     evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
-    display.phase("SFT", config.sft.steps, int(state.step))
+    run.display.phase("SFT", config.sft.steps, int(state.step))
     for step in range(int(state.step), config.sft.steps):
         hold_settings()
         start = time.perf_counter()
-        batch = _demonstrations(runtime, stream.next())
+        batch = runtime.layout.by_rows(runtime.text.demonstrations(stream.next()))
         rate = float(schedule(updates_made(state.opt_state)))
-        state, _, metrics = train_step(state, batch, runtime.rope)
+        state, _, metrics = train_step(state, batch, engine.rope)
         metrics = jax.device_get(metrics)
         if not metrics["good"]:
-            checkpoint(state)
+            run.save(state)
             raise NonFiniteError(non_finite_message("SFT", step + 1, metrics))
-        state = runtime.advance(state, step + 1, stream.position)
+        state = engine.advance(state, step + 1, stream.position)
         record = {
             "step": step + 1,
             "loss": float(metrics["loss"]),
@@ -205,41 +195,14 @@ def run_sft(
             "lr": rate,
             "time_step": time.perf_counter() - start,
         }
-        logs.write("sft", record)
-        display.sft_step(record)
+        run.logs.write("sft", record)
+        run.display.sft_step(record)
         if step + 1 in evaluate_at:
-            state = runtime.calibrate_state(state, batch.tokens, batch.lengths)
-            evaluate(state, runtime.refit_state(state).weights)
-        stopping = stop() is not None
+            state = engine.calibrate(state, batch.tokens, batch.lengths)
+            run.evaluate(state, engine.refit(state).weights)
+        stopping = run.stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):
-            checkpoint(state)
+            run.save(state)
         if stopping:
             break
     return state
-
-
-def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
-    """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
-    layer = int(metrics["bad_layer"])
-    where = f"layer {layer} is the first with a non-finite output" if layer >= 0 else (
-        "every layer's output is finite, so it arose in the loss or in a gradient"
-    )  # fmt: skip
-    return (
-        f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
-        f"{float(metrics['grad_norm'])}; {where}; "
-        + (
-            "the last good state is saved"
-            if saved
-            else "the newest checkpoint is the last good state"
-        )
-    )
-
-
-def _demonstrations(runtime: Runtime, questions) -> Batch:
-    rollout = runtime.config.rollout
-    prompts, lengths, targets, mask = pad_demonstrations(
-        [(q.prompt, q.demonstration) for q in questions],
-        runtime.tokenizer, rollout.max_prompt_tokens, rollout.max_new_tokens, runtime.chat,
-    )  # fmt: skip
-    ones = np.ones(len(questions), np.float32)
-    return to_device(runtime.batch(prompts, lengths, targets, mask, ones), runtime)

@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.base import processes
-from fp8rl_jax.envs import Question, Scoring, Tally, Term
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.sharding import batch_sharding
-from fp8rl_jax.training.counters import add_counts, load_metrics, loss_metrics
-from fp8rl_jax.training.runtime import Runtime, Served
+from fp8rl_jax.training.counters import add_counts, first_layers, load_metrics, loss_metrics
 
 _MEANS = ("loss", "grad_norm", "router_aux_loss")
 # Statistic of a token -> its metric, the mean over tokens.
@@ -24,55 +22,6 @@ _OF_TOKENS = {
     "ratio": "ratio_mean", "clipped_low": "clipfrac_low", "clipped_high": "clipfrac_high",
     "clipped_dual": "clipfrac_dual", "kl": "kl_ref", "entropy": "entropy",
 }  # fmt: skip
-
-
-class Rewards:
-    """Rewards of responses, which are scored from the time on when they are complete. Each process
-    scores the rows that are on its devices."""
-
-    def __init__(self, runtime: Runtime, questions: list[Question], rewards: list[Term], rows: int):
-        """
-        Args:
-          runtime: of the run.
-          questions: one for each response.
-          rewards: what scores them.
-          rows: of the batch that they are sampled in, of which they are the first.
-        """
-        self._runtime, self._questions, self._rewards = runtime, questions, rewards
-        own = processes.own_rows(batch_sharding(runtime.mesh), rows)
-        self._left = own[: len(questions)]  # to be handed in
-        self._scorings: list[tuple[np.ndarray, Scoring]] = []
-
-    def add(self, rollout: Rollout, done: np.ndarray) -> None:
-        """Hands in the responses that are `done` (B,) and have not been handed in."""
-        rows = np.flatnonzero(done[: len(self._left)] & self._left)
-        texts = self._runtime.decode(rollout.tokens[rows], rollout.mask[rows])
-        questions = [self._questions[r] for r in rows]
-        self._scorings.append((rows, Scoring(self._rewards, questions, texts)))
-        self._left[rows] = False
-
-    def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Waits for the rewards (B,) of all responses, and each by its name without its weight;
-        nan where a response was not scored.
-
-        Raises:
-          RewardError: no call of a reward comes to an end.
-        """
-        parts = tally.everywhere(lambda: self._own_result(tally))
-        values, by_name = parts[0]
-        for others, others_by_name in parts[1:]:  # 0 in the rows that are not theirs
-            values = values + others
-            by_name = {name: rows + others_by_name[name] for name, rows in by_name.items()}
-        return values, by_name
-
-    def _own_result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        values = np.zeros(len(self._questions))
-        by_name = {term.name: np.zeros(len(self._questions)) for term in self._rewards}
-        for rows, scoring in self._scorings:
-            values[rows], found = scoring.result(tally)
-            for name, terms in found.items():
-                by_name[name][rows] = terms
-        return values, by_name
 
 
 class StepRecord(dict[str, Any]):
@@ -109,7 +58,9 @@ class StepRecord(dict[str, Any]):
             given = {n: v for n, v in by_name.items() if not np.isnan(v).all()}
             self.update({f"reward/{n}": float(np.nanmean(v)) for n, v in given.items()})
 
-    def add_updates(self, updates: Sequence[dict], tokens: float, runtime: Runtime) -> None:
+    def add_updates(
+        self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe
+    ) -> None:
         """What the step's updates computed; after `time_learner`.
 
         Loss and gradient norm are means over the updates. What follows from the ratio is of the
@@ -118,7 +69,7 @@ class StepRecord(dict[str, Any]):
         Args:
           updates: metrics of each train step, on the host, and its `counts`, (B, R) bool.
           tokens: of the step's responses.
-          runtime: names layers.
+          model, learner: shapes, and the recipe of the updates: they name layers.
         """
         for name in _MEANS:
             if name in updates[0]:
@@ -132,19 +83,16 @@ class StepRecord(dict[str, Any]):
             self["update_skipped"] = skipped
         if "expert_tokens" in updates[0]:
             counts = np.sum([metrics["expert_tokens"] for metrics in updates], axis=0)
-            self.update(load_metrics(counts, runtime.model.dense_layers))
+            self.update(load_metrics(counts, model.dense_layers))
         health = add_counts([metrics["health"] for metrics in updates if "health" in metrics])
-        self.update(loss_metrics(health, runtime.first_layers(runtime.learner_recipe)))
+        self.update(loss_metrics(health, first_layers(model, learner)))
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
-    def add_refit(self, served: Served, checksum, runtime: Runtime) -> None:
-        """Whether the weights that were sampled are those that the first update computed with
-        (`checksum`), where both sides quantise alike; and what quantising them lost."""
-        if runtime.same_forward:
-            self["refit_checksum_ok"] = bool(checksum == np.asarray(served.checksum))
-        if served.health:
-            lost = {"weights": jax.device_get(served.health)}
-            self.update(loss_metrics(lost, runtime.first_layers(runtime.rollout_recipe)))
+    def add_refit(self, lost: dict, model: ModelConfig, rollout: Recipe) -> None:
+        """What quantising the sampled weights lost, by site and layer (`Served.health`)."""
+        if lost:
+            first = first_layers(model, rollout)
+            self.update(loss_metrics({"weights": jax.device_get(lost)}, first))
 
 
 def _token_metrics(tokens: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, float]:

@@ -75,8 +75,10 @@ def test_calibrated_scales_are_weights_too():
     resolved = _planned("tiny_arithmetic", "precision.kv_cache=fp8_calibrated").planned.resolved
     mesh = sharding.make_mesh(resolved.config.mesh.to_dict())
     runtime = described_runtime(resolved, mesh)
-    assert "kv_scales" in runtime.weight_shapes
-    assert jax.tree.structure(runtime.weight_shardings) == jax.tree.structure(runtime.weight_shapes)
+    assert "kv_scales" in runtime.layout.weight_shapes
+    assert jax.tree.structure(runtime.layout.weight_shardings) == jax.tree.structure(
+        runtime.layout.weight_shapes
+    )
 
 
 def test_without_the_plugin(capsys, monkeypatch, tmp_path):

@@ -71,13 +71,13 @@ def test_sample_is_the_sampler(model, capsys):
         runtime, rows = policy.runtime, policy.rows
         tokens, lengths = load.pad(runtime, rows)
         ones = np.ones(3, np.float32)
-        rollout = runtime.make_sampler(1, 0, 1.0)(
-            policy.weights, tokens, lengths, runtime.keys["rollout"],
+        rollout = runtime.engine.make_sampler(1, 0, 1.0)(
+            policy.weights, tokens, lengths, runtime.engine.keys["rollout"],
             np.arange(3, dtype=np.int32), ones,
-            np.full(3, 20, np.int32), runtime.rope,
+            np.full(3, 20, np.int32), runtime.engine.rope,
         )  # fmt: skip
         rollout = jax.device_get(rollout)
-        expected = runtime.decode(rollout.tokens, rollout.mask)
+        expected = runtime.text.decode(rollout.tokens, rollout.mask)
         pieces: dict[int, list[str]] = {row: [] for row in range(3)}
         ended: list[int] = []
         timing = generate.generate(

@@ -44,7 +44,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(train, "_Run", NoRun)
+    monkeypatch.setattr(train, "Run", NoRun)
     without_self_check(monkeypatch)
 
 

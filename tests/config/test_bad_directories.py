@@ -11,6 +11,7 @@ import re
 import shutil
 from collections import namedtuple
 
+import jax
 import pytest
 from refusals import (
     CONFIG,
@@ -29,9 +30,10 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.policy import evaluate
 from fp8rl_jax.training import run_directory, sft
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import no_room, state_bytes
+from fp8rl_jax.training.run_directory import no_room
 from fp8rl_jax.training.runtime import make_runtime
 
 pytestmark = REFUSALS
@@ -46,9 +48,10 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
-    directory = train.open_run(runtime)
+    run_directory.open_run(runtime, "", environment(runtime.config))
+    directory = pathlib.Path(config.run.dir)
     optimizer, _ = optimizer_of_phase(config, "sft")
-    state = runtime.new_state(runtime.init_params(), optimizer)
+    state = runtime.engine.new_state(runtime.engine.init_params(), optimizer)
     logs = RunLogs(directory, None, config)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     checkpoints.save(1, state, {"phase": "sft", "step": 1, "offsets": logs.offsets()})
@@ -61,6 +64,12 @@ def made_run(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def run_dir(made_run, tmp_path) -> pathlib.Path:
     return shutil.copytree(made_run, tmp_path / "run")
+
+
+def _checkpoint_bytes() -> int:
+    """Parameters and two moments of tiny.py's model, float32."""
+    shapes = make_runtime(load_config("tiny.py")).layout.param_shapes
+    return 3 * sum(4 * x.size for x in jax.tree.leaves(shapes))
 
 
 def _biggest_array(run_dir: pathlib.Path) -> pathlib.Path:
@@ -83,13 +92,13 @@ def test_a_digest_that_is_no_file(run_dir):
     """Nothing is waited for."""
     os.mkfifo(run_dir / "data.sha256")
     with pytest.raises(UserError, match=r"data.sha256 cannot be read \(it is no regular file\)"):
-        run_directory.check_unchanged(run_dir, "digest")
+        run_directory._check_unchanged(run_dir, "digest")
 
 
 def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
     """Two checkpoints of the three that may exist at a time are there: one must fit."""
     shutil.copytree(run_dir / "checkpoints" / "1", run_dir / "checkpoints" / "2")
-    size = state_bytes(make_runtime(load_config("tiny.py")))
+    size = _checkpoint_bytes()
     usage = lambda free: lambda _: namedtuple("usage", "total used free")(10**9, 0, free)
     monkeypatch.setattr(shutil, "disk_usage", usage(size - 1))
     assert "room" in refused(*train_command(), "--resume")
@@ -100,7 +109,7 @@ def test_room_for_a_run_that_is_resumed(refused, run_dir, monkeypatch):
 def test_room_for_the_checkpoints_that_are_still_to_come(refused, run_dir, monkeypatch):
     """A run that keeps many checkpoints needs room for no more than it will write: here those
     before RL, and after its only step."""
-    size = state_bytes(make_runtime(load_config("tiny.py")))
+    size = _checkpoint_bytes()
     usage = lambda free: lambda _: namedtuple("usage", "total used free")(10**9, 0, free)
     many = train_command("run.keep_checkpoints=16")
     monkeypatch.setattr(shutil, "disk_usage", usage(2 * size - 1))
@@ -176,7 +185,7 @@ def test_damaged_checkpoint(damage, command, run_dir, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.chdir(run_dir.parent)
     without_self_check(monkeypatch)
-    monkeypatch.setattr(train._Run, "_describe", NoRun)  # the first thing after restoring
+    monkeypatch.setattr(train, "_describe", NoRun)  # the first thing after restoring
     monkeypatch.setattr(evaluate, "evaluate", NoRun)
     _DAMAGE[damage](run_dir)
     arguments = [command, "--config", "tiny.py", *(["--resume"] if command == "train" else [])]
@@ -204,7 +213,7 @@ def test_damaged_sft_cache(made_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     without_self_check(monkeypatch)
     monkeypatch.setattr(train, "run_sft", NoRun)
-    monkeypatch.setattr(train._Run, "_rl", NoRun)
+    monkeypatch.setattr(train, "run_rl", NoRun)
     cache = shutil.copytree(made_run.parent / "cache", tmp_path / "cache")
     assert begins(*train_command("run.dir=first"))
     assert "found in the cache" in "".join(capsys.readouterr()), "the cache is not used"
@@ -249,7 +258,7 @@ def test_functions_that_change_the_directory(tmp_path, monkeypatch):
     """A relative run.dir is one of the directory in which the command began."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_Run", NoRun)
+    monkeypatch.setattr(train, "Run", NoRun)
     without_self_check(monkeypatch)
     (tmp_path / "tiny.py").write_text(CONFIG)
     (tmp_path / "elsewhere").mkdir()

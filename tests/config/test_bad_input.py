@@ -565,7 +565,7 @@ def test_too_little_room(refused_fields, monkeypatch, tmp_path):
     assert_words(refused_fields(), ["run.dir", "room", "MB"])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_Run", NoRun)
+    monkeypatch.setattr(train, "Run", NoRun)
     without_self_check(monkeypatch)
     assert begins(*train_command()), "after making room the same command does not start"
 

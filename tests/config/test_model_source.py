@@ -24,10 +24,11 @@ from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.policy import export
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import first_difference
+from fp8rl_jax.training.run_directory import first_difference, open_run
 from fp8rl_jax.training.runtime import make_runtime
-from fp8rl_jax.training.sft import _demonstrations, cache_directory
+from fp8rl_jax.training.sft import cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def test_published_shapes_by_name(name):
 def test_a_preset_has_shapes_without_memory():
     """A large model can be looked at: shapes of all parameters, none of them made."""
     runtime = make_runtime(_config(model={"name": "qwen3_0p6b"}))
-    count = sum(x.size for x in jax.tree.leaves(runtime.param_shapes))
+    count = sum(x.size for x in jax.tree.leaves(runtime.layout.param_shapes))
     assert 590e6 < count < 600e6
     assert runtime.model.vocab_size == 151_936 and runtime.tokenizer.vocab_size == 259
 
@@ -162,7 +163,7 @@ def test_questions_as_conversations(checkpoint, tmp_path):
     config = _pretrained(checkpoint, tmp_path, data=data, rollout={"max_prompt_tokens": 90})
     runtime = make_runtime(config)
     question = runtime.questions["eval"][0]
-    tokens, lengths = runtime.pad_prompts([question])
+    tokens, lengths = runtime.text.prompts([question])
     text = runtime.tokenizer._reader.decode(tokens[0, : lengths[0]], skip_special_tokens=False)
     assert text == (
         f"<|turn|>system\nbe brief<|stop|>\n<|turn|>user\n{question.text}<|stop|>\n"
@@ -177,7 +178,7 @@ def test_questions_as_conversations(checkpoint, tmp_path):
 def only_begin(monkeypatch):
     """Runs end where the RL steps would begin; gives their states."""
     states = []
-    monkeypatch.setattr(train._Run, "_rl", lambda run, state: states.append(state) or state)
+    monkeypatch.setattr(train, "run_rl", lambda run, state, _: states.append(state) or state)
     monkeypatch.setattr(train, "write_report", lambda directory: None)
     return states
 
@@ -220,13 +221,13 @@ def test_sft_begins_with_the_checkpoint(checkpoint, tmp_path, monkeypatch):
     """Fine-tuning of pretrained weights starts from them."""
     states = []
 
-    def sft(runtime, state, *_):
+    def sft(run, state):
         states.append(state)
         return state
 
     monkeypatch.setattr(train, "run_sft", sft)
     monkeypatch.setattr(train, "write_report", lambda directory: None)
-    monkeypatch.setattr(train._Run, "_rl", lambda run, state: state)
+    monkeypatch.setattr(train, "run_rl", lambda run, state, monitor: state)
     fields = {"steps": 8, "questions": 16}
     train.train(_pretrained(checkpoint, tmp_path, sft=fields))
     _assert_same(states[0].params, models.hf.load(checkpoint)[1])
@@ -254,9 +255,9 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
     config = _pretrained(checkpoint, tmp_path)
     runtime = make_runtime(config)
-    train.open_run(runtime)
-    params = jax.tree.map(lambda x: x * 1.5, runtime.initial_params())
-    state = runtime.new_state(params, optimizer_of_phase(config, "rl")[0])
+    open_run(runtime, "", environment(runtime.config))
+    params = jax.tree.map(lambda x: x * 1.5, runtime.engine.initial_params())
+    state = runtime.engine.new_state(params, optimizer_of_phase(config, "rl")[0])
     if dtype == "fp8":
         expected = quantized(params, "fp8")  # what the sampler serves
     else:
@@ -292,7 +293,7 @@ def test_fine_tuning_ends_and_a_rollout_stops_as_the_template_ends_a_turn(chat, 
     runtime = make_runtime(_pretrained(path, tmp_path, **sections))
     assert runtime.tokenizer.eos_ids == ((0, 2) if chat else (0,))
     questions = runtime.questions["sft"]
-    batch = _demonstrations(runtime, questions)
+    batch = runtime.text.demonstrations(questions)
     for question, targets, mask in zip(questions, batch.targets, batch.mask, strict=True):
         taught = np.asarray(targets)[np.asarray(mask) > 0].tolist()
         assert taught == [*runtime.tokenizer.encode(question.answer), 2 if chat else 0]

@@ -106,7 +106,7 @@ class _Disturbed:
             tokens=np.zeros((2, 3), np.int32), mask=np.ones((2, 3), bool), logprobs=self.logp,
             taps=self._taps(names, 0.5),
         )  # fmt: skip
-        return out, None, None
+        return out
 
     def learner(self, batch, names=()):
         logp = self.logp.copy()
@@ -119,7 +119,7 @@ class _Disturbed:
 def test_taps_that_change_the_bits_are_left_out(disturbing):
     """Halving finds the values whose taps disturb; all others are compared all the same."""
     programs = _Disturbed(set(disturbing), "o_proj/output")
-    rollout = programs.rollout()[0]
+    rollout = programs.rollout()
     batch = types.SimpleNamespace(
         tokens=np.zeros((2, 4), np.int32), prompt_lengths=np.array([1, 1], np.int32)
     )
@@ -191,7 +191,7 @@ def test_calibrated_scales_and_micro_batches():
         "learner.gradient_accumulation_steps=2",
     )
     runtime = programs.runtime
-    state = runtime.calibrate_state(programs.state, *runtime.pad_prompts(programs.questions))
-    programs.state, programs.weights = state, runtime.refit_state(state)[0]
+    state = runtime.engine.calibrate(programs.state, *runtime.text.prompts(programs.questions))
+    programs.state, programs.weights = state, runtime.engine.refit(state).weights
     result = analyse(programs)
     assert result["verdict"]["culprit"] == "none" and result["first"] is None

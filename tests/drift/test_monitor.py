@@ -20,7 +20,7 @@ from fp8rl_jax.drift.budget import Budget, budget_of
 from fp8rl_jax.drift.kept_step import KeptStep
 from fp8rl_jax.envs import Question
 from fp8rl_jax.report.verdicts import step_verdicts
-from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.engine import JaxEngine
 
 _MASK = np.array([[True, True, False]] * 4)
 
@@ -38,7 +38,7 @@ def _runtime():
     return types.SimpleNamespace(
         config=config, zero_drift=True, data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},
-        state_shapes=lambda optimizer: _state(),
+        layout=types.SimpleNamespace(state_shapes=lambda optimizer: _state()),
     )  # fmt: skip
 
 
@@ -47,8 +47,10 @@ def _samples(runtime, seed=3):
         tokens=np.ones((4, 3), np.int32), mask=_MASK, logprobs=np.full((4, 3), -1, np.float32)
     )
     return types.SimpleNamespace(
-        rollout=rollout, questions=runtime.questions["train"][1:3], first_ids=np.array([4, 0]),
-        key=jax.random.key(seed, impl="threefry2x32"),
+        rollout=rollout, questions=runtime.questions["train"][1:3],
+        prompts=types.SimpleNamespace(
+            first_ids=np.array([4, 0]), key=jax.random.key(seed, impl="threefry2x32")
+        ),
     )  # fmt: skip
 
 
@@ -196,9 +198,9 @@ class _Side:
         self.logp = logp
 
     def rollout(self):
-        return self.out, None, None
+        return self.out
 
-    def batch(self, rollout, prompts, lengths):
+    def batch(self, rollout):
         return {"tokens": rollout.tokens}
 
     def learner(self, batch):
@@ -294,7 +296,7 @@ def test_taps_end_with_the_budget():
     from fp8rl_jax.models.taps import LOGITS
 
     programs = _Disturbed({*_PLAIN, LOGITS}, "")
-    rollout = programs.rollout()[0]
+    rollout = programs.rollout()
     ticks = itertools.count(0, 5)  # of a clock that is asked twice a pair, and before one
     batch = types.SimpleNamespace(
         tokens=np.zeros((2, 4), np.int32), prompt_lengths=np.array([1, 1], np.int32)
@@ -310,18 +312,18 @@ def test_taps_end_with_the_budget():
 def test_planted_drift(tmp_path, monkeypatch, capsys):
     """The sampler's record is changed at steps 3 and 5 of 6: what the run prints, its report and
     status, and what `fp8rl drift` says of it afterwards."""
-    generate, rollouts = Runtime.generate, itertools.count(1)
+    sample, rollouts = JaxEngine.sample, itertools.count(1)
 
-    def perturbed(self, sampler, *arguments, **options):
-        out, *rest = generate(self, sampler, *arguments, **options)
+    def perturbed(self, *arguments, **options):
+        out = sample(self, *arguments, **options)
         # The fourth rollout is step 3 again.
-        if sampler is self.sampler and (drift := {3: 1e-4, 6: 0.03}.get(next(rollouts))):
+        if "sampler" not in options and (drift := {3: 1e-4, 6: 0.03}.get(next(rollouts))):
             logprobs = np.array(out.logprobs)
             logprobs[3, 0] += drift
             out = dataclasses.replace(out, logprobs=logprobs)
-        return out, *rest
+        return out
 
-    monkeypatch.setattr(Runtime, "generate", perturbed)
+    monkeypatch.setattr(JaxEngine, "sample", perturbed)
     arguments = overrides(tmp_path, **{"sft.steps": 0})
     assert cli.run(["train", "--config", str(CONFIG), *arguments]) == 0
     out = capsys.readouterr().out

@@ -203,9 +203,9 @@ def programs(fault: Fault) -> Programs:
     config = load_config(str(_CONFIG), [f"--config.{text}" for text in fault.config])
     runtime = make_runtime(config)
     optimizer, _ = optimizer_of_phase(config, "rl")
-    state = runtime.new_state(runtime.init_params(), optimizer)
+    state = runtime.engine.new_state(runtime.engine.init_params(), optimizer)
     questions = runtime.questions["train"][: config.rollout.prompts_per_step]
-    weights = runtime.refit_state(state)[0]
+    weights = runtime.engine.refit(state).weights
     planted = _Planted(
         runtime, state, weights, questions, jax.random.key(5, impl="threefry2x32"), fault
     )
@@ -222,9 +222,9 @@ def plant(name: str) -> dict:
 
 def _updated(programs: Programs, optimizer):
     """The state after one train step on the programs' own samples."""
-    step = programs.runtime.train_step(optimizer, LossConfig(), 1, donate=False)
-    batch = programs.batch(*programs.rollout())
-    state, _, metrics = step(programs.state, batch, programs.runtime.rope)
+    step = programs.runtime.engine.train_step(optimizer, LossConfig(), 1, donate=False)
+    batch = programs.batch(programs.rollout())
+    state, _, metrics = step(programs.state, batch, programs.runtime.engine.rope)
     assert bool(np.asarray(metrics["good"]))
     return state
 

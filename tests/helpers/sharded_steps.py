@@ -13,8 +13,9 @@ from fp8rl_jax import deviceless
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.rollout import ContinuousSampler
+from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import make_optimizer
-from fp8rl_jax.training.runtime import make_runtime, to_device
+from fp8rl_jax.training.runtime import make_runtime
 
 
 def _note_collectives(sampler) -> list[str]:
@@ -52,22 +53,23 @@ def main() -> None:
     config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
     rt = make_runtime(config)
     optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
-    state = rt.new_state(rt.init_params(), optimizer)
+    state = rt.engine.new_state(rt.engine.init_params(), optimizer)
     sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
-    step = rt.train_step(optimizer, LossConfig(), micro_batches)
-    weights, checksum, _ = rt.refit_state(state)
+    step = rt.engine.train_step(optimizer, LossConfig(), micro_batches)
+    served = rt.engine.refit(state)
+    weights, checksum = served.weights, served.checksum
     questions = rt.questions["train"][:8]
-    collectives = _note_collectives(rt.sampler)
-    sampler, by_rows = rt.sampler, {"sampler": {}, "step": {}}
+    collectives = _note_collectives(rt.engine.sampler)
+    sampler, by_rows = rt.engine.sampler, {"sampler": {}, "step": {}}
     if rt.mesh.size == rt.mesh.shape["data"] > 1:  # every device holds all parameters
         sampler = _noted(sampler, by_rows["sampler"])
         step = _noted(step, by_rows["step"])
-    rollout, prompts, lengths = rt.generate(
-        sampler, weights, questions, rt.keys["rollout"], np.ones(16, np.float32)
-    )
+    tokens, ones = rt.text.prompts(questions), np.ones(16, np.float32)
+    prompts = Prompts.numbered(*tokens, rt.engine.keys["rollout"], ones)
+    rollout = rt.engine.sample(weights, prompts, sampler=sampler)
     advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
-    batch = rt.rollout_batch(rollout, prompts, lengths, advantages)
-    state, logp, metrics = step(state, to_device(batch, rt), rt.rope)
+    batch = rt.engine.batch(rollout, prompts, advantages)
+    state, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
     logp = np.asarray(logp)
     scaling = {
         f"{site}.{operand}": np.asarray(getattr(states, operand).state["amax"]).ravel().tolist()

@@ -23,7 +23,8 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.quant.site import COUNTS
-from fp8rl_jax.training.runtime import Runtime, make_runtime, to_device
+from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 ROWS = 16
 # Wide enough that blocks of 128 can be cut in two.
@@ -54,8 +55,14 @@ def _flat(tree) -> np.ndarray:
 
 def _collectives(rt: Runtime, state, batch) -> list[str]:
     """What a forward pass sends between devices: 'all-gather u8' and the like, without repeats."""
-    arguments = (state.params, state.scaling_state, state.kv_scales, to_device(batch, rt), rt.rope)
-    program = rt.score.lower(*arguments).compile().as_text()
+    arguments = (
+        state.params,
+        state.scaling_state,
+        state.kv_scales,
+        rt.layout.by_rows(batch),
+        rt.engine.rope,
+    )
+    program = rt.engine.compiled_score.lower(*arguments).compile().as_text()
     return list(deviceless.collectives(program))
 
 
@@ -70,23 +77,24 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     """One step on a mesh: {name: host arrays}. Learns from its own rollout, or from `rollout`."""
     start = time.time()
     optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
-    state = rt.new_state(params, optimizer)
+    state = rt.engine.new_state(params, optimizer)
     questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
-    state = rt.calibrate_state(state, *rt.pad_prompts(questions))
-    weights, checksum, _ = rt.refit_state(state)
+    state = rt.engine.calibrate(state, *rt.text.prompts(questions))
+    served = rt.engine.refit(state)
+    weights, checksum = served.weights, served.checksum
     stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
     cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
-    own, prompts, lengths = rt.generate(
-        rt.sampler, weights, questions, rt.keys["rollout"], temperature
-    )
+    tokens = rt.text.prompts(questions)
+    prompts = Prompts.numbered(*tokens, rt.engine.keys["rollout"], temperature)
+    own = rt.engine.sample(weights, prompts)
     own = dataclasses.replace(own, taps=jax.device_get(own.taps))  # for another mesh
-    batch = rt.rollout_batch(rollout or own, prompts, lengths, advantages)
-    scored = rt.score_state(state, batch)
+    batch = rt.engine.batch(rollout or own, prompts, advantages)
+    scored = rt.engine.score(state, batch)
     collectives = _collectives(rt, state, batch) if case.get("collectives") else []
     loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
-    step = rt.train_step(optimizer, loss, case.get("micro_batches", 1))
+    step = rt.engine.train_step(optimizer, loss, case.get("micro_batches", 1))
     scales = jax.device_get(state.kv_scales)
-    state, logp, metrics = jax.device_get(step(state, to_device(batch, rt), rt.rope))
+    state, logp, metrics = jax.device_get(step(state, rt.layout.by_rows(batch), rt.engine.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
         "cut": int(cut), "stored": stored, "rollout": own, "scored": scored, "logp": logp,

@@ -13,13 +13,13 @@ from unittest import mock
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
 from fp8rl_jax.rollout import ContinuousSampler, HalvedSampler
+from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
-from fp8rl_jax.training.runtime import Runtime
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
 FILES = ("metrics", "sft", "eval", "samples")
 TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")  # not reproducible
-_PROGRAMS = ("sampler", "eval_sampler", "score", "refit", "calibrate")
+_PROGRAMS = ("sampler", "eval_sampler", "compiled_score", "compiled_refit", "compiled_calibrate")
 
 
 def overrides(directory: pathlib.Path, **more) -> list[str]:
@@ -53,7 +53,7 @@ def compilations(program) -> int:
 def train_counting(arguments: list[str]) -> tuple[train.Outcome, dict[str, int]]:
     """A run, and how often each program of its RL phase was compiled."""
     runtimes, steps = [], []
-    make, make_step = train.make_runtime, Runtime.train_step
+    make, make_step = train.make_runtime, JaxEngine.train_step
 
     def kept_runtime(config):
         runtimes.append(make(config))
@@ -65,10 +65,11 @@ def train_counting(arguments: list[str]) -> tuple[train.Outcome, dict[str, int]]
 
     with (
         mock.patch.object(train, "make_runtime", kept_runtime),
-        mock.patch.object(Runtime, "train_step", kept_step),
+        mock.patch.object(JaxEngine, "train_step", kept_step),
     ):
         outcome = train.train(load_config(str(CONFIG), arguments))
     (runtime,) = runtimes
-    made = {name: vars(runtime)[name] for name in _PROGRAMS if name in vars(runtime)}
+    programs = vars(runtime.engine)
+    made = {n.removeprefix("compiled_"): programs[n] for n in _PROGRAMS if n in programs}
     made["train_step"] = steps[-1]
     return outcome, {name: compilations(program) for name, program in made.items()}

@@ -16,39 +16,46 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import default_config
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.sharding import MESH_AXES, make_mesh
+from fp8rl_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.progress import Display
 
 
-class _Runtime(types.SimpleNamespace):
+class _Engine(types.SimpleNamespace):
     """A policy that answers 1, 2, 1, 1, ...; it keeps the keys that it was given."""
 
-    def generate(self, sampler, weights, questions, key, temperature):
-        self.used.append(jax.random.key_data(key).tolist())
-        rows = len(temperature)
+    def sample(self, weights, prompts, sampler):
+        self.used.append(jax.random.key_data(prompts.key).tolist())
+        rows = len(prompts.temperature)
         tokens = np.where(np.arange(rows) % 4 == 1, 2, 1)[:, None]
         mask = np.ones((rows, 1), bool)
-        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {}), None, None
-
-    def decode(self, tokens, mask):
-        return [str(token) for token in tokens[:, 0]]
+        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {})
 
 
-def _runtime(**sets: int) -> _Runtime:
+def _decode(tokens, mask):
+    return [str(token) for token in tokens[:, 0]]
+
+
+def _prompts(questions):
+    return np.zeros((len(questions), 1), np.int32), np.ones(len(questions), np.int32)
+
+
+def _runtime(**sets: int) -> types.SimpleNamespace:
     config = default_config()
     config.eval.update(batch_size=2, samples=3)
     questions = [
         Question(f"{n} {i}", "1", set=n) for n, count in sets.items() for i in range(count)
     ]
-    return _Runtime(
+    keys = {"eval": jax.random.key(3, impl="threefry2x32")}
+    return types.SimpleNamespace(
         config=config,
-        keys={"eval": jax.random.key(3, impl="threefry2x32")},
+        engine=_Engine(keys=keys, eval_sampler=None, used=[]),
+        text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
+        layout=types.SimpleNamespace(rows=batch_sharding(make_mesh(dict.fromkeys(MESH_AXES, 1)))),
         questions={"eval": questions},
-        rewards=load_rewards("exact_match, 2*gsm8k"), eval_sampler=None, used=[],
-        mesh=make_mesh(dict.fromkeys(MESH_AXES, 1)),
-    )  # fmt: skip
+        rewards=load_rewards("exact_match, 2*gsm8k"),
+    )
 
 
 def test_one_set_has_no_name():
@@ -76,8 +83,8 @@ def test_several_sets(tmp_path):
     evaluate(alone, None, "rl", 5)
     found = evaluate(runtime, None, "rl", 5)
     assert [(e.record["set"], e.record["questions"]) for e in found] == [("a", 3), ("b", 1)]
-    assert runtime.used[:2] == alone.used
-    assert len({str(key) for key in runtime.used}) == 3
+    assert runtime.engine.used[:2] == alone.engine.used
+    assert len({str(key) for key in runtime.engine.used}) == 3
     logs = RunLogs(tmp_path, None, runtime.config)
     logs.write_evaluations(found)
     logs.close()

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from fp8rl_jax import train
 from fp8rl_jax.learner import make_batch
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.models.stacks import is_matrix, path_of
+from fp8rl_jax.training import rl
 from fp8rl_jax.training.optimizer import make_optimizer, updates_made
 from fp8rl_jax.training.step_record import StepRecord
 
@@ -89,22 +89,21 @@ def test_the_logged_rate_is_that_of_the_update(skipped, monkeypatch):
     state = types.SimpleNamespace(opt_state=optimizer.init({}))
     counts, rates = [True] + skipped * [False] + [True], []
 
-    def train_step(state, part, rope):
+    def update(state, part):
         if counts[step]:
             state = types.SimpleNamespace(opt_state=optimizer.update({}, state.opt_state, {})[1])
-        return state, part.mask, {"good": True}
+        return state, part.mask, {"good": True, "checksum": 0}
 
     config = types.SimpleNamespace(algo=types.SimpleNamespace(num_minibatches=1, epochs=1))
-    runtime = types.SimpleNamespace(config=config, rope=None)
-    run = types.SimpleNamespace(
-        runtime=runtime, config=config, schedule=schedule, train_step=train_step
-    )
-    monkeypatch.setattr(train, "to_device", lambda part, runtime: part)
+    engine = types.SimpleNamespace(update=update)
+    runtime = types.SimpleNamespace(config=config, engine=engine, model=None, learner_recipe=None)
+    run = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setattr(rl, "optimizer_of_phase", lambda config, phase: (optimizer, schedule))
     monkeypatch.setattr(StepRecord, "add_updates", lambda *arguments: None)
     ones = np.ones((2, 3), np.int32)
     batch = make_batch(ones, ones[:, 0], ones[:, :2], ones[:, :2], np.ones(2, np.float32))
     for step in range(len(counts)):
         record = StepRecord(step + 1)
-        state, *_ = train._Run._update(run, state, batch, step, record)
+        state, *_ = rl._updates(run, state, batch, record)
         rates.append(record["lr"])
     np.testing.assert_allclose(rates, [0.1 / 8] + (1 + skipped) * [0.2 / 8], rtol=1e-6)

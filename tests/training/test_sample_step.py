@@ -12,23 +12,27 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.sharding import MESH_AXES, make_mesh
+from fp8rl_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from fp8rl_jax.training.sample_step import sample_step
 from fp8rl_jax.training.step_record import StepRecord
 
 
-class _Runtime(types.SimpleNamespace):
+class _Engine(types.SimpleNamespace):
     """A policy that answers right in the second of two samples, from its second round on."""
 
-    def generate(self, sampler, weights, questions, key, temperature, watch, first_id):
-        rows = len(temperature)
-        tokens = (np.arange(rows) % 2 * (first_id > 0))[:, None]
+    def sample(self, weights, prompts, watch):
+        rows = len(prompts.temperature)
+        tokens = (np.arange(rows) % 2 * (prompts.first_ids[0] > 0))[:, None]
         mask = np.ones((rows, 1), bool)
-        prompts, lengths = np.zeros((len(questions), 1)), np.ones(len(questions))
-        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {}), prompts, lengths
+        return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {})
 
-    def decode(self, tokens, mask):
-        return [f"step 5 is {token}" for token in tokens[:, 0]]
+
+def _decode(tokens, mask):
+    return [f"step 5 is {token}" for token in tokens[:, 0]]
+
+
+def _prompts(questions):
+    return np.zeros((len(questions), 1)), np.ones(len(questions))
 
 
 def test_terms_over_all_rounds():
@@ -39,7 +43,11 @@ def test_terms_over_all_rounds():
     config.algo.dynamic_sampling = True
     rewards = load_rewards("gsm8k, -0.5*math_equal")
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
-    runtime = _Runtime(config=config, rewards=rewards, sampler=None, mesh=mesh)
+    runtime = types.SimpleNamespace(
+        config=config, rewards=rewards, engine=_Engine(),
+        text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
+        layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
+    )  # fmt: skip
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
     samples = sample_step(

@@ -1,0 +1,395 @@
+"""What RL asks of programs: sample, score, update, refit. `Engine` is the form, `JaxEngine` ours.
+
+An engine is made of a configuration and a layout, so two of them can stand side by side on two
+meshes. Its methods take a state or rollout weights, and return new ones and arrays on the host;
+what is compiled is made once and compiles once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.base.jax_settings import hold_settings
+from fp8rl_jax.config.model_source import load_params
+from fp8rl_jax.config.precision import without_calibration
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.data import join
+from fp8rl_jax.learner import Batch, TrainState
+from fp8rl_jax.models import init_params, init_scaling, rope_tables
+from fp8rl_jax.models.taps import ROUTING
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rollout import (
+    Batching,
+    ContinuousSampler,
+    HalvedSampler,
+    Loop,
+    Rollout,
+    SamplerConfig,
+    Watch,
+    make_calibrate,
+    make_refit,
+    make_sampler,
+)
+from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
+from fp8rl_jax.training.layout import Layout
+from fp8rl_jax.training.offload import OffloadedStep, init_on_host
+from fp8rl_jax.training.optimizer import optimizer_of_phase
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Served:
+    """The result of a refit.
+
+    Attributes:
+      weights: the tree that the sampler takes; None after `release`.
+      checksum: () uint32 over all its bytes.
+      health: what quantising the weights lost, by site and layer; {} without `precision.health`.
+      version: () int32, the step whose weights these are.
+    """
+
+    weights: Any
+    checksum: jax.Array
+    health: dict
+    version: jax.Array
+
+    def release(self) -> None:
+        """Gives up the weights, wherever this object is held: an update needs their memory."""
+        self.weights = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """What a rollout is asked for, on the host. Of P prompts G samples each, B = P * G.
+
+    Attributes:
+      tokens: (P, Tp) int32, right-padded; lengths: (P,) int32.
+      key: of the step.
+      temperature: (B,) float32, 0 for greedy.
+      first_ids: () or (P,) int32: the number of each prompt's first sample. Key, number and
+        position decide a sample's random bits.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    key: jax.Array
+    temperature: np.ndarray
+    first_ids: np.ndarray
+
+    @classmethod
+    def numbered(cls, tokens, lengths, key, temperature, first: int = 0) -> Prompts:
+        """Prompts whose samples are numbered from `first` on."""
+        group = len(temperature) // len(lengths)
+        return cls(tokens, lengths, key, temperature, first + group * np.arange(len(lengths)))
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        """(B,) int32."""
+        group = len(self.temperature) // len(self.lengths)
+        return np.add.outer(self.first_ids, np.arange(group)).reshape(-1).astype(np.int32)
+
+
+class Engine(Protocol):
+    """What the RL loop needs of programs; one for each mesh."""
+
+    def sample(self, weights, prompts: Prompts, watch: Watch | None = None) -> Rollout:
+        """Responses to prompts, on the host, with the log-probability of each token."""
+
+    def score(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Log-probabilities (B, R) float32 of a batch's responses under a state, on the host."""
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
+        """The state after one optimiser update, the log-probabilities (B, R) that its own forward
+        pass computed, and its metrics on the host. The old state is gone."""
+
+    def refit(self, state: TrainState) -> Served:
+        """What the sampler takes of a state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxEngine:
+    """The programs of a run on one mesh, with one forward function for all of them.
+
+    Attributes:
+      resolved: configuration, model, recipes.
+      layout: what lies where.
+      eos_ids, pad_id: of the tokenizer.
+      cache_slots: of each sequence in the KV cache; 0 for prompt + response.
+    """
+
+    resolved: Resolved
+    layout: Layout
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    cache_slots: int = 0
+
+    @property
+    def config(self):
+        return self.resolved.config
+
+    @functools.cached_property
+    def keys(self) -> dict[str, jax.Array]:
+        """Independent keys for 'init', 'rollout' and 'eval', from the run's seed."""
+        root = jax.random.key(self.config.run.seed, impl="threefry2x32")
+        names = ("init", "rollout", "eval")
+        return dict(zip(names, jax.random.split(root, len(names)), strict=True))
+
+    @functools.cached_property
+    def rope(self) -> tuple[jax.Array, jax.Array]:
+        """Tables of rotary angles for every slot."""
+        rollout = self.config.rollout
+        slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
+        return processes.place(rope_tables(self.resolved.model, slots), self.layout.whole)
+
+    # States.
+
+    def init_params(self):
+        """Random parameters, laid out over the mesh."""
+        init = functools.partial(init_params, self.resolved.model)
+        return exact_jit(init, out_shardings=self.layout.param_shardings)(self.keys["init"])
+
+    def initial_params(self):
+        """Parameters that training begins with: of `model.checkpoint`, or random."""
+        if not self.config.model.checkpoint:
+            return self.init_params()
+        return load_params(self.config, self.layout.param_shardings)
+
+    def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
+        """The state at the start of a phase, laid out over the mesh as `Layout.state_shapes`."""
+        layout = self.layout
+        rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
+        own = optax.identity() if layout.offloads else optimizer
+        state = layout.new_state(params, own, rng, scaling_state)
+        state = processes.place(state, sharding.param_shardings(layout.mesh, state))
+        if not layout.offloads:
+            return state
+        opt_state = init_on_host(layout.state_shapes(optimizer).opt_state)
+        return dataclasses.replace(state, opt_state=opt_state)
+
+    def advance(self, state: TrainState, step: int, position: int) -> TrainState:
+        """`state` after `step` steps of its phase and `position` batches of its stream."""
+        step, position = processes.place((np.int32(step), np.int32(position)), self.layout.whole)
+        return dataclasses.replace(state, step=step, data_state=position)
+
+    @functools.cached_property
+    def compiled_calibrate(self):
+        margin = self.config.precision.kv_margin
+        recipe = self.resolved.rollout_recipe
+        return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
+
+    def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
+        """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
+        recipe asks for them."""
+        if not self.layout.calibrated:
+            return state
+        tokens, lengths = self.layout.by_rows((tokens, lengths))
+        scales = self.compiled_calibrate(
+            state.params, state.scaling_state, tokens, lengths, state.step, self.rope
+        )
+        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.whole))
+
+    # Rollout.
+
+    @functools.cached_property
+    def compiled_refit(self):
+        whole = self.layout.whole
+        return make_refit(
+            self.resolved.rollout_recipe,
+            health=self.config.precision.health,
+            shardings={"out_shardings": (self.layout.weight_shardings, whole, whole)},
+        )
+
+    def refit(self, state: TrainState) -> Served:
+        """What the sampler takes of a state."""
+        hold_settings()
+        found = self.compiled_refit(state.params, state.scaling_state, state.kv_scales)
+        return Served(*found, version=state.step)
+
+    def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
+        """A compiled sampler with the run's prompt and response slots."""
+        resolved, rollout = self.resolved, self.config.rollout
+        settings = SamplerConfig(
+            max_new_tokens=rollout.max_new_tokens, group_size=group_size, eos_ids=self.eos_ids,
+            pad_id=self.pad_id, top_k=top_k, top_p=top_p, cache_slots=self.cache_slots, taps=taps,
+        )  # fmt: skip
+        model, recipe, mesh = resolved.model, resolved.rollout_recipe, self.layout.mesh
+        if rollout.slots and not taps:
+            return ContinuousSampler(model, recipe, settings, self._batching(settings), mesh=mesh)
+        if Loop(model, recipe, settings).on_cpu and mesh.size == 1 and not taps:
+            return HalvedSampler(model, recipe, settings)
+        return make_sampler(model, recipe, settings, self.layout.parallel)
+
+    def _batching(self, settings: SamplerConfig) -> Batching:
+        """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
+        resolved, rollout, mesh = self.resolved, self.config.rollout, self.layout.mesh
+        sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
+        if rollout.pages:
+            return sizes
+        loop = Loop(resolved.model, resolved.rollout_recipe, settings, self.layout.parallel)
+        plan = plan_rollout(
+            loop, resolved.learner_recipe, mesh,
+            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
+            reference=resolved.algorithm.needs_reference, offload=self.config.learner.offload,
+        )  # fmt: skip
+        pages = processes.decided(lambda: plan.pages)  # free memory may differ
+        return dataclasses.replace(sizes, pages=pages * mesh.size)
+
+    @property
+    def replayed_taps(self) -> tuple[str, ...]:
+        """What the sampler records of its routing for the learner (`algo.routing_replay`)."""
+        count = {"none": 0, "experts": 1, "weights": 2}[self.config.algo.routing_replay]
+        return ROUTING[:count]
+
+    @functools.cached_property
+    def sampler(self):
+        """The rollout program; see `make_sampler`."""
+        rollout = self.config.rollout
+        return self.make_sampler(
+            rollout.group_size, rollout.top_k, rollout.top_p, self.replayed_taps
+        )
+
+    @functools.cached_property
+    def eval_sampler(self):
+        """The evaluation program: a question's greedy answer and `eval.samples` sampled ones."""
+        return self.make_sampler(1 + self.config.eval.samples, 0, self.config.eval.top_p)
+
+    def sample(
+        self, weights, prompts: Prompts, watch: Watch | None = None, sampler: Any = None
+    ) -> Rollout:
+        """Responses to prompts: the rollout on the host, its taps where they are.
+
+        Args:
+          weights: of `refit`.
+          prompts: P a multiple of the devices that share a batch.
+          watch: called with finished responses during a rollout by continuous batching; other
+            samplers never call it.
+          sampler: of `make_sampler`; by default that of the rollout.
+        """
+        hold_settings()
+        sampler = sampler or self.sampler
+        limits = np.full_like(prompts.sample_ids, self.config.rollout.max_new_tokens)
+        tokens, lengths, *rows = self.layout.by_rows(
+            (prompts.tokens, prompts.lengths, prompts.sample_ids, prompts.temperature, limits)
+        )
+        watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
+        out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **watching)
+        rollout = processes.fetch(dataclasses.replace(out, taps={}))
+        return dataclasses.replace(rollout, taps=out.taps)
+
+    def metrics(self) -> dict[str, float]:
+        """How the last rollout used its slots; {} of a sampler without slots."""
+        return self.sampler.metrics() if isinstance(self.sampler, ContinuousSampler) else {}
+
+    def batch(self, rollout: Rollout, prompts: Prompts, advantages=None) -> Batch:
+        """A rollout as a training batch on the host, its routing on the devices; old
+        log-probabilities are the sampler's. advantages: (B,); default 1."""
+        group = len(rollout.tokens) // len(prompts.lengths)
+        tokens, lengths = (np.repeat(x, group, axis=0) for x in (prompts.tokens, prompts.lengths))
+        return learner.make_batch(
+            join(tokens, lengths, rollout.tokens, self.pad_id), lengths, rollout.tokens,
+            rollout.mask, prompts.temperature, advantages=advantages, old_logprobs=rollout.logprobs,
+            routing={n: jnp.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
+        )  # fmt: skip
+
+    # Learner.
+
+    @functools.cached_property
+    def compiled_score(self):
+        return learner.make_score(
+            self.resolved.model, self.resolved.learner_recipe, self.layout.parallel
+        )
+
+    def score(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
+        hold_settings()
+        batch = self.layout.by_rows(batch)
+        return processes.fetch(
+            self.compiled_score(
+                state.params, state.scaling_state, state.kv_scales, batch, self.rope
+            )
+        )
+
+    @functools.cached_property
+    def compiled_reference_score(self):
+        resolved = self.resolved
+        return learner.make_score(resolved.model, resolved.reference_recipe, self.layout.parallel)
+
+    def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under the reference policy in `state`."""
+        batch = dataclasses.replace(batch, routing={})
+        if self.config.precision.reference == "learner":
+            return self.score(state, batch)
+        hold_settings()
+        scaling = init_scaling(state.params, self.resolved.reference_recipe)
+        return processes.fetch(
+            self.compiled_reference_score(
+                state.params, scaling, None, self.layout.by_rows(batch), self.rope
+            )
+        )
+
+    @property
+    def loss(self) -> learner.LossConfig:
+        """The loss of the RL phase."""
+        algorithm, router = self.resolved.algorithm, self.config.algo.router_aux_loss_coef
+        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router)
+
+    @property
+    def sft_recipe(self) -> Recipe:
+        """The learner's recipe in supervised fine-tuning, where no rollout calibrates scales."""
+        return without_calibration(self.resolved.learner_recipe)
+
+    def train_step(
+        self,
+        optimizer,
+        loss: learner.LossConfig,
+        micro_batches: int,
+        recipe: Recipe | None = None,
+        taps: tuple[str, ...] = (),
+        donate: bool = True,
+    ):
+        """The compiled train step of a phase; `recipe` defaults to the learner's.
+
+        `taps` and `donate` as for `learner.make_train_step`.
+        """
+        layout, resolved = self.layout, self.resolved
+        shardings = (
+            sharding.param_shardings(layout.mesh, layout.state_shapes(optimizer)),
+            layout.rows,
+            layout.whole,
+        )
+        recipe, learn = recipe or resolved.learner_recipe, self.config.learner
+        settings = {
+            "parallel": layout.parallel, "micro_batches": micro_batches, "remat": learn.remat,
+            "health": self.config.precision.health, "taps": taps,
+        }  # fmt: skip
+        if layout.offloads:
+            gradients = learner.make_gradients(resolved.model, recipe, loss, **settings)
+            return OffloadedStep(gradients, optimizer, *shardings, donate)
+        return learner.make_train_step(
+            resolved.model, recipe, optimizer, loss, donate=donate,
+            shardings={"out_shardings": shardings}, **settings,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def compiled_update(self):
+        optimizer, _ = optimizer_of_phase(self.config, "rl")
+        return self.train_step(
+            optimizer, self.loss, self.config.learner.gradient_accumulation_steps
+        )
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
+        """One optimiser update of the RL phase; see `Engine.update`. If loss or gradients are not
+        finite (metrics['good']), the new state is the old one."""
+        hold_settings()
+        state, logp, metrics = self.compiled_update(state, self.layout.by_rows(batch), self.rope)
+        return state, logp, jax.device_get(metrics)

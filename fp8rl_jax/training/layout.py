@@ -1,0 +1,125 @@
+"""Shapes and shardings of parameters, train states and rollout weights on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.base import processes
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.kernels import resolve
+from fp8rl_jax.models import (
+    Parallel,
+    init_params,
+    init_scaling,
+    kernel_formats,
+    quantize_params,
+    weight_specs,
+    with_kv_scales,
+)
+from fp8rl_jax.quant import KVScales, missing_scales
+from fp8rl_jax.training.offload import with_host_moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The arrays of a run on a mesh.
+
+    Attributes:
+      resolved: model and recipes.
+      mesh: the devices.
+    """
+
+    resolved: Resolved
+    mesh: Mesh
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel.on(self.mesh)
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Of a batch: its rows over the devices."""
+        return sharding.batch_sharding(self.mesh)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Of what every device holds."""
+        return sharding.replicated(self.mesh)
+
+    def by_rows(self, batch):
+        """A tree of host arrays, laid out over the mesh by rows."""
+        return processes.place(batch, self.rows)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the KV cache has calibrated scales."""
+        sides = self.resolved.rollout_recipe, self.resolved.learner_recipe
+        return "calibrated" in (recipe.kv for recipe in sides)
+
+    @property
+    def missing_kv_scales(self) -> KVScales | None:
+        """KV scales before the first calibration, if a recipe needs any."""
+        layers = self.resolved.model.num_hidden_layers
+        return missing_scales(layers) if self.calibrated else None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimiser's moments are in host memory."""
+        return self.resolved.config.learner.offload == "moments"
+
+    @functools.cached_property
+    def param_shapes(self):
+        """ShapeDtypeStructs of the parameters."""
+        model = self.resolved.model
+        return jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
+
+    @functools.cached_property
+    def param_shardings(self):
+        return sharding.param_shardings(self.mesh, self.param_shapes)
+
+    @functools.cached_property
+    def weight_shapes(self):
+        """ShapeDtypeStructs of what the sampler holds."""
+        resolved = self.resolved
+
+        def weights(params):
+            scaling = init_scaling(params, resolved.learner_recipe)
+            weights = quantize_params(params, resolved.rollout_recipe, scaling)
+            return with_kv_scales(weights, self.missing_kv_scales)
+
+        return jax.eval_shape(weights, self.param_shapes)
+
+    @functools.cached_property
+    def weight_shardings(self):
+        """Of what the sampler holds: experts over `expert`, other weights over `tensor`; on a GPU
+        with the layouts that its kernels read."""
+        shapes, recipe = self.weight_shapes, self.resolved.rollout_recipe
+        specs = weight_specs(shapes, self.resolved.model, recipe, self.mesh)
+        shardings = sharding.named(self.mesh, specs)
+        if resolve(recipe.kernels) == "reference":
+            return shardings
+        return kernel_formats(shapes, shardings)
+
+    def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
+        """`learner.new_state` of the run's learner, as yet where its arguments are."""
+        recipe = self.resolved.learner_recipe
+        return learner.new_state(
+            params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales
+        )
+
+    def state_shapes(self, optimizer) -> learner.TrainState:
+        """ShapeDtypeStructs of a phase's state with their shardings: optimiser moments as their
+        parameters, or in host memory (`learner.offload`)."""
+        rng = np.asarray(jax.random.key_data(jax.random.key(0, impl="threefry2x32")))
+        make = functools.partial(self.new_state, optimizer=optimizer, rng=rng)
+        shapes = jax.eval_shape(make, self.param_shapes)
+        shardings = sharding.param_shardings(self.mesh, shapes)
+        if self.offloads:
+            shardings = with_host_moments(shapes, shardings)
+        return sharding.laid_out(shapes, shardings)

@@ -1,0 +1,58 @@
+"""What can be refused before a run compiles or writes: memory, room, directory, files."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from fp8rl_jax.base import processes
+from fp8rl_jax.training.environment import environment
+from fp8rl_jax.training.lock import RunLock
+from fp8rl_jax.training.memory import check_train_memory
+from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.sft import cache_directory
+from fp8rl_jax.training.sinks import logger_names
+
+
+class Opened(NamedTuple):
+    """A run directory that is this process's own.
+
+    Attributes:
+      lock: held while the run goes on.
+      changes: what has changed since the run's last start, as a line; None if nothing has.
+      checked: what `check` returned.
+    """
+
+    lock: RunLock
+    changes: str | None
+    checked: Any
+
+
+@contextlib.contextmanager
+def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Iterator[Opened]:
+    """Checks a run and opens its directory; the processes agree.
+
+    Args:
+      runtime: the run.
+      resume: whether a run that is there may go on.
+      check: a last check, which may compile; nothing has been written before.
+
+    Raises:
+      UserError: the run cannot work here, or `run.dir` holds another.
+    """
+    config = runtime.config
+    logger_names(config)
+    check_train_memory(runtime, runtime.mesh)
+    directory = pathlib.Path(config.run.dir)
+    cache = cache_directory(config) if config.sft.steps else None
+    processes.decided(lambda: check_rooms(runtime, cache))
+    check_shared(directory)
+    with RunLock(directory) as lock:
+        now = environment(config)
+        changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
+        checked = check()
+        processes.decided(lambda: open_run(runtime, runtime.data_digest, now))
+        yield Opened(lock, changes, checked)

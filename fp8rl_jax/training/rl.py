@@ -1,0 +1,306 @@
+"""The RL phase: GRPO and its relatives, with one forward function in rollout and learner.
+
+One step, as `rl_step` runs it::
+
+    questions --sample--> responses --reward--> rewards          the sampler's weights
+        |                     |                    |
+        |             log-probabilities of the learner and       the learner's, unless zero drift
+        |             the reference policy                       makes them the sampler's own
+        |                     |                    |
+        +--------- batch: advantages and weights --+
+                              |
+                           update                                one or several optimiser updates
+                              |
+             compare: the first update's own log-probabilities with those recorded while decoding
+                              |
+                            refit                                the sampler's next weights
+
+Each part waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NoReturn, Protocol
+
+import jax
+import numpy as np
+
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
+from fp8rl_jax.data import Stream
+from fp8rl_jax.learner import Batch, TrainState, policy_of
+from fp8rl_jax.report import summarise, write_report
+from fp8rl_jax.rl import mismatch_metrics, prepare
+from fp8rl_jax.rollout import is_fresh
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.counters import age_metrics
+from fp8rl_jax.training.engine import Served
+from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
+from fp8rl_jax.training.run import Run, non_finite_message
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.sample_step import Samples, sample_step
+from fp8rl_jax.training.step_record import StepRecord
+
+
+class Monitor(Protocol):
+    """Looks into steps that drift; see `drift.DriftMonitor`."""
+
+    def keep(self, state: TrainState, drifted: bool) -> None:
+        """Called before the update of each step; `drifted`: whether an earlier step has."""
+
+    def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
+        """Called after a step that drifts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What an RL step gives.
+
+    Attributes:
+      state, served: after it; the weights that the next step samples with.
+      samples: its responses and rewards.
+      logp: (N, R) of the first update's rows, computed by its own forward pass before it.
+      record: its metrics.
+    """
+
+    state: TrainState
+    served: Served
+    samples: Samples
+    logp: np.ndarray
+    record: StepRecord
+
+
+def rl_step(
+    run: Run,
+    state: TrainState,
+    served: Served,
+    reference: TrainState | None,
+    questions: Stream,
+    monitor: Monitor,
+) -> StepResult:
+    """One step: sample, score, weigh, update, compare, refit.
+
+    Args:
+      run: whose engine, text and algorithm it uses.
+      state: after the step before; it is gone afterwards.
+      served: `refit` of it.
+      reference: a state with the reference policy; None if the algorithm needs none.
+      questions: one batch is taken, or several with dynamic sampling.
+      monitor: keeps what it needs of the state before the update.
+
+    Raises:
+      RewardError: every call of a reward failed; `state` is as it was.
+      NonFiniteError: loss or gradients are not finite; the last good state is saved.
+    """
+    rt, engine, step = run.runtime, run.runtime.engine, int(state.step)
+    record = StepRecord(step + 1)
+    with record.timed("step"):
+        # 1. Sample a group of responses for each question, and reward them.
+        assert is_fresh(state.kv_scales, step)
+        record |= age_metrics(state.scaling_state, state.kv_scales, step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
+        show = functools.partial(run.display.rollout, step + 1)
+        samples = sample_step(rt, served.weights, questions, key, record, show)
+        record |= engine.metrics()
+
+        # 2. Log-probabilities before the update, and under the reference policy.
+        rollout = samples.rollout
+        batch = engine.batch(rollout, samples.prompts)
+        with record.timed("old_logprobs"):
+            if not rt.takes_rollout_logprobs(run.drifted):
+                old = np.where(rollout.mask, engine.score(state, batch), 0.0)
+                batch = dataclasses.replace(batch, old_logprobs=old)
+            if reference is not None:
+                found = engine.score_reference(reference, batch)
+                batch = dataclasses.replace(batch, ref_logprobs=found)
+
+        # 3. Advantages and weights.
+        batch = _weighed(rt, samples, batch, record)
+
+        # 4. Update; the sampler's weights make room.
+        served.release()
+        monitor.keep(state, run.drifted)
+        state, logp, checksum = _updates(run, state, batch, record)
+
+        # 5. Compare learner and sampler on the first update's rows, and the bytes that both read.
+        first = slice(0, len(logp))
+        record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
+        if rt.same_forward:
+            record["refit_checksum_ok"] = bool(checksum == np.asarray(served.checksum))
+        record.add_refit(served.health, rt.model, rt.rollout_recipe)
+
+        # 6. Refit.
+        state = engine.advance(state, step + 1, questions.position)
+        state, served = _refit(rt, state, batch, record)
+    return StepResult(state, served, samples, logp, record)
+
+
+def _weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> Batch:
+    """The batch with advantages and weights of its tokens."""
+    rollout = samples.rollout
+    prepared = prepare(
+        rt.algorithm, samples.rewards, rollout.mask, rollout.finished,
+        batch.old_logprobs, rollout.logprobs, batch.ref_logprobs, samples.counts,
+    )  # fmt: skip
+    record |= prepared.metrics
+    parts = np.split(prepared.keep, rt.config.algo.num_minibatches)
+    return dataclasses.replace(
+        batch,
+        advantages=prepared.advantages,
+        rollout_weights=prepared.rollout_weights,
+        weights=np.concatenate([rt.algorithm.token_weights(keep) for keep in parts]),
+    )
+
+
+def _updates(
+    run: Run, state: TrainState, batch: Batch, record: StepRecord
+) -> tuple[TrainState, np.ndarray, np.ndarray]:
+    """All optimiser updates of a step: the state after them, and of the first one the
+    log-probabilities that it computed and the checksum of the bytes that it read."""
+    rt = run.runtime
+    algo = rt.config.algo
+    rows = len(batch.mask) // algo.num_minibatches
+    updates, first = [], None
+    _, schedule = optimizer_of_phase(rt.config, "rl")
+    record["lr"] = float(schedule(updates_made(state.opt_state)))
+    with record.timed("learner"):
+        for index in range(algo.epochs * algo.num_minibatches):
+            begin = index % algo.num_minibatches * rows
+            part = jax.tree.map(lambda x, i=begin: x[i : i + rows], batch)
+            state, logp, metrics = rt.engine.update(state, part)
+            if not metrics["good"]:
+                if index == 0:  # later, the state holds a part of this step
+                    run.save(state)
+                raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
+            updates.append(metrics | {"counts": part.weights != 0})
+            first = processes.fetch(logp) if first is None else first
+    record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
+    assert first is not None
+    return state, first, updates[0]["checksum"]
+
+
+def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):
+    """The state with calibrated KV scales, and the weights that the sampler takes next."""
+    if rt.layout.calibrated:
+        with record.timed("calibrate"):
+            state = rt.engine.calibrate(state, batch.tokens, batch.lengths)
+            state = jax.block_until_ready(state)
+    with record.timed("refit"):
+        served = jax.block_until_ready(rt.engine.refit(state))
+    return state, served
+
+
+def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
+    """The state at the start of the phase, saved, and the reference policy if there is one."""
+    rt = run.runtime
+    run.phase = "rl"
+    optimizer, _ = optimizer_of_phase(rt.config, "rl")
+    state = rt.engine.new_state(params, optimizer, scaling_state)
+    if rt.layout.calibrated:  # on the prompts of the first step
+        rollout = rt.config.rollout
+        prompts, lengths = rt.text.prompts(_stream(rt, state).next())
+        # In the shape of a rollout's sequences: one program calibrates on both.
+        tokens = np.repeat(prompts, rollout.group_size, axis=0)
+        tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))
+        state = rt.engine.calibrate(state, tokens, np.repeat(lengths, rollout.group_size))
+    if rt.algorithm.needs_reference:
+        reference = Checkpoints(run.directory / "reference", keep=1)
+        reference.save(0, policy_of(state), {})
+        reference.close()
+    run.save(state)
+    return state
+
+
+def _stream(rt: Runtime, state: TrainState) -> Stream:
+    """Questions of the phase, from where `state` stands."""
+    config = rt.config
+    stream = Stream(rt.questions["train"], config.rollout.prompts_per_step, config.run.seed)
+    stream.position = int(state.data_state)
+    return stream
+
+
+def _reference(run: Run, state: TrainState) -> TrainState:
+    """`state` with the reference policy in it."""
+    checkpoints = Checkpoints(run.directory / "reference", keep=1)
+    policy = checkpoints.restore(0, policy_of(state))
+    checkpoints.close()
+    return dataclasses.replace(state, **policy)
+
+
+def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
+    """RL steps from `state.step` to the end, or to the step after which the run must stop.
+
+    Args:
+      run: what to train.
+      state: after fine-tuning, or of a checkpoint.
+      monitor: sees the steps that drift though they must not.
+
+    Raises:
+      RewardError, NonFiniteError: as `rl_step`.
+      DriftError: drift appeared and zero drift is required; the state after that step is saved.
+    """
+    rt, config = run.runtime, run.runtime.config
+    reference = _reference(run, state) if rt.algorithm.needs_reference else None
+    questions, served = _stream(rt, state), rt.engine.refit(state)
+    if not config.sft.steps and int(state.step) == 0:
+        run.evaluate(state, served.weights)
+    run.display.phase("RL", config.run.steps, int(state.step))
+    while int(state.step) < config.run.steps:
+        try:
+            result = rl_step(run, state, served, reference, questions, monitor)
+        except RewardError:
+            run.save_for_reward(state)
+            raise
+        state, served, record = result.state, result.served, result.record
+        drift = _forbidden_drift(run, record)
+        step = int(state.step)
+        if drift:
+            seconds = record["time_rollout"] + record["time_learner"]
+            monitor.seen(step, result.samples, result.logp, seconds)
+        if rt.layout.calibrated:
+            record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
+        run.logs.write("metrics", record)
+        run.display.rl_step(record)
+        last = step == config.run.steps
+        if last or step % config.eval.every == 0:
+            run.evaluate(state, served.weights)
+        stopping = run.stop() is not None
+        broken = drift and config.precision.zero_drift == "required"
+        if last or stopping or broken or step % config.run.checkpoint_every == 0:
+            run.save(state)
+        if broken:
+            _end_for_drift(run, step, drift)
+        if stopping:
+            break
+    return state
+
+
+def _forbidden_drift(run: Run, record: StepRecord) -> float:
+    """The largest |dlogp| of a step of a run that must have none, else 0; the first time the run is
+    warned. The processes agree."""
+    rt = run.runtime
+    drift = record["train_rollout_logprob_abs_diff_max"]
+    drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
+    if drift and not run.drifted:
+        recompute = ""
+        if rt.takes_rollout_logprobs(False) and not rt.takes_rollout_logprobs(True):
+            recompute = "; from the next step on log-probabilities are recomputed"
+        run.drifted = True
+        run.display.note(
+            f"warning: drift {drift:.1e} at RL step {record['step']}, though the recipes are "
+            f"equal{recompute}"
+        )
+    return drift
+
+
+def _end_for_drift(run: Run, step: int, drift: float) -> NoReturn:
+    """Ends a run that requires zero drift, after a step that showed some and was saved."""
+    processes.decided(lambda: write_report(run.directory))
+    advice = processes.decided(lambda: summarise(run.directory)["advice"])
+    raise DriftError(
+        f"precision.zero_drift is 'required', and drift of {drift:.1e} appeared at RL step "
+        f"{step}; the state after it is saved, and --resume goes on from there. "
+        f"{advice or ''}".rstrip()
+    )

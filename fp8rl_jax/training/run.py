@@ -1,0 +1,119 @@
+"""`Run`: what the phases of a run share on the host: logs, checkpoints, evaluation, stopping."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import RewardError
+from fp8rl_jax.learner import TrainState
+from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.lock import RunLock
+from fp8rl_jax.training.logs import RunLogs
+from fp8rl_jax.training.progress import Display
+from fp8rl_jax.training.runtime import Runtime
+
+
+class Run:
+    """One execution of the job.
+
+    Attributes:
+      runtime: its configuration and what follows from it.
+      directory: `run.dir`.
+      display: what a person sees.
+      checkpoints: of the run.
+      logs: opened where the run begins or resumes (`open_logs`).
+      phase: 'sft' or 'rl'.
+      drifted: whether a first update has shown drift where there must be none.
+      evaluation_failed: of the state that was restored, for want of a reward.
+      interrupted: the name of what stops this process, or None.
+    """
+
+    logs: RunLogs
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        lock: RunLock,
+        display: Display,
+        stop: Callable[[], str | None],
+    ):
+        config = runtime.config
+        self.runtime, self.display = runtime, display
+        self.directory = pathlib.Path(config.run.dir)
+        self._lock, self.interrupted = lock, stop
+        keep = config.run.keep_checkpoints
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
+        self.phase, self.drifted, self.evaluation_failed = "sft", False, False
+        self.stopped_by: str | None = None
+
+    def open_logs(self, offsets: dict[str, int] | None) -> None:
+        """Opens the logs at `offsets` of a checkpoint; None begins them."""
+        self.logs = RunLogs(self.directory, offsets, self.runtime.config, self.display.note)
+
+    def close(self) -> None:
+        """Ends what was opened, the newest first."""
+        if hasattr(self, "logs"):
+            self.logs.close()
+        self.checkpoints.close()
+
+    def stop(self) -> str | None:
+        """What stops the run in any process, or None. Asked where the state is saved, or is saved
+        for it; the processes agree."""
+        if self.stopped_by is None:
+            self.stopped_by = next(filter(None, processes.exchange(self.interrupted())), None)
+        return self.stopped_by
+
+    def save(self, state: TrainState, **more: Any) -> None:
+        """Writes a checkpoint, with `more` in what is said of it."""
+        sft = self.runtime.config.sft.steps
+        number = int(state.step) + (sft if self.phase == "rl" else 0)
+        meta = {
+            "phase": self.phase,
+            "step": int(state.step),
+            "offsets": self.logs.offsets(),
+            "drifted": self.drifted,
+            **more,
+        }
+        self._lock.check()
+        self.checkpoints.save(number, state, meta)
+
+    def save_for_reward(self, state: TrainState, **more: Any) -> None:
+        """Writes a checkpoint before a run stops because of its reward, and says so."""
+        self.save(state, **more)
+        at = f"{self.phase} step {int(state.step)}"
+        self.display.note(f"the state after {at} is saved; --resume goes on from there")
+
+    def evaluate(self, state: TrainState, weights) -> None:
+        """Evaluates the weights of a state, and logs it.
+
+        Raises:
+          RewardError: no call of the reward works; the run that resumes evaluates again.
+        """
+        try:
+            evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
+        except RewardError:
+            self.save_for_reward(state, evaluation_failed=True)
+            raise
+        self.logs.write_evaluations(evaluations)
+        self.display.evaluations([evaluation.record for evaluation in evaluations])
+
+
+def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
+    """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
+    layer = int(metrics["bad_layer"])
+    where = f"layer {layer} is the first with a non-finite output" if layer >= 0 else (
+        "every layer's output is finite, so it arose in the loss or in a gradient"
+    )  # fmt: skip
+    return (
+        f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
+        f"{float(metrics['grad_norm'])}; {where}; "
+        + (
+            "the last good state is saved"
+            if saved
+            else "the newest checkpoint is the last good state"
+        )
+    )
