@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl_jax.base.errors import RewardError, UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, load_reward, load_rewards, reward_names
-from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
+from fp8rl_jax.envs.rewards.final_number import gsm8k, gsm8k_strict
 
 _LONG = "So we add 12 and 30, then 5. " * 400
 # (response, answer, reward, reward of the strict form)

@@ -14,8 +14,8 @@ import decimal
 import re
 from typing import Any, NamedTuple
 
-from fp8rl_jax.envs.final_number import behind_reasoning, boxes, marked
-from fp8rl_jax.envs.written_number import Number, in_ascii, whole_number
+from fp8rl_jax.envs.rewards.final_number import behind_reasoning, boxes, marked
+from fp8rl_jax.envs.rewards.written_number import Number, in_ascii, whole_number
 
 _LONGEST = 400  # characters of a bare answer
 _DELIMITER = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\f?box(?:ed)?\b")

@@ -1,7 +1,7 @@
 """One call of a reward or of its `extract`: the value that it returned, or how it failed.
 
-Used in the run's own process and in the worker processes (`reward_worker`), so it imports neither
-JAX nor numpy.
+Used in the run's own process and in the worker processes (`worker`), so it imports neither JAX nor
+numpy.
 """
 
 from __future__ import annotations
