@@ -57,7 +57,8 @@ def table() -> str:
     return "\n".join([
         "# What rewards pay, beside those of TRL and verl", "",
         f"A hundred of the {len(pairs)} pairs of tests/envs/rewards/pairs.json, of those for "
-        "which some scorer differs from what is right,", "which `math_equal` pays. `error`: the call fails, "
+        "which some scorer differs from what is right,",
+        "which `math_equal` pays. `error`: the call fails, "
         "since the answer is no number. `-`: TRL does not score it.", f"Peers: {versions}. "
         f"Of the {len(pairs)} pairs they pay another value for: {', '.join(shares)}", "(verl's "
         "`math` and `gsm8k` compare texts, and are made for data sets with one spelling).",

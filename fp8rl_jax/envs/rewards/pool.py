@@ -36,8 +36,8 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.rewards.call import Failure, attempt
 from fp8rl_jax.envs.rewards.channel import TOKEN_BYTES, Channel, ForeignBytes
 from fp8rl_jax.envs.rewards.form import Form
-from fp8rl_jax.envs.rewards.terms import module_file
-from fp8rl_jax.envs.rewards.worker import STALE, Calls, Limits, Load, main
+from fp8rl_jax.envs.rewards.terms import Limits, Term, module_file
+from fp8rl_jax.envs.rewards.worker import STALE, Calls, Load, main
 
 _PROGRAM = (
     "import json, sys; path, *settings = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -57,17 +57,8 @@ _MOST_CALLS = 64  # that a thread takes at a time
 _CLOSE_SECONDS = 3.0  # for all workers, when this process ends
 
 
-class Task(NamedTuple):
-    """What is called: a reward or its `extract`; the digest of its source; the limits."""
-
-    reward: str
-    extract: bool
-    digest: str
-    limits: Limits
-
-
 class _Call(NamedTuple):
-    task: Task
+    task: tuple[Term, bool]  # a reward, and whether its `extract` is called
     arguments: bytes
     future: concurrent.futures.Future
 
@@ -85,13 +76,14 @@ class Pool:
         self._life = os.pipe()  # its writing end closes when this process ends
 
     def submit(
-        self, task: Task, arguments: Sequence[bytes]
+        self, term: Term, extract: bool, arguments: Sequence[bytes]
     ) -> list[concurrent.futures.Future[float | str | Failure | None]]:
-        """A future for each call; `arguments` are those of `worker.Calls`.
+        """A future for each call of a reward, or its `extract`; `arguments` as of `worker.Calls`.
 
         The result of a future is what was returned, or a Failure; it raises RewardError if no
         worker can be started, or none can load the reward.
         """
+        task = term, extract
         calls = [_Call(task, content, concurrent.futures.Future()) for content in arguments]
         with self._changed:
             self._waiting.extend(calls)
@@ -106,7 +98,11 @@ class Pool:
         """Calls of one task, as soon as there are any; [] when the pool is closed."""
         with self._changed:
             self._idle += 1
-            while not (self._closed or self._has_waiting()):
+            while not self._closed:
+                while self._waiting and self._waiting[0].future.cancelled():
+                    self._waiting.popleft()  # nobody waits for it any more
+                if self._waiting:
+                    break
                 self._changed.wait()
             self._idle -= 1
             if self._closed:
@@ -116,12 +112,6 @@ class Pool:
             while len(taken) < count and self._waiting and self._waiting[0].task == task:
                 taken.append(self._waiting.popleft())
             return taken
-
-    def _has_waiting(self) -> bool:
-        """Whether calls wait, those aside that nobody waits for any more."""
-        while self._waiting and self._waiting[0].future.cancelled():
-            self._waiting.popleft()
-        return bool(self._waiting)
 
     def give_back(self, calls: Sequence[_Call]) -> None:
         """Calls that were taken and not made."""
@@ -196,66 +186,40 @@ class _Server(threading.Thread):
 
     def _asked(self, calls: list[_Call]) -> WorkerProcess:
         """A worker that has been sent calls of one task."""
-        task = calls[0].task
-        worker = self._loaded(task)
-        worker.begin(Calls(task.reward, task.extract, [call.arguments for call in calls]))
+        term, extract = calls[0].task
+        worker = self._loaded(term)
+        worker.begin(Calls(term.name, extract, [call.arguments for call in calls]))
         return worker
 
-    def _loaded(self, task: Task) -> WorkerProcess:
-        """A worker that has the task's reward."""
+    def _loaded(self, term: Term) -> WorkerProcess:
+        """A worker that has a reward."""
         worker = self._worker
-        if worker is not None and not worker.ended and worker.limits == task.limits:
-            found = worker.load(task.reward, task.digest)
+        if worker is not None and not worker.ended and worker.limits == term.limits:
+            found = worker.load(term.name, term.digest)
             if found is None:
                 return worker
         if worker is not None:
             worker.close()
         try:
-            self._worker = worker = WorkerProcess(task.limits, self._life)
+            self._worker = worker = WorkerProcess(term.limits, self._life)
         except OSError as error:
             raise RewardError(
-                f"no worker process can be started for the reward {task.reward!r} ({error}): allow "
+                f"no worker process can be started for the reward {term.name!r} ({error}): allow "
                 "more processes or memory"
             ) from None
-        found = worker.load(task.reward, task.digest)
+        found = worker.load(term.name, term.digest)
         if found == STALE:
             raise RewardError(
-                f"the module of the reward {task.reward!r} has changed since this run read it: "
+                f"the module of the reward {term.name!r} has changed since this run read it: "
                 "start again, with --resume"
             )
         if isinstance(found, Failure):
             raise RewardError(
-                f"the reward {task.reward!r} cannot be loaded in a worker process ({found.text}); "
+                f"the reward {term.name!r} cannot be loaded in a worker process ({found.text}); "
                 "its module must be one that another program can import, with env.reward_memory_gb "
                 f"of memory\n{found.traceback}".rstrip()
             )
         return worker
-
-
-_pool: Pool | None = None
-_lock = threading.Lock()
-
-
-def shared_pool() -> Pool:
-    """The one pool of this process."""
-    global _pool
-    with _lock:
-        if _pool is None:
-            affinity = getattr(os, "sched_getaffinity", None)
-            _pool = Pool(len(affinity(0)) if affinity else os.cpu_count() or 1)
-            atexit.register(_pool.close)
-        return _pool
-
-
-def _forget() -> None:
-    global _pool, _lock
-    if _pool is not None:
-        atexit.unregister(_pool.close)
-        _pool.forget()
-    _pool, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 class WorkerProcess:
@@ -280,6 +244,10 @@ class WorkerProcess:
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
         self._file = ""
         path = [entry for entry in sys.path if isinstance(entry, str)]
+        # One thread, since there are as many workers as cores; the accelerator is the run's alone;
+        # and sets of texts have the same order in all.
+        defaults = dict.fromkeys(_THREADS, "1") | {"PYTHONHASHSEED": "0"}
+        environment = defaults | dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             numbers = []
@@ -291,24 +259,29 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _PROGRAM, settings],
                 stdin=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
-                env=_environment(),
+                env=environment,
             )  # fmt: skip
 
     def load(self, reward: str, digest: str) -> Failure | str | None:
         """Imports a reward.
 
         Returns:
-          None; `worker.STALE` if the worker has imported other source than that of
-          `digest`; a Failure, also where the worker had ended while it had nothing to do.
+          None; `worker.STALE` if the worker has imported other source than that of `digest`; a
+          Failure, also where the worker had ended while it had nothing to do.
         """
         self._file = module_file(reward)
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        self._send(Load(reward, digest, path, os.getcwd()))
+        self.begin(Load(reward, digest, path, os.getcwd()))
         return self._answer(_LOAD_SECONDS)
 
-    def begin(self, calls: Calls) -> None:
-        """Asks for calls of a reward that has been loaded; `answer` gives their results."""
-        self._send(calls)
+    def begin(self, request: Load | Calls) -> None:
+        """Sends a request: calls of a reward that has been loaded, whose results `answer` gives."""
+        try:
+            self._channel.send(pickle.dumps(request), _SEND_SECONDS)
+        except TimeoutError:
+            self.kill()
+        except OSError:  # it has ended, which the next answer says
+            pass
 
     def answer(self) -> float | str | Failure | None:
         """The result of the next call; after a Failure, see `ended`. A call for which the memory
@@ -330,14 +303,6 @@ class WorkerProcess:
         """Ends the worker at once; another thread may be waiting for its answer."""
         with contextlib.suppress(OSError):
             self._process.kill()
-
-    def _send(self, request: Load | Calls) -> None:
-        try:
-            self._channel.send(pickle.dumps(request), _SEND_SECONDS)
-        except TimeoutError:
-            self.kill()
-        except OSError:  # it has ended, which the next answer says
-            pass
 
     def _answer(self, seconds: float):
         try:
@@ -393,8 +358,27 @@ class WorkerProcess:
         return f"{file}, line {number}, in {name}", "".join(lines)
 
 
-def _environment() -> dict[str, str]:
-    """Of a worker: one thread, since there are as many workers as cores; the accelerator is the
-    run's alone; and sets of texts have the same order in all."""
-    defaults = dict.fromkeys(_THREADS, "1") | {"PYTHONHASHSEED": "0"}
-    return defaults | dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+_pool: Pool | None = None
+_lock = threading.Lock()
+
+
+def shared_pool() -> Pool:
+    """The one pool of this process."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            affinity = getattr(os, "sched_getaffinity", None)
+            _pool = Pool(len(affinity(0)) if affinity else os.cpu_count() or 1)
+            atexit.register(_pool.close)
+        return _pool
+
+
+def _forget() -> None:
+    global _pool, _lock
+    if _pool is not None:
+        atexit.unregister(_pool.close)
+        _pool.forget()
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -22,9 +22,8 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.envs.rewards.call import Failure, failure_of
 from fp8rl_jax.envs.rewards.form import Response
-from fp8rl_jax.envs.rewards.pool import TIME_LIMIT, Task, shared_pool
+from fp8rl_jax.envs.rewards.pool import TIME_LIMIT, shared_pool
 from fp8rl_jax.envs.rewards.terms import PLAIN, Term, weighted_sum
-from fp8rl_jax.envs.rewards.worker import Limits
 
 _log = logging.getLogger(__name__)
 _HOPELESS = 8  # calls that take too long, before one that does not
@@ -77,9 +76,7 @@ class Tally:
         Raises:
           RewardError: of `work` in any process.
         """
-        from fp8rl_jax.base import (
-            processes,  # with JAX, which the workers that import this do without
-        )
+        from fp8rl_jax.base import processes  # with JAX, which workers do without
 
         if processes.count() == 1:
             return [work()]
@@ -183,10 +180,12 @@ def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
     if term.name in PLAIN:
         function = function.extract if extract else function
         return [_done(_call_here(function, *call[:3])) for call in calls]
-    pickled = [_pickled(call) for call in calls]
-    task = Task(term.name, extract, term.digest, Limits(term.seconds, int(term.memory_gb * 2**30)))
-    futures = iter(shared_pool().submit(task, [c for c in pickled if isinstance(c, bytes)]))
-    return [next(futures) if isinstance(c, bytes) else _done(c) for c in pickled]
+    sent = [_call_here(pickle.dumps, call) for call in calls]
+    futures = iter(shared_pool().submit(term, extract, [c for c in sent if isinstance(c, bytes)]))
+    return [
+        _done(call._replace(text=f"its row cannot be sent to a process: {call.text}"))
+        if isinstance(call, Failure) else next(futures) for call in sent
+    ]  # fmt: skip
 
 
 def _done(value: Any) -> Future:
@@ -195,19 +194,11 @@ def _done(value: Any) -> Future:
     return future
 
 
-def _call_here(function: Callable, *texts: str) -> Any:
+def _call_here(function: Callable, *arguments: Any) -> Any:
     try:
-        return function(*texts)
-    except Exception as error:  # the data may be wrong for this reward
+        return function(*arguments)
+    except Exception as error:  # the data may be wrong for this reward, and a row hold anything
         return failure_of(error, "")
-
-
-def _pickled(call: tuple) -> bytes | Failure:
-    try:
-        return pickle.dumps(call)
-    except Exception as error:  # a row may hold anything
-        failure = failure_of(error, "")
-        return failure._replace(text=f"its row cannot be sent to a process: {failure.text}")
 
 
 @contextlib.contextmanager

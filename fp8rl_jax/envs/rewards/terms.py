@@ -60,23 +60,24 @@ def _stripped(response: str) -> str | None:
     return response.strip() or None
 
 
-_BUILT_IN: dict[str, RewardFunction] = {
-    "exact_match": exact_match,
-    "task_score": task_score,
-    "math_equal": math_equal,
-    "gsm8k": gsm8k,
-    "gsm8k_strict": gsm8k_strict,
-}
+_BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
     (exact_match, _stripped), (task_score, _stripped), (math_equal, math_answer),
     (gsm8k, gsm8k_answer), (gsm8k_strict, gsm8k_strict_answer),
 ):  # fmt: skip
     vars(_reward)["extract"] = _extract
-
+    _BUILT_IN[_reward.__name__] = _reward
 
 # What compares texts alone: it can neither end a process nor go on for ever.
 PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+
+
+class Limits(NamedTuple):
+    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
+
+    seconds: float
+    memory: int
 
 
 class Term(NamedTuple):
@@ -87,8 +88,7 @@ class Term(NamedTuple):
       weight: of its value in the sum.
       function: which only `PLAIN` ones are called as, in this process.
       form: of the function's arguments.
-      seconds: that a call of another one may take.
-      memory_gb: GiB that a process for its calls may take; 0 for any.
+      limits: of a call of another one, and of the process that makes it.
       digest: of the source of the function's module.
     """
 
@@ -96,8 +96,7 @@ class Term(NamedTuple):
     weight: float
     function: RewardFunction
     form: Form
-    seconds: float
-    memory_gb: float
+    limits: Limits
     digest: str
 
     def checked(self, value: float | Failure | None) -> float | Failure | None:
@@ -118,7 +117,7 @@ def weighted_sum(terms: Sequence[Term], values: Sequence[float | Failure | None]
     if any(isinstance(value, Failure) for value in values):
         return math.nan
     parts = [t.weight * v for t, v in zip(terms, values, strict=True) if isinstance(v, float)]
-    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() begins with 0
+    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() rounds otherwise
 
 
 def load_rewards(
@@ -129,22 +128,31 @@ def load_rewards(
     Args:
       text: the field; the name 'auto' is 'task_score' if one of the tasks has a scorer of its own,
         else 'exact_match'.
-      seconds, memory_gb: of `Term`.
+      seconds: that a call may take.
+      memory_gb: GiB that a process for calls may take; 0 for any.
       tasks: sources of questions, as `env.task` names them.
 
     Raises:
       UserError: of `load_reward`, or a weight is no number, or a name is there twice.
     """
     terms: list[Term] = []
+    limits = Limits(seconds, int(memory_gb * 2**30))
     for weight, name in _parts(text):
         if name == "auto":
             name = "task_score" if any(map(has_scorer, tasks)) else "exact_match"
         if any(term.name == name for term in terms):
             raise UserError(f"env.reward is {text!r}, with {name!r} twice: leave one out")
-        value = 1.0 if weight is None else _weight(weight, text)
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not TINY <= abs(value) <= FLOAT32_MAX:
+            raise UserError(
+                f"env.reward is {text!r}, and {weight.strip()!r} is no weight: write a number "
+                "other than 0 in float32, as in 'exact_match, 0.5*module:function'"
+            )
         function, form = _load(name)
-        digest = source_digest(name)
-        terms.append(Term(name, value, function, form, seconds, memory_gb, digest))
+        terms.append(Term(name, value, function, form, limits, source_digest(name)))
     return tuple(terms)
 
 
@@ -153,23 +161,10 @@ def reward_names(text: str) -> list[str]:
     return [name for _, name in _parts(text)]
 
 
-def _parts(text: str) -> list[tuple[str | None, str]]:
-    """(weight as written, None without one; name) of each reward in `env.reward`."""
+def _parts(text: str) -> list[tuple[str, str]]:
+    """(weight as written, 1 without one; name) of each reward in `env.reward`."""
     found = (part.strip().rpartition("*") for part in text.split(","))
-    return [(weight if times else None, name.strip()) for weight, times, name in found]
-
-
-def _weight(text: str, whole: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not TINY <= abs(value) <= FLOAT32_MAX:
-        raise UserError(
-            f"env.reward is {whole!r}, and {text.strip()!r} is no weight: write a number other "
-            "than 0 in float32, as in 'exact_match, 0.5*module:function'"
-        )
-    return value
+    return [(weight if times else "1", name.strip()) for weight, times, name in found]
 
 
 def load_reward(name: str) -> RewardFunction:

@@ -14,9 +14,11 @@ twice. What neither catches is a worker that is stopped by a signal, or waits in
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -26,18 +28,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
-from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of, seed
+from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of
 from fp8rl_jax.envs.rewards.channel import Channel
 from fp8rl_jax.envs.rewards.terms import Term, load_rewards, module_file
 
 _TICK = 5.0  # seconds
-
-
-class Limits(NamedTuple):
-    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
-
-    seconds: float
-    memory: int
 
 
 class Load(NamedTuple):
@@ -165,11 +160,14 @@ def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure 
 
 
 def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
-    """What a call returns, after random numbers were seeded from texts."""
-    seed(*texts)
-    had_numpy = "numpy" in sys.modules
-    value = call()
-    if "numpy" in sys.modules and not had_numpy:  # the call imported it, so it was not seeded
-        seed(*texts)
+    """What a call returns, with Python's `random`, and numpy's where it is loaded, seeded from
+    texts: its value must not depend on what was called before it."""
+    content = "\0".join(texts).encode("utf-8", "surrogatepass")
+    number = int.from_bytes(hashlib.sha256(content).digest()[:4])
+    while True:
+        random.seed(number)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(number)
         value = call()
-    return value
+        if numpy or not sys.modules.get("numpy"):  # else the call imported it, so it was not seeded
+            return value

@@ -16,8 +16,8 @@ from fp8rl_jax.envs.rewards.call import Failure
 from fp8rl_jax.envs.rewards.channel import Channel, ForeignBytes
 from fp8rl_jax.envs.rewards.form import Response
 from fp8rl_jax.envs.rewards.pool import EXIT, FOREIGN, TIME_LIMIT, WorkerProcess
-from fp8rl_jax.envs.rewards.terms import load_reward, source_digest
-from fp8rl_jax.envs.rewards.worker import Calls, Limits
+from fp8rl_jax.envs.rewards.terms import Limits, load_rewards
+from fp8rl_jax.envs.rewards.worker import Calls
 
 _SOURCE = r"""
 import os, socket, stat, struct, threading, time
@@ -71,7 +71,7 @@ def start(tmp_path_factory):
     directory = tmp_path_factory.mktemp("rewards")
     (directory / "foreign_rewards.py").write_text(_SOURCE)
     sys.path.insert(0, str(directory))
-    digest = load_reward("foreign_rewards:act") and source_digest("foreign_rewards:act")
+    digest = load_rewards("foreign_rewards:act")[0].digest
     life, writing_end = os.pipe()
     workers = []
 
