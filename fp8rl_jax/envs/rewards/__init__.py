@@ -15,5 +15,5 @@ sets `env.reward_memory_gb` for itself, and ends with the run's process, however
 `terms.PLAIN` rewards, which only compare texts, are called by `scoring` in the run's process.
 
 What a right answer is: `final_number` (gsm8k) and `math_answer` (math_equal), which both read
-numbers by `written_number`. No module here imports JAX.
+numbers by `written_number`. Importing this room loads no JAX, which workers do without.
 """
