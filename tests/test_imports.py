@@ -48,7 +48,7 @@ _MAY_ASK = {
     "fp8rl_jax.models.parallel.mesh": _MESH,  # to refuse a mesh that was not passed
     "fp8rl_jax.kernels.machine": _MACHINE,
     "fp8rl_jax.training.environment": _MACHINE,  # what a run records
-    "fp8rl_jax.envs.reward_process": _MACHINE,  # the environment of a child
+    "fp8rl_jax.envs.rewards.pool": _MACHINE,  # the environment of a child
 }
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
 _PACKAGES = set(_MAY_IMPORT) - {_PACKAGE}

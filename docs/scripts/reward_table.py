@@ -2,7 +2,7 @@
 
     python docs/scripts/reward_table.py
 
-The pairs and what the scorers of TRL and verl pay are those of tests/envs/pairs.json.
+The pairs and what the scorers of TRL and verl pay are those of tests/envs/rewards/pairs.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _code(text: str) -> str:
 
 def table() -> str:
     """The page."""
-    content = json.loads((_ROOT / "tests/envs/pairs.json").read_text())
+    content = json.loads((_ROOT / "tests/envs/rewards/pairs.json").read_text())
     pairs = [p for p in content["pairs"] if p["answer"]]
     differ = [p for p in pairs if p.get("why")]
     step = len(differ) / _COUNT
@@ -56,8 +56,9 @@ def table() -> str:
     ]  # fmt: skip
     return "\n".join([
         "# What rewards pay, beside those of TRL and verl", "",
-        f"A hundred of the {len(pairs)} pairs of tests/envs/pairs.json, of those for which some "
-        "scorer differs from what is right,", "which `math_equal` pays. `error`: the call fails, "
+        f"A hundred of the {len(pairs)} pairs of tests/envs/rewards/pairs.json, of those for "
+        "which some scorer differs from what is right,",
+        "which `math_equal` pays. `error`: the call fails, "
         "since the answer is no number. `-`: TRL does not score it.", f"Peers: {versions}. "
         f"Of the {len(pairs)} pairs they pay another value for: {', '.join(shares)}", "(verl's "
         "`math` and `gsm8k` compare texts, and are made for data sets with one spelling).",

@@ -20,7 +20,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import parse_json
 from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
 from fp8rl_jax.envs.question import Question, joined
-from fp8rl_jax.envs.written_number import whole_number
+from fp8rl_jax.envs.rewards.written_number import whole_number
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # where a row is, for an error, and the row
 

@@ -1,4 +1,4 @@
-"""What the scorers of TRL, verl and math-verify pay for the pairs of tests/envs/pairs.json.
+"""What the scorers of TRL, verl and math-verify pay for the pairs of tests/envs/rewards/pairs.json.
 
     python tests/helpers/peer_rewards.py     prints them; with --write records them in the file
 
@@ -15,7 +15,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-FILE = pathlib.Path(__file__).parents[1] / "envs/pairs.json"
+FILE = pathlib.Path(__file__).parents[1] / "envs/rewards/pairs.json"
 PEERS = ("math-verify", "trl", "verl math_verify", "verl math", "verl gsm8k")
 _PACKAGES = ("math-verify", "trl", "verl")
 

@@ -1,4 +1,5 @@
-"""Rewards: built-in rules and a user's own Python functions, one or a weighted sum of several.
+"""The terms of `env.reward`, built-in rules and functions of a user, whose weighted sum is a
+response's reward.
 
 A reward may have an attribute `extract`, a function from a response to its answer as text (None if
 it has none): equal texts are one vote when the majority of several responses is evaluated.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,15 +18,16 @@ from typing import Any, NamedTuple
 from fp8rl_jax.base import user_code
 from fp8rl_jax.base.bounds import TINY
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs.final_number import (
+from fp8rl_jax.envs.rewards.call import BEYOND_FLOAT32, Failure, definition
+from fp8rl_jax.envs.rewards.final_number import (
     gsm8k,
     gsm8k_answer,
     gsm8k_strict,
     gsm8k_strict_answer,
     last_tagged,
 )
-from fp8rl_jax.envs.math_answer import math_answer, math_equal
-from fp8rl_jax.envs.reward_form import check_form
+from fp8rl_jax.envs.rewards.form import Form, form_of
+from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
 from fp8rl_jax.envs.tasks import has_scorer
 
 RewardFunction = Callable[..., float]
@@ -57,23 +60,24 @@ def _stripped(response: str) -> str | None:
     return response.strip() or None
 
 
-_BUILT_IN: dict[str, RewardFunction] = {
-    "exact_match": exact_match,
-    "task_score": task_score,
-    "math_equal": math_equal,
-    "gsm8k": gsm8k,
-    "gsm8k_strict": gsm8k_strict,
-}
+_BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
     (exact_match, _stripped), (task_score, _stripped), (math_equal, math_answer),
     (gsm8k, gsm8k_answer), (gsm8k_strict, gsm8k_strict_answer),
 ):  # fmt: skip
     vars(_reward)["extract"] = _extract
-
+    _BUILT_IN[_reward.__name__] = _reward
 
 # What compares texts alone: it can neither end a process nor go on for ever.
 PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+
+
+class Limits(NamedTuple):
+    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
+
+    seconds: float
+    memory: int
 
 
 class Term(NamedTuple):
@@ -83,17 +87,37 @@ class Term(NamedTuple):
       name: as written there.
       weight: of its value in the sum.
       function: which only `PLAIN` ones are called as, in this process.
-      seconds: that a call of another one may take.
-      memory_gb: GiB that a process for its calls may take; 0 for any.
+      form: of the function's arguments.
+      limits: of a call of another one, and of the process that makes it.
       digest: of the source of the function's module.
     """
 
     name: str
     weight: float
     function: RewardFunction
-    seconds: float
-    memory_gb: float
+    form: Form
+    limits: Limits
     digest: str
+
+    def checked(self, value: float | Failure | None) -> float | Failure | None:
+        """The value, or a Failure if it or its part of the sum is no finite number of float32."""
+        if value is None:
+            return None
+        if not isinstance(value, Failure):
+            if max(1.0, abs(self.weight)) * abs(value) <= FLOAT32_MAX:
+                return value
+            kind = BEYOND_FLOAT32 if math.isfinite(value) else "no finite number"
+            value = Failure(kind, f"it returned {value}, which is {kind}")
+        return value if value.place else value._replace(place=definition(self.function))
+
+
+def weighted_sum(terms: Sequence[Term], values: Sequence[float | Failure | None]) -> float:
+    """The reward of a response, from the `Term.checked` value of each term: the sum over the terms
+    that apply; nan, which is not scored, if a call failed or no term applies."""
+    if any(isinstance(value, Failure) for value in values):
+        return math.nan
+    parts = [t.weight * v for t, v in zip(terms, values, strict=True) if isinstance(v, float)]
+    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() rounds otherwise
 
 
 def load_rewards(
@@ -104,21 +128,31 @@ def load_rewards(
     Args:
       text: the field; the name 'auto' is 'task_score' if one of the tasks has a scorer of its own,
         else 'exact_match'.
-      seconds, memory_gb: of `Term`.
+      seconds: that a call may take.
+      memory_gb: GiB that a process for calls may take; 0 for any.
       tasks: sources of questions, as `env.task` names them.
 
     Raises:
       UserError: of `load_reward`, or a weight is no number, or a name is there twice.
     """
     terms: list[Term] = []
+    limits = Limits(seconds, int(memory_gb * 2**30))
     for weight, name in _parts(text):
         if name == "auto":
             name = "task_score" if any(map(has_scorer, tasks)) else "exact_match"
         if any(term.name == name for term in terms):
             raise UserError(f"env.reward is {text!r}, with {name!r} twice: leave one out")
-        value = 1.0 if weight is None else _weight(weight, text)
-        function = load_reward(name)
-        terms.append(Term(name, value, function, seconds, memory_gb, source_digest(name)))
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not TINY <= abs(value) <= FLOAT32_MAX:
+            raise UserError(
+                f"env.reward is {text!r}, and {weight.strip()!r} is no weight: write a number "
+                "other than 0 in float32, as in 'exact_match, 0.5*module:function'"
+            )
+        function, form = _load(name)
+        terms.append(Term(name, value, function, form, limits, source_digest(name)))
     return tuple(terms)
 
 
@@ -127,27 +161,14 @@ def reward_names(text: str) -> list[str]:
     return [name for _, name in _parts(text)]
 
 
-def _parts(text: str) -> list[tuple[str | None, str]]:
-    """(weight as written, None without one; name) of each reward in `env.reward`."""
+def _parts(text: str) -> list[tuple[str, str]]:
+    """(weight as written, 1 without one; name) of each reward in `env.reward`."""
     found = (part.strip().rpartition("*") for part in text.split(","))
-    return [(weight if times else None, name.strip()) for weight, times, name in found]
-
-
-def _weight(text: str, whole: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not TINY <= abs(value) <= FLOAT32_MAX:
-        raise UserError(
-            f"env.reward is {whole!r}, and {text.strip()!r} is no weight: write a number other "
-            "than 0 in float32, as in 'exact_match, 0.5*module:function'"
-        )
-    return value
+    return [(weight if times else "1", name.strip()) for weight, times, name in found]
 
 
 def load_reward(name: str) -> RewardFunction:
-    """A built-in reward by name, or ``"module:function"``, of one of the forms of `reward_form`.
+    """A built-in reward by name, or ``"module:function"``, of one of the forms of `form`.
 
     It returns a number, or None where it does not apply to a response. Modules are looked for in
     the current directory too, and must be ones that another process can import.
@@ -156,9 +177,12 @@ def load_reward(name: str) -> RewardFunction:
       UserError: the name is no built-in one and cannot be imported, here or in another process, or
         takes other arguments.
     """
-    name = name.strip()
+    return _load(name.strip())[0]
+
+
+def _load(name: str) -> tuple[RewardFunction, Form]:
     if name in _BUILT_IN:
-        return _BUILT_IN[name]
+        return _BUILT_IN[name], form_of(_BUILT_IN[name], name)
     if not all(name.partition(":")):
         raise UserError(
             f"env.reward is {name!r}; write one of auto, {', '.join(_BUILT_IN)}, or "
@@ -173,8 +197,7 @@ def load_reward(name: str) -> RewardFunction:
         )
     if not callable(function):
         raise UserError(f"env.reward: {name!r} is not a function; name one")
-    check_form(function, name)
-    return function
+    return function, form_of(function, name)
 
 
 def source_digest(reward: str) -> str:

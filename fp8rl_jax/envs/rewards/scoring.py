@@ -1,35 +1,29 @@
 """Rewards of responses, whichever process calls them, and what becomes of calls that fail.
 
-Rewards that compare texts (`rewards.PLAIN`) are called here; a user's own, `math_equal` and
+Rewards that compare texts (`terms.PLAIN`) are called here; a user's own, `math_equal` and
 `task_score`, which may loop, end the process or take all memory, in worker processes
-(`reward_pool`). A response with a call that fails is not scored: its reward is nan. Where all calls
+(`pool`). A response with a call that fails is not scored: its reward is nan. Where all calls
 of a step or an evaluation fail, so does that.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import itertools
 import logging
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.question import Question
-from fp8rl_jax.envs.reward_call import (
-    BEYOND_FLOAT32,
-    Failure,
-    as_number,
-    definition,
-    failure_of,
-)
-from fp8rl_jax.envs.reward_form import Response, takes_row
-from fp8rl_jax.envs.reward_pool import Task, shared_pool
-from fp8rl_jax.envs.reward_process import TIME_LIMIT
-from fp8rl_jax.envs.reward_worker import Limits
-from fp8rl_jax.envs.rewards import FLOAT32_MAX, PLAIN, Term
+from fp8rl_jax.envs.rewards.call import Failure, failure_of
+from fp8rl_jax.envs.rewards.form import Response
+from fp8rl_jax.envs.rewards.pool import TIME_LIMIT, shared_pool
+from fp8rl_jax.envs.rewards.terms import PLAIN, Term, weighted_sum
 
 _log = logging.getLogger(__name__)
 _HOPELESS = 8  # calls that take too long, before one that does not
@@ -82,9 +76,7 @@ class Tally:
         Raises:
           RewardError: of `work` in any process.
         """
-        from fp8rl_jax.base import (
-            processes,  # with JAX, which the workers that import this do without
-        )
+        from fp8rl_jax.base import processes  # with JAX, which workers do without
 
         if processes.count() == 1:
             return [work()]
@@ -132,8 +124,14 @@ class Scoring:
         self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
     ):
         """`questions`: one for each response."""
-        self._terms = terms
-        self._calls = [_begin(term, questions, responses) for term in terms]
+        self._terms, self._calls = terms, list[list[Future]]()
+        for term in terms:
+            with_row = term.form.takes_row
+            calls = [
+                Response(question.text, response, question.answer, question.row if with_row else {})
+                for question, response in zip(questions, responses, strict=True)
+            ]
+            self._calls.append(_begin(term, False, calls))
 
     def result(self, tally: Tally) -> tuple[list[float], dict[str, list[float]]]:
         """Waits for the scores.
@@ -146,27 +144,19 @@ class Scoring:
         Raises:
           RewardError: of `Tally.value`, or no worker process can call the reward.
         """
-        by_name: dict[str, list[float]] = {}
-        sums: list[float | None] = [None] * len(self._calls[0])
-        failed: set[int] = set()
-        try:
+        results: list[list] = []  # of each term: of each response
+        with _cancelled_by_errors(itertools.chain(*self._calls)):
             for term, calls in zip(self._terms, self._calls, strict=True):
-                found = by_name[term.name] = []
-                for index, call in enumerate(calls):
-                    result = _checked(term, _result(call))
-                    value = tally.value(f"the reward {term.name!r}", result)
-                    found.append(math.nan if value is None else value)
-                    if isinstance(result, Failure):
-                        failed.add(index)
-                    elif value is not None:
-                        before, now = sums[index], term.weight * value
-                        sums[index] = now if before is None else before + now
-        except BaseException:
-            for calls in self._calls:
-                _cancel(calls)
-            raise
-        scored = (None if index in failed else value for index, value in enumerate(sums))
-        return [math.nan if value is None else value for value in scored], by_name
+                results.append([])
+                for call in calls:
+                    results[-1].append(term.checked(call.result()))
+                    tally.value(f"the reward {term.name!r}", results[-1][-1])
+        sums = [weighted_sum(self._terms, values) for values in zip(*results, strict=True)]
+        by_name = {
+            term.name: [value if isinstance(value, float) else math.nan for value in values]
+            for term, values in zip(self._terms, results, strict=True)
+        }
+        return sums, by_name
 
 
 def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list | None:
@@ -176,79 +166,47 @@ def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list 
     Raises:
       RewardError: as `Scoring.result`.
     """
-    function = getattr(term.function, "extract", None)
-    if function is None:
+    if getattr(term.function, "extract", None) is None:
         return None
-    name = f"extract of the reward {term.name!r}"
-    if term.name in PLAIN:
-        return [tally.value(name, _call_here(function, text)) for text in responses]
-    calls = shared_pool().submit(_task(term, True), [pickle.dumps((r,)) for r in responses])
-    try:
+    calls = _begin(term, True, [(response,) for response in responses])
+    with _cancelled_by_errors(calls):
+        name = f"extract of the reward {term.name!r}"
         return [tally.value(name, call.result()) for call in calls]
-    except BaseException:
-        _cancel(calls)
-        raise
 
 
-def _begin(term: Term, questions: Sequence[Question], responses: Sequence[str]) -> list:
-    """A result or a future for each response."""
-    with_row = takes_row(term.function)
-    calls = [
-        Response(question.text, response, question.answer, question.row if with_row else {})
-        for question, response in zip(questions, responses, strict=True)
-    ]
+def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
+    """The results of calls of a reward, with a `Response` each, or of its `extract`."""
+    function: Any = term.function
     if term.name in PLAIN:
-        return [_number_here(term, call[:3]) for call in calls]
-    pickled = [_pickled(call) for call in calls]
-    futures = shared_pool().submit(
-        _task(term, False), [content for content in pickled if isinstance(content, bytes)]
-    )
-    following = iter(futures)
-    return [next(following) if isinstance(c, bytes) else c for c in pickled]
+        function = function.extract if extract else function
+        return [_done(_call_here(function, *call[:3])) for call in calls]
+    sent = [_call_here(pickle.dumps, call) for call in calls]
+    futures = iter(shared_pool().submit(term, extract, [c for c in sent if isinstance(c, bytes)]))
+    return [
+        _done(call._replace(text=f"its row cannot be sent to a process: {call.text}"))
+        if isinstance(call, Failure) else next(futures) for call in sent
+    ]  # fmt: skip
 
 
-def _number_here(term: Term, texts: tuple) -> float | Failure:
-    value = _call_here(term.function, *texts)
-    return value if isinstance(value, Failure) else as_number(value)
+def _done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
 
 
-def _call_here(function: Callable, *texts: str) -> Any:
+def _call_here(function: Callable, *arguments: Any) -> Any:
     try:
-        return function(*texts)
-    except Exception as error:  # the data may be wrong for this reward
+        return function(*arguments)
+    except Exception as error:  # the data may be wrong for this reward, and a row hold anything
         return failure_of(error, "")
 
 
-def _pickled(call: tuple) -> bytes | Failure:
+@contextlib.contextmanager
+def _cancelled_by_errors(calls: Iterable[Future]) -> Iterator[None]:
+    """Cancels calls that have not begun if what is inside raises."""
     try:
-        return pickle.dumps(call)
-    except Exception as error:  # a row may hold anything
-        failure = failure_of(error, "")
-        return failure._replace(text=f"its row cannot be sent to a process: {failure.text}")
-
-
-def _task(term: Term, extract: bool) -> Task:
-    limits = Limits(term.seconds, int(term.memory_gb * 2**30))
-    return Task(term.name, extract, term.digest, limits)
-
-
-def _result(call: Any) -> Any:
-    return call.result() if isinstance(call, Future) else call
-
-
-def _cancel(calls: Sequence) -> None:
-    for call in calls:
-        if isinstance(call, Future):
+        yield
+    except BaseException:
+        for call in calls:
             call.cancel()
-
-
-def _checked(term: Term, value: float | Failure | None) -> float | Failure | None:
-    """The value, or a Failure if it or its part of the sum is no finite number of float32."""
-    if value is None:
-        return None
-    if not isinstance(value, Failure):
-        if max(1.0, abs(term.weight)) * abs(value) <= FLOAT32_MAX:
-            return value
-        kind = BEYOND_FLOAT32 if math.isfinite(value) else "no finite number"
-        value = Failure(kind, f"it returned {value}, which is {kind}")
-    return value if value.place else value._replace(place=definition(term.function))
+        raise

@@ -26,9 +26,9 @@ from fp8rl_jax.envs import (
     extract_answers,
     load_reward,
     load_rewards,
-    reward_pool,
-    scoring,
 )
+from fp8rl_jax.envs.rewards import scoring
+from fp8rl_jax.envs.rewards.pool import Pool
 
 # What a response asks for. All but the last few fail.
 _SOURCE = """
@@ -153,7 +153,7 @@ def test_values_do_not_depend_on_the_workers(acting, monkeypatch):
     responses = ["sleep0.3", "random", "numpy", "sleep.1", "random", "a"]
     found = []
     for size in (1, 3):
-        pool = reward_pool.Pool(size)
+        pool = Pool(size)
         monkeypatch.setattr(scoring, "shared_pool", lambda pool=pool: pool)
         found.append(_scores(_terms(), responses))
         found.append(_scores(_terms(), responses))
@@ -169,7 +169,7 @@ def test_workers_stay_and_import_no_jax(acting):
     first, second = (set(_scores(terms, ["pid"] * 8)) for _ in range(2))
     assert os.getpid() not in first
     assert len(first | second) <= len(os.sched_getaffinity(0))
-    pool = reward_pool.Pool(1)
+    pool = Pool(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "shared_pool", lambda: pool)
         assert _scores(_terms(), ["jax"]) == [0.0]

@@ -1,4 +1,4 @@
-"""The program of a worker process, which calls rewards for `reward_process`.
+"""The program of a worker process, which `pool` starts: here a user's function is called.
 
 A worker reads requests from a connection and answers each call by itself, so that the process that
 asks knows which one did not return. It imports no JAX, unless a user's module does.
@@ -14,9 +14,11 @@ twice. What neither catches is a worker that is stopped by a signal, or waits in
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -26,19 +28,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
-from fp8rl_jax.envs.reward_call import Failure, attempt, failure_of, seed
-from fp8rl_jax.envs.reward_channel import Channel
-from fp8rl_jax.envs.reward_form import call_of, score_of
-from fp8rl_jax.envs.rewards import load_reward, module_file, source_digest
+from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of
+from fp8rl_jax.envs.rewards.channel import Channel
+from fp8rl_jax.envs.rewards.terms import Term, load_rewards, module_file
 
 _TICK = 5.0  # seconds
-
-
-class Limits(NamedTuple):
-    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
-
-    seconds: float
-    memory: int
 
 
 class Load(NamedTuple):
@@ -96,11 +90,11 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
     dump = os.fdopen(dump_number, "w")
     faulthandler.enable(dump, all_threads=False)
     threading.Thread(target=_watch, args=(life, seconds, dump), daemon=True).start()
-    rewards: dict[str, tuple[Callable, str]] = {}  # with the digest of its module
+    terms: dict[str, Term] = {}
     while True:
         try:
             request = pickle.loads(channel.receive())
-            for answer in _answers(request, rewards):
+            for answer in _answers(request, terms):
                 channel.send(pickle.dumps(answer))
                 if isinstance(answer, Failure) and answer.kind == "MemoryError":
                     return  # see WorkerProcess.answer
@@ -126,64 +120,54 @@ def _watch(life: int, seconds: float, dump: IO) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answers(request: Load | Calls, rewards: dict[str, tuple[Callable, str]]):
+def _answers(request: Load | Calls, terms: dict[str, Term]):
     if isinstance(request, Load):
-        yield _load(request, rewards)
+        yield _load(request, terms)
         return
-    function, _ = rewards[request.reward]
-    file = module_file(request.reward)
-    call = _extract if request.extract else _score
     for arguments in request.arguments:
-        yield call(function, arguments, file)
+        yield _call(terms[request.reward], request.extract, arguments)
 
 
-def _load(request: Load, rewards: dict[str, tuple[Callable, str]]) -> Failure | str | None:
+def _load(request: Load, terms: dict[str, Term]) -> Failure | str | None:
     name = request.reward
-    if name not in rewards:
+    if name not in terms:
         try:
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
             if name in _LATE_IMPORTS:  # at a first call, which has a time limit
                 importlib.import_module(_LATE_IMPORTS[name])
-            rewards[name] = (load_reward(name), source_digest(name))
+            (terms[name],) = load_rewards(name)
         except BaseException as error:
             return failure_of(error, "")
-    return None if rewards[name][1] == request.digest else STALE
+    return None if terms[name].digest == request.digest else STALE
 
 
-def _score(function: Callable, arguments: bytes, file: str) -> float | Failure | None:
-    found = _unpickled(arguments)
-    if isinstance(found, Failure):
-        return found
-    positional, named = call_of(function, found)
-    value = _attempt(function, positional, named, file, found[:2])
-    return value if isinstance(value, Failure) else score_of(function, value)
-
-
-def _extract(function: Any, arguments: bytes, file: str) -> str | Failure | None:
-    found = _unpickled(arguments)
-    if isinstance(found, Failure):
-        return found
-    answer = _attempt(function.extract, found, {}, file, found)
+def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure | None:
+    """What a reward, or its `extract`, returned."""
+    try:
+        found = pickle.loads(arguments)
+    except BaseException as error:  # a class of the row's that is not found here
+        return failure_of(error, "")
+    function: Any = term.function
+    file = module_file(term.name)
+    if not extract:
+        return _seeded(lambda: term.form.call(function, found, file), found[:2])
+    answer = _seeded(lambda: attempt(function.extract, found, {}, file), found)
     if answer is None or isinstance(answer, (str, Failure)):
         return answer
     return attempt(str, (answer,), {}, file)
 
 
-def _attempt(function: Callable, arguments: tuple, named: dict, file: str, seeds: Sequence) -> Any:
-    """`attempt` with seeded random numbers."""
-    seed(*seeds)
-    has_numpy = "numpy" in sys.modules
-    value = attempt(function, arguments, named, file)
-    if "numpy" in sys.modules and not has_numpy:  # the call imported it, so it was not seeded
-        seed(*seeds)
-        value = attempt(function, arguments, named, file)
-    return value
-
-
-def _unpickled(arguments: bytes) -> Any:
-    try:
-        return pickle.loads(arguments)
-    except BaseException as error:  # a class of the row's that is not found here
-        return failure_of(error, "")
+def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
+    """What a call returns, with Python's `random`, and numpy's where it is loaded, seeded from
+    texts: its value must not depend on what was called before it."""
+    content = "\0".join(texts).encode("utf-8", "surrogatepass")
+    number = int.from_bytes(hashlib.sha256(content).digest()[:4])
+    while True:
+        random.seed(number)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(number)
+        value = call()
+        if numpy or not sys.modules.get("numpy"):  # else the call imported it, so it was not seeded
+            return value

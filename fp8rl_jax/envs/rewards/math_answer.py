@@ -14,8 +14,8 @@ import decimal
 import re
 from typing import Any, NamedTuple
 
-from fp8rl_jax.envs.final_number import behind_reasoning, boxes, marked
-from fp8rl_jax.envs.written_number import Number, in_ascii, whole_number
+from fp8rl_jax.envs.rewards.final_number import behind_reasoning, boxes, marked
+from fp8rl_jax.envs.rewards.written_number import Number, in_ascii, whole_number
 
 _LONGEST = 400  # characters of a bare answer
 _DELIMITER = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\f?box(?:ed)?\b")
@@ -224,7 +224,8 @@ def _parsed(text: str) -> tuple[list, str]:
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", in_ascii(text))
     for written, latex in _IN_LATEX.items():
         text = text.replace(written, latex)
-    text = _SIGN_APART.sub(r"\1\2", _SCIENTIFIC.sub(_without_exponent, text))
+    text = _SCIENTIFIC.sub(lambda m: f"{decimal.Decimal(m[0]):f}", text)
+    text = _SIGN_APART.sub(r"\1\2", text)
     parsed = math_verify.parse(_MIXED.sub(_as_fraction, text))
     texts = [x for x in parsed if isinstance(x, str)]
     return parsed, texts[-1] if texts else ""
@@ -233,10 +234,6 @@ def _parsed(text: str) -> tuple[list, str]:
 def _as_fraction(match: re.Match) -> str:
     whole, top, bottom = map(int, match.groups())
     return f"{whole * bottom + top}/{bottom}" if 0 < top < bottom else match[0]
-
-
-def _without_exponent(match: re.Match) -> str:
-    return f"{decimal.Decimal(match[0]):f}"
 
 
 def _words(text: str) -> str:

@@ -16,9 +16,9 @@ from fuzz import time_limit
 from peer_rewards import PEERS
 
 from fp8rl_jax.envs import load_reward
-from fp8rl_jax.envs.final_number import gsm8k
-from fp8rl_jax.envs.math_answer import math_answer, math_equal
-from fp8rl_jax.envs.written_number import last_number, whole_number
+from fp8rl_jax.envs.rewards.final_number import gsm8k
+from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
+from fp8rl_jax.envs.rewards.written_number import last_number, whole_number
 
 _ALL = json.loads(peer_rewards.FILE.read_text())
 _PAIRS = _ALL["pairs"]
@@ -54,7 +54,7 @@ def test_every_difference_from_a_peer_has_its_reason():
 
 
 def test_the_page_of_pairs_is_what_the_rewards_pay():
-    scripts = pathlib.Path(__file__).parents[2] / "docs/scripts"
+    scripts = pathlib.Path(__file__).parents[3] / "docs/scripts"
     page = runpy.run_path(str(scripts / "reward_table.py"))
     assert page["FILE"].read_text() == page["table"]()
 

@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, load_rewards
-from fp8rl_jax.envs.reward_call import as_number
+from fp8rl_jax.envs.rewards.call import as_number
 
 _SOURCE = """
 import functools

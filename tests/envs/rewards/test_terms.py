@@ -1,4 +1,4 @@
-"""The reward of GSM8K against a table, weighted sums of rewards, and rewards that take the row."""
+"""Built-in rewards against tables, a user's own, weighted sums, and rewards that take the row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl_jax.base.errors import RewardError, UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, load_reward, load_rewards, reward_names
-from fp8rl_jax.envs.final_number import gsm8k, gsm8k_strict
+from fp8rl_jax.envs.rewards.final_number import gsm8k, gsm8k_strict
 
 _LONG = "So we add 12 and 30, then 5. " * 400
 # (response, answer, reward, reward of the strict form)
@@ -161,3 +161,128 @@ def test_what_cannot_be_a_reward(text, message, module):
     module("def two(prompt, answer):\n    pass\ndef four(a, b, c, d):\n    pass\n")
     with pytest.raises(UserError, match=message):
         load_rewards(text)
+
+
+# Built-in rewards.
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        ("42", "42", 1.0),
+        (" 42\n", "42", 1.0),
+        ("42", "42 ", 1.0),
+        ("42.", "42", 0.0),
+        ("4 2", "42", 0.0),
+        ("the answer is 42", "42", 0.0),
+        ("", "42", 0.0),
+        ("", "", 1.0),
+    ],
+)
+def test_exact_match(response, answer, value):
+    """The whole response or nothing: no credit for an answer inside other text."""
+    assert load_reward("exact_match")("question", response, answer) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        ("1/2", "0.5", 1.0),
+        ("0.5", "1/2", 1.0),
+        (r"$\frac{1}{2}$", "0.5", 1.0),
+        ("the answer is 4", "4", 1.0),
+        ("50%", "0.5", 1.0),
+        ("-1/2", "-0.5", 1.0),
+        ("2 + 4 = 6.", "6", 1.0),
+        ("2 + 4 =", "6", 0.0),
+        ("6 + 0", "6", 0.0),
+        ("2 * 3", "6", 0.0),
+        ("8 / 2 =", "4", 0.0),
+        ("2^3", "8", 0.0),
+        ("$x + 1$", "$1 + x$", 1.0),
+        ("1/3", "0.5", 0.0),
+        ("5", "4", 0.0),
+        ("", "4", 0.0),
+        ("no idea", "4", 0.0),
+        ("no idea", "no idea", 1.0),
+    ],
+)
+def test_math_equal(response, answer, value):
+    """Equal as mathematics, or the same few words; where a number is asked for, the question that
+    it answers earns nothing."""
+    assert load_reward("math_equal")("question", response, answer) == value
+
+
+# Rewards of a user.
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """Writes a module with the given source and makes it importable; returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def write(source):
+        name = f"user_reward_{len(names)}_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(source)
+        names.append(name)
+        return name
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_a_function_of_a_module(user_module):
+    """It is called with prompt, response and answer, in this order."""
+    name = user_module(
+        "def join(prompt, response, answer):\n    return prompt + response + answer\n"
+    )
+    assert load_reward(f"{name}:join")("a", "b", "c") == "abc"
+
+
+def test_a_module_in_the_current_directory(tmp_path, monkeypatch):
+    """No PYTHONPATH is needed for a file beside the user."""
+    (tmp_path / "reward_beside_me.py").write_text("def one(*_):\n    return 1\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("reward_beside_me:one")("", "", "") == 1
+    del sys.modules["reward_beside_me"]
+
+
+@pytest.mark.parametrize("name", ["nearly_exact", "module:", ":function", ""])
+def test_a_name_that_is_neither(name):
+    with pytest.raises(
+        UserError,
+        match=r"write one of auto, exact_match, task_score, math_equal, gsm8k, gsm8k_strict, or",
+    ):
+        load_reward(name)
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(
+        UserError,
+        match=r"'no_such_module:f' cannot be imported \(ModuleNotFoundError: .*\); check that it "
+        r"is written 'package.module:function' and that the module is in the current directory",
+    ):
+        load_reward("no_such_module:f")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("raise RuntimeError('broken inside')\n", r"RuntimeError: broken inside"),
+        ("def f(:\n", "SyntaxError"),
+        ("x = 1\n", "AttributeError"),
+        ("import no_such_dependency\n", "ModuleNotFoundError"),
+    ],
+)
+def test_a_module_that_fails(user_module, source, error):
+    """Whatever the module raises stands in the sentence."""
+    with pytest.raises(UserError, match=rf"cannot be imported \({error}"):
+        load_reward(f"{user_module(source)}:f")
+
+
+def test_something_that_is_no_function(user_module):
+    with pytest.raises(UserError, match="is not a function"):
+        load_reward(f"{user_module('f = 3')}:f")

@@ -1,16 +1,13 @@
 """One call of a reward or of its `extract`: the value that it returned, or how it failed.
 
-Used in the run's own process and in the worker processes (`reward_worker`), so it imports neither
-JAX nor numpy.
+Used in the run's own process and in the worker processes (`worker`), so it imports neither JAX nor
+numpy.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import operator
-import random
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -95,13 +92,3 @@ def as_number(value: Any) -> float | Failure:
     except BaseException:  # a user's class may raise anything
         given = type(value).__name__
         return Failure("no number", f"it returned a value of type {given}, which is no number")
-
-
-def seed(*texts: str) -> None:
-    """Seeds Python's `random`, and numpy's where it is loaded, from texts: a call's value must not
-    depend on what was called before it."""
-    content = "\0".join(texts).encode("utf-8", "surrogatepass")
-    number = int.from_bytes(hashlib.sha256(content).digest()[:4])
-    random.seed(number)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(number)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fp8rl_jax.envs.written_number import Number, last_number, whole_number
+from fp8rl_jax.envs.rewards.written_number import Number, last_number, whole_number
 
 _STRICT_CHARACTERS = 300
 _MARK = "####"

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from fp8rl_jax.envs import reward_channel
-from fp8rl_jax.envs.reward_call import Failure
-from fp8rl_jax.envs.reward_channel import Channel, ForeignBytes
-from fp8rl_jax.envs.reward_form import Response
-from fp8rl_jax.envs.reward_process import EXIT, FOREIGN, TIME_LIMIT, WorkerProcess
-from fp8rl_jax.envs.reward_worker import Calls, Limits
-from fp8rl_jax.envs.rewards import load_reward, source_digest
+from fp8rl_jax.envs.rewards import channel
+from fp8rl_jax.envs.rewards.call import Failure
+from fp8rl_jax.envs.rewards.channel import Channel, ForeignBytes
+from fp8rl_jax.envs.rewards.form import Response
+from fp8rl_jax.envs.rewards.pool import EXIT, FOREIGN, TIME_LIMIT, WorkerProcess
+from fp8rl_jax.envs.rewards.terms import Limits, load_rewards
+from fp8rl_jax.envs.rewards.worker import Calls
 
 _SOURCE = r"""
 import os, socket, stat, struct, threading, time
@@ -71,7 +71,7 @@ def start(tmp_path_factory):
     directory = tmp_path_factory.mktemp("rewards")
     (directory / "foreign_rewards.py").write_text(_SOURCE)
     sys.path.insert(0, str(directory))
-    digest = load_reward("foreign_rewards:act") and source_digest("foreign_rewards:act")
+    digest = load_rewards("foreign_rewards:act")[0].digest
     life, writing_end = os.pipe()
     workers = []
 
@@ -179,4 +179,4 @@ def test_a_message_that_never_ends(content):
 
 
 def test_a_length_is_bounded():
-    assert reward_channel._LONGEST <= 2**30
+    assert channel._LONGEST <= 2**30

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fractions
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 _MOST_DIGITS = 100  # of a number; more are noise, and slow
@@ -140,14 +139,12 @@ def whole_number(text: str) -> Number | None:
 
 def last_number(text: str) -> Number | None:
     """The last number in a text; None if it holds none."""
-    return [None, *_numbers(plain(text))][-1]
-
-
-def _numbers(text: str) -> Iterator[Number]:
+    text, found = plain(text), None
     for match in _NUMBER.finditer(text):
         scaled = _SCALED.match(text, match.end())
         if not scaled and (value := _value(match)) is not None:
-            yield Number(value, text[match.end() : match.end() + 1] == "%")
+            found = Number(value, text[match.end() : match.end() + 1] == "%")
+    return found
 
 
 def plain(text: str) -> str:

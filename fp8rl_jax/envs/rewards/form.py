@@ -1,0 +1,206 @@
+"""The forms that a user's reward function may have, told apart by the names of its parameters.
+
+    (prompt, response, answer)                                    this project's
+    (prompt, response, answer, row)                               with the row of the data set
+    (response, answer, tolerance=0.1)                             some of these, in any order
+    (question, text, gold)                                        three of other names, in order
+    (completions, prompts=..., COLUMN=..., **kwargs)              TRL's
+    (data_source, solution_str, ground_truth, extra_info=None)    verl's
+    (data_sources, solution_strs, ground_truths, extra_infos)     verl's, of a batch
+
+So a function that was written for TRL or verl is called as there: by those names, and with lists of
+one response where it takes a batch. A function that compares the responses of a batch is not
+supported: each is called by itself. One whose names stand in another order than its arguments
+would, as in (completion, answer, prompt=None), is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt
+
+# What TRL gives, and no data set or response has.
+_OF_TRAINERS = {
+    "completion_ids", "trainer_state", "log_extra", "log_metric", "environments",
+}  # fmt: skip
+_OURS = ("prompt", "response", "answer", "row")
+# What the first, second and third parameter may be called; other names may stand anywhere.
+_PLACES = (
+    {"prompt", "question", "problem", "query"},
+    {"response", "completion", "prediction", "output", "generation"},
+    {"answer", "reference", "ground_truth", "gold", "target", "label", "expected"},
+)
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_OF_VERL = {*_VERL, *(f"{name}s" for name in _VERL)}
+
+
+class Response(NamedTuple):
+    """What a reward may be told of one response.
+
+    Attributes:
+      prompt, response, answer: texts.
+      row: of the data set, with all its columns, or the item of reasoning_gym; {} for a function
+        that is not given it.
+    """
+
+    prompt: str
+    response: str
+    answer: str
+    row: Mapping[str, Any]
+
+
+class Form(NamedTuple):
+    """How a function is called, and how what it returns is read.
+
+    Attributes:
+      convention: 'TRL' or 'verl', whose names and lists it takes; '' for this project's.
+      by_place: whether prompt, response and answer are given by position.
+      names: the parameters that are given by name.
+      any_name: whether it takes all names of its convention.
+    """
+
+    convention: str
+    by_place: bool
+    names: tuple[str, ...]
+    any_name: bool = False
+
+    @property
+    def takes_row(self) -> bool:
+        """Whether the function is given the row, by itself or by its columns."""
+        return bool(self.convention) or "row" in self.names
+
+    def call(self, function: Callable, about: Response, file: str) -> float | Failure | None:
+        """Calls a function that has this form.
+
+        Args:
+          function: of the user.
+          about: what it is told.
+          file: where the user's code is, for `Failure.place`.
+
+        Returns:
+          The reward; None where it returned None, which says that it does not apply; a Failure
+          where it raised something, or returned no number.
+        """
+        positional, named = self.arguments(about)
+        value = attempt(function, positional, named, file)
+        if isinstance(value, Failure):
+            return value
+        if self._lists:
+            try:
+                (value,) = value
+            except BaseException:  # a user's class may raise anything
+                given = type(value).__name__
+                text = f"it returned {given}, and not a list with one reward"
+                return Failure("no list of one", text)
+        if self.convention == "verl" and isinstance(value, Mapping):
+            if "score" not in value:
+                return Failure("no score", "it returned a dict without 'score'")
+            value = value["score"]
+        return None if value is None else as_number(value)
+
+    def arguments(self, about: Response) -> tuple[tuple, dict[str, Any]]:
+        """The positional and the named arguments of a call."""
+        row = about.row
+        if not self.convention:
+            named = {name: getattr(about, name) for name in self.names}
+            return about[:3] if self.by_place else (), named
+        if self.convention == "TRL":
+            prompt = row.get("prompt")
+            conversation = isinstance(prompt, (list, tuple))
+            completion: Any = about.response
+            if conversation:
+                completion = [{"role": "assistant", "content": about.response}]
+            given = {
+                "answer": about.answer, **row, "prompts": prompt if conversation else about.prompt,
+                "completions": completion,
+            }  # fmt: skip
+            given = {k: [v] for k, v in given.items() if k not in ("prompt", "completion")}
+        else:
+            own = row.get("reward_model")
+            right = own.get("ground_truth") if isinstance(own, Mapping) else None
+            values = (
+                row.get("data_source"), about.response, about.answer if right is None else right,
+                row.get("extra_info"),
+            )  # fmt: skip
+            given = dict(zip(_VERL, values, strict=True))
+            if self._lists:
+                given = {f"{name}s": [value] for name, value in given.items()}
+        return (), {k: v for k, v in given.items() if self.any_name or k in self.names}
+
+    @property
+    def _lists(self) -> bool:
+        """Whether it takes and returns lists, here of one."""
+        return self.convention == "TRL" or "solution_strs" in self.names
+
+
+def form_of(function: Callable, name: str) -> Form:
+    """The form of a function; `name` is that of the reward.
+
+    Raises:
+      UserError: it has none of the forms.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object's method
+    ):
+        raise UserError(f"env.reward: {name!r} is asynchronous; write a plain function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some written in C
+        return Form("", True, ())
+    parameters = signature.parameters.values()
+    names = tuple(signature.parameters)
+    single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p.name for p in single if p.default is p.empty]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    convention, missing = "", list[str]()
+    if "completions" in names:
+        convention, missing = "TRL", [p for p in needed if p in _OF_TRAINERS]
+    elif any({f"solution_str{s}", f"ground_truth{s}"} <= {*names} for s in ("", "s")):
+        convention, missing = "verl", [p for p in needed if p not in _OF_VERL]
+    if missing:
+        raise UserError(
+            f"env.reward: {name!r} takes {signature} and is called as {convention} does, without "
+            f"{', '.join(missing)}: give it a default value"
+        )
+    if convention:
+        return Form(convention, False, names, any_name)
+    own = [p.name for p in single]
+    if (
+        own[:3] == list(_OURS[:3])
+        or "response" not in own
+        or not {*needed} <= {*_OURS}
+        or any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    ):
+        form = Form("", True, names[3:4] if names[3:4] == ("row",) else ())
+    else:
+        given = {*own, *_OURS[:3]} if any_name else {*own}
+        if isinstance(function, functools.partial):
+            given -= {*function.keywords}
+        form = Form("", False, tuple(n for n in _OURS if n in given))
+    try:
+        positional, named = form.arguments(Response("", "", "", {}))
+        signature.bind(*positional, **named)
+        good = not (form.by_place and _contradicts(names))
+    except TypeError:
+        good = False
+    if not good:
+        raise UserError(
+            f"env.reward: {name!r} takes {signature}; write a function of (prompt, response, "
+            "answer), of (prompt, response, answer, row), of some of these names with default "
+            "values for all others, or of the parameters of TRL (completions, ...) or verl "
+            "(data_source, solution_str, ground_truth, extra_info)"
+        )
+    return form
+
+
+def _contradicts(names: Sequence[str]) -> bool:
+    """Whether a name says that a function which is called by position means another argument."""
+    for place, name in enumerate(names[:3]):
+        if name == "row" or any(name in own for i, own in enumerate(_PLACES) if i != place):
+            return True
+    return any(name in _OURS[:3] for name in names[3:])

@@ -1,0 +1,384 @@
+"""The worker processes of this program: calls of rewards go in, results come in their order.
+
+There are at most as many workers as cores that this process may use. They start when there is work
+for them, stay for later calls, and end with the process (`worker` says how). Each is served by a
+thread, which takes some of the waiting calls at a time: many while many wait, one at the end.
+
+A worker is a new program in a session of its own: Ctrl-C at a terminal does not reach it, and it
+can be ended with the processes that a reward started. It is not forked, since a fork of a process
+that runs JAX may hang, and the main program is not imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import concurrent.futures
+import contextlib
+import fcntl
+import inspect
+import json
+import linecache
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fp8rl_jax.base.errors import RewardError
+from fp8rl_jax.envs.rewards.call import Failure, attempt
+from fp8rl_jax.envs.rewards.channel import TOKEN_BYTES, Channel, ForeignBytes
+from fp8rl_jax.envs.rewards.form import Form
+from fp8rl_jax.envs.rewards.terms import Limits, Term, module_file
+from fp8rl_jax.envs.rewards.worker import STALE, Calls, Load, main
+
+_PROGRAM = (
+    "import json, sys; path, *settings = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from fp8rl_jax.envs.rewards.worker import main; main(*settings)"
+)
+_LOAD_SECONDS = 600.0  # for the start of a process and all that a user's module imports
+_SEND_SECONDS = 60.0  # for a worker that has nothing to do to take a request
+_DUMP_SECONDS = 1.0  # for the traceback of a call that takes too long
+_END_SECONDS = 1.0  # for a worker that ends by itself
+_MOST_DUMP = 2**20  # bytes of a traceback that are read
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# In every traceback.
+_OURS = [inspect.getfile(attempt), inspect.getfile(Form), inspect.getfile(main), "<string>"]
+TIME_LIMIT, EXIT, FOREIGN = "time limit", "exit", "foreign bytes"  # kinds of failures
+_MOST_CALLS = 64  # that a thread takes at a time
+_CLOSE_SECONDS = 3.0  # for all workers, when this process ends
+
+
+class _Call(NamedTuple):
+    task: tuple[Term, bool]  # a reward, and whether its `extract` is called
+    arguments: bytes
+    future: concurrent.futures.Future
+
+
+class Pool:
+    """Worker processes; see `shared_pool`."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._waiting: collections.deque[_Call] = collections.deque()
+        self._changed = threading.Condition()
+        self._servers: list[_Server] = []
+        self._idle = 0
+        self._closed = False
+        self._life = os.pipe()  # its writing end closes when this process ends
+
+    def submit(
+        self, term: Term, extract: bool, arguments: Sequence[bytes]
+    ) -> list[concurrent.futures.Future[float | str | Failure | None]]:
+        """A future for each call of a reward, or its `extract`; `arguments` as of `worker.Calls`.
+
+        The result of a future is what was returned, or a Failure; it raises RewardError if no
+        worker can be started, or none can load the reward.
+        """
+        task = term, extract
+        calls = [_Call(task, content, concurrent.futures.Future()) for content in arguments]
+        with self._changed:
+            self._waiting.extend(calls)
+            wanted = len(self._waiting) - self._idle
+            for _ in range(min(wanted, self._size - len(self._servers))):
+                self._servers.append(_Server(self, self._life[0]))
+                self._servers[-1].start()
+            self._changed.notify(len(calls))
+        return [call.future for call in calls]
+
+    def take(self) -> list[_Call]:
+        """Calls of one task, as soon as there are any; [] when the pool is closed."""
+        with self._changed:
+            self._idle += 1
+            while not self._closed:
+                while self._waiting and self._waiting[0].future.cancelled():
+                    self._waiting.popleft()  # nobody waits for it any more
+                if self._waiting:
+                    break
+                self._changed.wait()
+            self._idle -= 1
+            if self._closed:
+                return []
+            count = min(max(1, len(self._waiting) // (2 * self._size)), _MOST_CALLS)
+            task, taken = self._waiting[0].task, list[_Call]()
+            while len(taken) < count and self._waiting and self._waiting[0].task == task:
+                taken.append(self._waiting.popleft())
+            return taken
+
+    def give_back(self, calls: Sequence[_Call]) -> None:
+        """Calls that were taken and not made."""
+        with self._changed:
+            self._waiting.extendleft(reversed(calls))
+            self._changed.notify(len(calls))
+
+    def close(self) -> None:
+        """Ends all workers; calls that wait are not made."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            servers = list(self._servers)
+        for server in servers:
+            server.stop()
+        for server in servers:
+            server.join(_CLOSE_SECONDS / len(servers))
+
+    def forget(self) -> None:
+        """In a forked process: the workers are its parent's, and end with that."""
+        for number in self._life:
+            os.close(number)
+
+
+class _Server(threading.Thread):
+    """Gives calls of a pool to one worker, and replaces it when it ends."""
+
+    def __init__(self, pool: Pool, life: int):
+        super().__init__(name="rewards", daemon=True)
+        self._pool, self._life = pool, life
+        self._worker: WorkerProcess | None = None
+        self._calls: list[_Call] = []  # that this server has taken and not given back
+
+    def run(self) -> None:
+        while calls := self._pool.take():
+            self._calls = calls
+            try:
+                self._serve(calls)
+            except Exception as error:  # whoever waits for the results gets it
+                for call in self._calls:
+                    with contextlib.suppress(concurrent.futures.InvalidStateError):
+                        call.future.set_exception(error)
+            self._calls = []
+        if self._worker is not None:
+            self._worker.close()
+
+    def stop(self) -> None:
+        """Ends the worker at once if it is in a call; `run` ends it otherwise."""
+        if self._calls and self._worker is not None:
+            self._worker.kill()
+
+    def _serve(self, calls: list[_Call]) -> None:
+        """Makes calls of one task; those behind one that ended the worker go back to the pool."""
+        worker = self._asked(calls)
+        for index, call in enumerate(calls):
+            if not call.future.set_running_or_notify_cancel():
+                worker.close()  # it has begun what nobody waits for
+                self._pool.give_back(calls[index + 1 :])
+                return
+            is_first = not worker.calls
+            result = worker.answer()
+            if worker.ended:
+                self._calls = [call]
+                self._pool.give_back(calls[index + 1 :])
+                assert isinstance(result, Failure)
+                if not (is_first or result.kind in (TIME_LIMIT, EXIT)):
+                    # Perhaps what earlier calls left behind, such as memory, was the cause.
+                    result = self._asked([call]).answer()
+            call.future.set_result(result)
+            if worker.ended:
+                return
+
+    def _asked(self, calls: list[_Call]) -> WorkerProcess:
+        """A worker that has been sent calls of one task."""
+        term, extract = calls[0].task
+        worker = self._loaded(term)
+        worker.begin(Calls(term.name, extract, [call.arguments for call in calls]))
+        return worker
+
+    def _loaded(self, term: Term) -> WorkerProcess:
+        """A worker that has a reward."""
+        worker = self._worker
+        if worker is not None and not worker.ended and worker.limits == term.limits:
+            found = worker.load(term.name, term.digest)
+            if found is None:
+                return worker
+        if worker is not None:
+            worker.close()
+        try:
+            self._worker = worker = WorkerProcess(term.limits, self._life)
+        except OSError as error:
+            raise RewardError(
+                f"no worker process can be started for the reward {term.name!r} ({error}): allow "
+                "more processes or memory"
+            ) from None
+        found = worker.load(term.name, term.digest)
+        if found == STALE:
+            raise RewardError(
+                f"the module of the reward {term.name!r} has changed since this run read it: "
+                "start again, with --resume"
+            )
+        if isinstance(found, Failure):
+            raise RewardError(
+                f"the reward {term.name!r} cannot be loaded in a worker process ({found.text}); "
+                "its module must be one that another program can import, with env.reward_memory_gb "
+                f"of memory\n{found.traceback}".rstrip()
+            )
+        return worker
+
+
+class WorkerProcess:
+    """A worker as this process sees it: start, load a reward, call, end. It is used by one thread.
+
+    Attributes:
+      limits: of its calls.
+      calls: that it has answered.
+      ended: whether it has ended, so that another must take its place.
+    """
+
+    def __init__(self, limits: Limits, life: int):
+        """`life` is a pipe's reading end, whose writing end no other process holds.
+
+        Raises:
+          OSError: no process can be started.
+        """
+        self.limits, self.calls, self.ended = limits, 0, False
+        ours, theirs = socket.socketpair()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._channel = Channel(ours, token)
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
+        self._file = ""
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        # One thread, since there are as many workers as cores; the accelerator is the run's alone;
+        # and sets of texts have the same order in all.
+        defaults = dict.fromkeys(_THREADS, "1") | {"PYTHONHASHSEED": "0"}
+        environment = defaults | dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            numbers = []
+            for number in (theirs.fileno(), life, self._dump.fileno()):
+                # Above those of standard input and output, which may be closed here.
+                numbers.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))
+                stack.callback(os.close, numbers[-1])
+            settings = json.dumps([path, *numbers, limits, token.hex()])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-c", _PROGRAM, settings],
+                stdin=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
+                env=environment,
+            )  # fmt: skip
+
+    def load(self, reward: str, digest: str) -> Failure | str | None:
+        """Imports a reward.
+
+        Returns:
+          None; `worker.STALE` if the worker has imported other source than that of `digest`; a
+          Failure, also where the worker had ended while it had nothing to do.
+        """
+        self._file = module_file(reward)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        self.begin(Load(reward, digest, path, os.getcwd()))
+        return self._answer(_LOAD_SECONDS)
+
+    def begin(self, request: Load | Calls) -> None:
+        """Sends a request: calls of a reward that has been loaded, whose results `answer` gives."""
+        try:
+            self._channel.send(pickle.dumps(request), _SEND_SECONDS)
+        except TimeoutError:
+            self.kill()
+        except OSError:  # it has ended, which the next answer says
+            pass
+
+    def answer(self) -> float | str | Failure | None:
+        """The result of the next call; after a Failure, see `ended`. A call for which the memory
+        was too little ends the worker, since what it has left behind stays there."""
+        found = self._answer(self.limits.seconds)
+        self.calls += not self.ended
+        if isinstance(found, Failure) and found.kind == "MemoryError":
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """Ends the worker: at once if it is in a call, else by itself, as a program ends."""
+        if self.ended:
+            return
+        self._channel.close()
+        self._end()
+
+    def kill(self) -> None:
+        """Ends the worker at once; another thread may be waiting for its answer."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
+
+    def _answer(self, seconds: float):
+        try:
+            return pickle.loads(self._channel.receive(seconds))
+        except TimeoutError:
+            # faulthandler writes where the call is, also where Python's lock is not given back.
+            with contextlib.suppress(OSError, EOFError):
+                os.kill(self._process.pid, signal.SIGABRT)
+                self._channel.receive(_DUMP_SECONDS)
+            return self._end(TIME_LIMIT, seconds)
+        except ForeignBytes:
+            return self._end(FOREIGN)
+        except (EOFError, OSError):
+            return self._end()
+
+    def _end(self, kind: str = "", after: float = 0.0) -> Failure:
+        """Ends the worker, and says how it ended, or why it had to: `kind`, of a call that had
+        taken `after` seconds."""
+        self.ended = True
+        if not kind:  # what it is about to end with is to be known
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        with contextlib.suppress(OSError):  # the group, with all that the reward started
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        self._channel.close()
+        self._dump.seek(0)
+        dump = self._dump.read(_MOST_DUMP).decode(errors="replace")
+        self._dump.close()
+        if kind == TIME_LIMIT:
+            text = f"it took longer than env.reward_timeout = {after:g} s"
+        elif kind == FOREIGN:
+            text = "it wrote to a file descriptor that is not its own, over which results are sent"
+        elif status < 0:
+            kind = f"signal {-status}"
+            text = f"its process was ended by {signal.strsignal(-status) or kind} ({kind})"
+        else:
+            kind, text = EXIT, f"its process ended with status {status}"
+        return Failure(kind, text, *self._where(dump))
+
+    def _where(self, dump: str) -> tuple[str, str]:
+        """Place and traceback in what faulthandler wrote, which has the last call first."""
+        frames = _FRAME.findall(dump)
+        theirs = [frame for frame in frames if frame[0] not in _OURS]
+        own = [frame for frame in frames if frame[0] == self._file] or theirs
+        if not own:
+            return "", ""
+        lines = []
+        for file, number, name in reversed(theirs):
+            code = linecache.getline(file, int(number)).strip()
+            lines.append(f'  File "{file}", line {number}, in {name}\n    {code}\n')
+        file, number, name = own[0]
+        return f"{file}, line {number}, in {name}", "".join(lines)
+
+
+_pool: Pool | None = None
+_lock = threading.Lock()
+
+
+def shared_pool() -> Pool:
+    """The one pool of this process."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            affinity = getattr(os, "sched_getaffinity", None)
+            _pool = Pool(len(affinity(0)) if affinity else os.cpu_count() or 1)
+            atexit.register(_pool.close)
+        return _pool
+
+
+def _forget() -> None:
+    global _pool, _lock
+    if _pool is not None:
+        atexit.unregister(_pool.close)
+        _pool.forget()
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
