@@ -1,4 +1,4 @@
-"""Run by parallel/test_expert_parallel.py in a process of its own: a layer of experts on several devices
+"""Run by test_expert_parallel.py in a process of its own: a layer of experts on several devices
 beside one, as JSON.
 
     python expert_exchange.py '{"recipe": "fp8", "meshes": [[1, 4]], "tokens": 24, "route": "half"}'
