@@ -238,3 +238,12 @@ def bounded(function: Callable) -> Callable:
         return function(*arguments, **keywords)
 
     return checked
+
+
+def check_options(name: str, value) -> None:
+    """Raises UserError for a number among options of others that no float64 holds exactly."""
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            check_options(f"{name}.{key}", inner)
+    elif isinstance(value, int | float) and not abs(value) <= 2**53:
+        raise UserError(f"{name} is {shown(value)}; write a number of at most 2^53 in size")

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import checks
-from fp8rl_jax.config.resolve import resolve_config, with_vocabulary
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import load_tokenizer
 
@@ -53,7 +53,7 @@ def read_planned(config: ml_collections.ConfigDict, devices: int | None = None) 
     mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     if not (config.model.checkpoint or config.model.name):
-        resolved = with_vocabulary(resolved, load_tokenizer(config.data).vocab_size)
+        resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
     return Planned(config, resolved, mesh)
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.base.bounds import BOUNDS, check_number, shown
+from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
-from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.config.resolved import Resolved, check_top_k
 from fp8rl_jax.envs import NO_ANSWER, is_generated
 from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages
@@ -30,21 +30,12 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
         if path in BOUNDS:
             check_number(path, value)
         if field.is_free:
-            _check_options(path, value)
+            check_options(path, value)
         if field.choices and value not in field.choices:
             raise UserError(f"{path} is {value!r}; write one of {', '.join(field.choices)}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
-
-
-def _check_options(name: str, value) -> None:
-    """Raises UserError for a number among options of others that no float64 holds exactly."""
-    if isinstance(value, dict | list | tuple):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_options(f"{name}.{key}", inner)
-    elif isinstance(value, int | float) and not abs(value) <= 2**53:
-        raise UserError(f"{name} is {shown(value)}; write a number of at most 2^53 in size")
 
 
 def check(resolved: Resolved) -> None:
@@ -283,15 +274,6 @@ def _check_ignored(algo) -> None:
             f"algo.loss_length is {algo.loss_length}, and algo.loss_aggregation = "
             f"{algo.loss_aggregation!r} divides by no constant: write 0, or "
             "algo.loss_aggregation='seq_mean_token_sum_norm'"
-        )
-
-
-def check_top_k(config: ml_collections.ConfigDict, vocabulary: int) -> None:
-    """Raises UserError if `rollout.top_k` is more than the tokens of the vocabulary."""
-    if config.rollout.top_k > vocabulary:
-        raise UserError(
-            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of {vocabulary} "
-            "tokens: lower it, or write 0 for all"
         )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import ml_collections
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import Term, eval_tasks, load_rewards
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, same_forward
@@ -66,3 +67,29 @@ class Resolved:
         tasks = [env.task, *eval_tasks(env)]
         rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
         return dataclasses.replace(self, rewards=rewards)
+
+    def with_vocabulary(self, size: int) -> Resolved:
+        """The same with the tokenizer's `size` tokens.
+
+        Raises:
+          UserError: the model's own vocabulary is smaller, or `rollout.top_k` larger.
+        """
+        config, model = self.config, self.model
+        if not (config.model.checkpoint or config.model.name):
+            model = dataclasses.replace(model, vocab_size=size)
+        if model.vocab_size < size:
+            raise UserError(
+                f"data.tokenizer: {config.data.tokenizer!r} has ids up to {size - 1}, and the "
+                f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
+            )
+        check_top_k(config, model.vocab_size)
+        return dataclasses.replace(self, model=model)
+
+
+def check_top_k(config: ml_collections.ConfigDict, vocabulary: int) -> None:
+    """Raises UserError if `rollout.top_k` is more than the tokens of the vocabulary."""
+    if config.rollout.top_k > vocabulary:
+        raise UserError(
+            f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of {vocabulary} "
+            "tokens: lower it, or write 0 for all"
+        )

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.memory import check_train_memory
 from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sft import cache_directory
+from fp8rl_jax.training.sft import cache_root
 from fp8rl_jax.training.sinks import logger_names
 
 
@@ -47,11 +46,11 @@ def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Itera
     logger_names(config)
     check_train_memory(runtime, runtime.mesh)
     directory = pathlib.Path(config.run.dir)
-    cache = cache_directory(config) if config.sft.steps else None
+    cache = cache_root(config) if config.sft.steps else None
     processes.decided(lambda: check_rooms(runtime, cache))
     check_shared(directory)
+    now = runtime.surroundings
     with RunLock(directory) as lock:
-        now = environment(config)
         changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
         checked = check()
         processes.decided(lambda: open_run(runtime, runtime.data_digest, now))

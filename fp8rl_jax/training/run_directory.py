@@ -242,14 +242,14 @@ def first_difference(theirs: dict, ours: dict):
 
 
 def check_rooms(resolved: Resolved, cache: pathlib.Path | None) -> None:
-    """Raises UserError if `run.dir`, or the directory of the cached fine-tuning, cannot hold what a
-    run writes."""
+    """Raises UserError if `run.dir`, or the directory of cached fine-tuning, cannot hold what a run
+    writes."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
     # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
     size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
     check_room(pathlib.Path(resolved.config.run.dir), bytes_to_write(resolved, size))
     if cache:
-        check_room(cache.parent, size, "run.cache_dir")
+        check_room(cache, size, "run.cache_dir")
 
 
 def bytes_to_write(resolved: Resolved, size: int) -> int:

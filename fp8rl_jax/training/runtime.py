@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from typing import Any
 
 import ml_collections
 from jax.sharding import Mesh
@@ -20,7 +21,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.config import checks, flatten
-from fp8rl_jax.config.resolve import resolve_config, with_vocabulary
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ChatFormat, Tokenizer, load_tokenizer, with_turn_end
 from fp8rl_jax.envs import Data, Question
@@ -43,6 +44,7 @@ class Runtime(Resolved):
       chat: how a question becomes a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
       cache_slots: of each sequence in the KV cache; 0 for prompt + response.
+      surroundings: of `environment`.
       data_note, data_digest: of `Data`.
     """
 
@@ -51,6 +53,7 @@ class Runtime(Resolved):
     chat: ChatFormat | None
     questions: dict[str, list[Question]]
     cache_slots: int = 0
+    surroundings: dict[str, Any] = dataclasses.field(default_factory=dict)
     data_note: str = ""
     data_digest: str = ""
 
@@ -77,7 +80,7 @@ class Runtime(Resolved):
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.max_prompt_tokens = slots
-        resolved = with_vocabulary(resolve_config(config), self.tokenizer.vocab_size)
+        resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))
 
@@ -93,9 +96,12 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
       UserError: something in the configuration cannot work.
     """
     check_process()
+    surroundings = environment(config)
     if processes.count() > 1:
+        fields = {f"config.{name}": repr(value) for name, value in flatten(config).items()}
+        known = {k: v for part in surroundings.values() for k, v in part.items()}
         same = "start all of them with the same software and options"
-        processes.check_equal(_identity(config), same)
+        processes.check_equal(known | fields, same)
         if config.precision.cpu_products == "auto":
             one_kind = "run on CPUs of one kind, or set precision.cpu_products='exact'"
             processes.check_equal({"the way of multiplying": cpu_way().name}, one_kind)
@@ -112,21 +118,14 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     chat = _chat_format(config, tokenizer)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
-    resolved = with_vocabulary(resolved, tokenizer.vocab_size)
+    resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # modules of the user's are imported by now
     return Runtime(
         **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
-        data_note=data.note, data_digest=data.digest,
+        surroundings=surroundings, data_note=data.note, data_digest=data.digest,
     )  # fmt: skip
-
-
-def _identity(config: ml_collections.ConfigDict) -> dict[str, str]:
-    """What must be the same in all processes, by name."""
-    found = environment(config)
-    fields = {f"config.{name}": repr(value) for name, value in flatten(config).items()}
-    return {k: v for part in found.values() for k, v in part.items()} | fields
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:

@@ -52,10 +52,16 @@ WITHOUT_EFFECT = (
 _TWO_DAYS = 2 * 24 * 3600.0
 
 
+def cache_root(config) -> pathlib.Path | None:
+    """The directory of cached results; None if there is none."""
+    root = config.run.cache_dir or user_cache()
+    return None if root is None else pathlib.Path(root)
+
+
 def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
     """Where the result of this configuration's stage is kept, None if nowhere; `data_digest` is
     `Data.digest`."""
-    root = config.run.cache_dir or user_cache()
+    root = cache_root(config)
     if root is None:
         return None
     flat = flatten(config)
@@ -71,7 +77,7 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     files += files_of_functions(named_functions(config))
     name = cache_name("sft", parts, files)
-    return pathlib.Path(root, name)
+    return root / name
 
 
 def _kept(state: TrainState) -> dict:

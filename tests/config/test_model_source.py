@@ -19,7 +19,7 @@ from fp8rl_jax import cli, models, train
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import saved_config
 from fp8rl_jax.config.model_source import identity
-from fp8rl_jax.config.resolve import resolve_config, with_vocabulary
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.policy import export
@@ -68,7 +68,7 @@ def _pretrained(checkpoint, tmp_path, **sections) -> ml_collections.ConfigDict:
 def test_published_shapes_by_name(name):
     """A name gives the preset, whose vocabulary holds the tokenizer's."""
     config = _config(model={"name": name}, precision={"rollout": "bf16", "learner": "bf16"})
-    assert with_vocabulary(resolve_config(config), 259).model == models.ModelConfig(**PRESETS[name])
+    assert resolve_config(config).with_vocabulary(259).model == models.ModelConfig(**PRESETS[name])
 
 
 def test_a_preset_has_shapes_without_memory():
@@ -195,7 +195,7 @@ def test_training_begins_with_the_checkpoint(checkpoint, tmp_path, only_begin):
     expected = models.hf.load(checkpoint)[1]
     (state,) = only_begin
     _assert_same(state.params, expected)
-    reference = train.Checkpoints(tmp_path / "run" / "reference", keep=1)
+    reference = Checkpoints(tmp_path / "run" / "reference", keep=1)
     policy = {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
     _assert_same(reference.restore(0, policy)["params"], expected)
     reference.close()
