@@ -1,9 +1,10 @@
 """Unified FP8 reinforcement learning in JAX: one forward function, two callers, zero drift.
 
-Packages: `kernels` (products and attention in fixed order), `quant` (FP8 numerics), `models` (the
-one forward), `rollout` (the jitted sampler), `rl` (GRPO and drift metrics), `envs` and `data`
-(prompts and rewards), `config`, `training` (parts of a run), `policy` (a trained one), `drift`,
-`report`, `bench` and `cli`. `train` is the main job, `learner` its train step.
+Packages: `base` (errors, files, processes), `kernels` (products and attention in fixed order),
+`quant` (FP8 numerics), `models` (the one forward), `rollout` (the jitted sampler), `rl` (GRPO and
+drift metrics), `envs` and `data` (prompts and rewards), `config`, `training` (parts of a run),
+`policy` (a trained one), `drift`, `report`, `bench` and `cli`. `train` is the main job, `learner`
+its train step.
 """
 
 from __future__ import annotations
