@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
-from fp8rl_jax.models import init_params
+from fp8rl_jax.models import param_shapes
 from fp8rl_jax.models.moe import make_tiles, tile_rows
 from fp8rl_jax.models.presets import preset
 
@@ -160,7 +160,7 @@ def matrices(model: str) -> list[Product]:
       UserError: no such model.
     """
     config = preset(model)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
+    shapes = param_shapes(config)
     layers = {("bf16", config.hidden_size, config.vocab_size): ["lm_head"]}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = [entry.key for entry in path]

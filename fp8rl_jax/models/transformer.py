@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import resolve
+from fp8rl_jax.models.arrays import LINEAR, role_of
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
@@ -25,13 +26,11 @@ from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import (
-    LINEAR,
     STACK,
     LayerGroup,
     layer_groups,
     layer_stacks,
     path_of,
-    role_of,
 )
 from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
@@ -48,10 +47,6 @@ from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
-LINEAR_LAYERS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj",
-)  # fmt: skip
 
 
 @flax.struct.dataclass

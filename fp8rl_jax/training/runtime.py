@@ -39,6 +39,8 @@ from fp8rl_jax.models import (
     init_params,
     init_scaling,
     kernel_formats,
+    param_shapes,
+    param_shardings,
     quantize_params,
     rope_tables,
     weight_specs,
@@ -136,13 +138,11 @@ class Runtime(Resolved):
     @functools.cached_property
     def param_shapes(self):
         """ShapeDtypeStructs of the parameters."""
-        return jax.eval_shape(
-            lambda: init_params(self.model, jax.random.key(0, impl="threefry2x32"))
-        )
+        return param_shapes(self.model)
 
     @functools.cached_property
     def param_shardings(self):
-        return sharding.param_shardings(self.mesh, self.param_shapes)
+        return param_shardings(self.mesh, self.param_shapes)
 
     @functools.cached_property
     def weight_shapes(self):
@@ -329,7 +329,7 @@ class Runtime(Resolved):
         `taps` and `donate` as for `learner.make_train_step`.
         """
         shardings = (
-            sharding.param_shardings(self.mesh, self.state_shapes(optimizer)),
+            param_shardings(self.mesh, self.state_shapes(optimizer)),
             sharding.batch_sharding(self.mesh),
             sharding.replicated(self.mesh),
         )
@@ -367,7 +367,7 @@ class Runtime(Resolved):
         """ShapeDtypeStructs of a phase's state, laid out as by `new_state`."""
         make_state = functools.partial(self._state, optimizer, None, self._rng())
         shapes = jax.eval_shape(make_state, self.param_shapes)
-        shardings = sharding.param_shardings(self.mesh, shapes)
+        shardings = param_shardings(self.mesh, shapes)
         if self._offloads:
             shardings = with_host_moments(shapes, shardings)
         return sharding.laid_out(shapes, shardings)
@@ -379,7 +379,7 @@ class Runtime(Resolved):
         state = self._state(
             optax.identity() if away else optimizer, scaling_state, self._rng(), params
         )
-        state = processes.place(state, sharding.param_shardings(self.mesh, state))
+        state = processes.place(state, param_shardings(self.mesh, state))
         if not away:
             return state
         opt_state = init_on_host(self.state_shapes(optimizer).opt_state)
