@@ -28,6 +28,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_stacks
 
 Shape = tuple[int, ...]
+Size = Callable[[ModelConfig], Shape | None]
 # Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype. ROUTER
 # and VECTOR (gains of norms, corrections of routers): float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, VECTOR = "linear", "table", "router", "vector"
@@ -50,11 +51,11 @@ class Array:
         Arrays of one name are parts of one tensor.
       gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.
       columns: whether its output features may be cut over the mesh axis `tensor`.
-      reads: the tapped values that it multiplies (models/taps.py).
+      reads: the tapped values that it multiplies (models/taps.py); () where these have no tap.
     """
 
     path: Path
-    shape: Callable[[ModelConfig], Shape | None]
+    shape: Size
     role: str
     axes: tuple[str, ...]
     hf: str
@@ -73,22 +74,17 @@ class Array:
         return self.matrix and self.hf != EMBEDDING
 
 
-def _linear(
-    place: str, shape: Callable[[ModelConfig], Shape | None], *reads: str, gguf: str = "",
-    columns: bool = False,
-) -> Array:  # fmt: skip
+def _linear(place: str, shape: Size, *reads: str, gguf: str = "", columns: bool = False) -> Array:
     """The kernel of a linear layer of attention, at 'module/submodule'."""
     *outer, name = place.split("/")
     hf, path = f"self_attn.{name}.weight", (*outer, name, "kernel")
     return Array(path, shape, LINEAR, _WIDE, hf, gguf, columns, reads)
 
 
-def _gain(
-    place: str, shape: Callable[[ModelConfig], Shape | None], hf: str = "", gguf: str = ""
-) -> Array:
+def _gain(place: str, shape: Size, gguf: str = "") -> Array:
     """The gain of an RMSNorm."""
     path = (*place.split("/"), "weight")
-    return Array(path, shape, VECTOR, (), hf or ".".join(path), gguf)
+    return Array(path, shape, VECTOR, (), ".".join(path), gguf)
 
 
 def _gated_mlp(
@@ -103,46 +99,43 @@ def _gated_mlp(
         return (*front, *(matrix[::-1] if name == "down" else matrix)) if width else None
 
     path = (outer,) if outer else ()
-    normed, gated = "post_attention_layernorm/output", "/".join((*path, "gated"))
+    normed, gated = ("post_attention_layernorm/output",), ("/".join((*path, "gated")),)
     return tuple(
         Array(
             (*path, f"{name}_proj", "kernel"), functools.partial(shape, name), LINEAR, axes,
             f"mlp.{hf}{name}_proj.weight", gguf=f"ffn_{name}.weight" if not outer else "",
-            reads=(gated if name == "down" else normed,), **others,
+            reads=() if axes == EXPERTS else gated if name == "down" else normed, **others,
         )
         for name in ("gate", "up", "down")
     )  # fmt: skip
 
 
-def _hidden(config: ModelConfig) -> Shape:
-    return (config.hidden_size,)
+def _hidden(c: ModelConfig) -> Shape:
+    return (c.hidden_size,)
 
 
-def _ordinary(size: Callable[[ModelConfig], Shape | None]) -> Callable[[ModelConfig], Shape | None]:
-    """Of models without latent attention."""
-    return lambda config: None if config.latent else size(config)
-
-
-def _latent(size: Callable[[ModelConfig], Shape | None]) -> Callable[[ModelConfig], Shape | None]:
-    """Of models with latent attention."""
-    return lambda config: size(config) if config.latent else None
-
-
-def _of_queries(
-    size: Callable[[ModelConfig], Shape | None],
-) -> Callable[[ModelConfig], Shape | None]:
-    """Of models with a latent of the queries."""
-    return lambda config: size(config) if config.latent and config.q_lora_rank else None
-
-
-def _all_queries(config: ModelConfig) -> int:
+def _queries(c: ModelConfig) -> int:
     """Features of the queries of all heads."""
-    rotated = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return config.num_attention_heads * (rotated if config.latent else config.head_dim)
+    head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
+    return c.num_attention_heads * head
 
 
-def _keys(config: ModelConfig) -> Shape:
-    return config.hidden_size, config.num_key_value_heads * config.head_dim
+def _keys(c: ModelConfig) -> Shape | None:
+    return None if c.latent else (c.hidden_size, c.num_key_value_heads * c.head_dim)
+
+
+def _head(c: ModelConfig) -> Shape | None:
+    return (c.head_dim,) if c.qk_norm and not c.latent else None
+
+
+def _latent(size: Callable[[ModelConfig], Shape]) -> Size:
+    """Of models with latent attention."""
+    return lambda c: size(c) if c.latent else None
+
+
+def _query_latent(size: Callable[[ModelConfig], Shape]) -> Size:
+    """Of models with a latent of the queries."""
+    return lambda c: size(c) if c.q_lora_rank else None
 
 
 _NORMED = "input_layernorm/output"
@@ -157,12 +150,12 @@ ATTENTION = (
     _gain("input_layernorm", _hidden, gguf="attn_norm.weight"),
     _gain("post_attention_layernorm", _hidden, gguf="ffn_norm.weight"),
     _linear("self_attn/q_proj",
-            lambda c: None if c.latent and c.q_lora_rank else (c.hidden_size, _all_queries(c)),
+            lambda c: None if c.q_lora_rank else (c.hidden_size, _queries(c)),
             _NORMED, gguf="attn_q.weight", columns=True),
-    _linear("self_attn/k_proj", _ordinary(_keys), _NORMED, gguf="attn_k.weight", columns=True),
-    _linear("self_attn/v_proj", _ordinary(_keys), _NORMED, gguf="attn_v.weight", columns=True),
-    _gain("self_attn/q_norm", _ordinary(lambda c: (c.head_dim,) if c.qk_norm else None)),
-    _gain("self_attn/k_norm", _ordinary(lambda c: (c.head_dim,) if c.qk_norm else None)),
+    _linear("self_attn/k_proj", _keys, _NORMED, gguf="attn_k.weight", columns=True),
+    _linear("self_attn/v_proj", _keys, _NORMED, gguf="attn_v.weight", columns=True),
+    _gain("self_attn/q_norm", _head),
+    _gain("self_attn/k_norm", _head),
     _linear("o_proj",
             lambda c: (c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
                        c.hidden_size),
@@ -170,9 +163,9 @@ ATTENTION = (
 )  # fmt: skip
 MLP = _gated_mlp("", "", lambda c: (c.intermediate_size,), _WIDE, columns=True)
 LATENT = (  # arXiv:2405.04434, 2.1
-    _linear("self_attn/q_a_proj", _of_queries(lambda c: (c.hidden_size, c.q_lora_rank)), _NORMED),
-    _gain("self_attn/q_a_layernorm", _of_queries(lambda c: (c.q_lora_rank,))),
-    _linear("self_attn/q_b_proj", _of_queries(lambda c: (c.q_lora_rank, _all_queries(c))),
+    _linear("self_attn/q_a_proj", _query_latent(lambda c: (c.hidden_size, c.q_lora_rank)), _NORMED),
+    _gain("self_attn/q_a_layernorm", _query_latent(lambda c: (c.q_lora_rank,))),
+    _linear("self_attn/q_b_proj", _query_latent(lambda c: (c.q_lora_rank, _queries(c))),
             "self_attn/q_a_layernorm/output"),
     _linear("self_attn/kv_a_proj_with_mqa",
             _latent(lambda c: (c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)), _NORMED),
