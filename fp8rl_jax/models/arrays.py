@@ -1,6 +1,6 @@
 """The arrays of a model, one row each; whoever needs a name, a shape or a place folds over them.
 
-    Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts
+    Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts; layers.kernel_of
     Array.role      params.quantize_params and its neighbours; weight decay (`is_matrix`)
     Array.axes      storage on a mesh: parallel/specs.param_shardings
     Array.columns   columns over the mesh axis `tensor`: parallel/specs.weight_specs
@@ -51,6 +51,8 @@ class Array:
         Arrays of one name are parts of one tensor.
       gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.
       columns: whether its output features may be cut over the mesh axis `tensor`.
+      residual: whether its product is added to the residual stream, which scales its initial values
+        by 1 / sqrt(2 L) of L layers.
       reads: the tapped values that it multiplies (models/taps.py); () where these have no tap.
     """
 
@@ -61,6 +63,7 @@ class Array:
     hf: str
     gguf: str = ""
     columns: bool = False
+    residual: bool = False
     reads: tuple[str, ...] = ()
 
     @property
@@ -74,11 +77,11 @@ class Array:
         return self.matrix and self.hf != EMBEDDING
 
 
-def _linear(place: str, shape: Size, *reads: str, gguf: str = "", columns: bool = False) -> Array:
+def _linear(place: str, shape: Size, *reads: str, **others: Any) -> Array:
     """The kernel of a linear layer of attention, at 'module/submodule'."""
     *outer, name = place.split("/")
     hf, path = f"self_attn.{name}.weight", (*outer, name, "kernel")
-    return Array(path, shape, LINEAR, _WIDE, hf, gguf, columns, reads)
+    return Array(path, shape, LINEAR, _WIDE, hf, reads=reads, **others)
 
 
 def _gain(place: str, shape: Size, gguf: str = "") -> Array:
@@ -104,7 +107,8 @@ def _gated_mlp(
         Array(
             (*path, f"{name}_proj", "kernel"), functools.partial(shape, name), LINEAR, axes,
             f"mlp.{hf}{name}_proj.weight", gguf=f"ffn_{name}.weight" if not outer else "",
-            reads=() if axes == EXPERTS else gated if name == "down" else normed, **others,
+            reads=() if axes == EXPERTS else gated if name == "down" else normed,
+            residual=name == "down", **others,
         )
         for name in ("gate", "up", "down")
     )  # fmt: skip
@@ -159,7 +163,8 @@ ATTENTION = (
     _linear("o_proj",
             lambda c: (c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
                        c.hidden_size),
-            "self_attn/attention", "self_attn/values", gguf="attn_output.weight", columns=True),
+            "self_attn/attention", "self_attn/values", gguf="attn_output.weight", columns=True,
+            residual=True),
 )  # fmt: skip
 MLP = _gated_mlp("", "", lambda c: (c.intermediate_size,), _WIDE, columns=True)
 LATENT = (  # arXiv:2405.04434, 2.1

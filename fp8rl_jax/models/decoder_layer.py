@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -59,13 +58,12 @@ class DecoderLayer(nn.Module):
         x, stored = carried
         cache, scales = layer_cache(stored, per_layer.place), per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
-        residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
         h = RMSNorm(config.rms_norm_eps, recipe, parallel, True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
         a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(recipe, parallel, config.hidden_size, "o_proj", residual_scale)(a)
+        o = linear(config, recipe, parallel, "o_proj")(a)
         o = gather_or_slice(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
@@ -73,12 +71,9 @@ class DecoderLayer(nn.Module):
         h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
         if spec.experts:
-            down, aux = sparse_mlp(
-                self, config, recipe, parallel, h2, valid, residual_scale, self.collect
-            )
+            down, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
         else:
-            width = config.intermediate_size
-            down = gated_mlp(self, recipe, parallel, h2, width, residual_scale)
+            down = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
