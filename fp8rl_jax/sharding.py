@@ -32,9 +32,10 @@ from fp8rl_jax.base.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter -> mesh axes: of these the most devices that divide it. 'embed' and
-# 'wide' are the input and output features of a layer. Experts and heads are stored whole: a block
-# of 128 that is cut could not be quantised where it is stored.
+# Logical axis of a parameter (models/arrays.py) -> mesh axes: of these the most devices that divide
+# it (parallel/specs.param_shardings). 'embed' and 'wide' are the input and output features of a
+# layer. Experts and heads are stored whole: a block of 128 that is cut could not be quantised where
+# it is stored.
 RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": (("fsdp",),),
     "wide": (("tensor",),),
