@@ -32,9 +32,10 @@ from fp8rl_jax.base.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter -> mesh axes: of these the most devices that divide it. 'embed' and
-# 'wide' are the input and output features of a layer. Experts and heads are stored whole: a block
-# of 128 that is cut could not be quantised where it is stored.
+# Logical axis of a parameter (models/arrays.py) -> mesh axes: of these the most devices that divide
+# it (parallel/specs.param_shardings). 'embed' and 'wide' are the input and output features of a
+# layer. Experts and heads are stored whole: a block of 128 that is cut could not be quantised where
+# it is stored.
 RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": (("fsdp",),),
     "wide": (("tensor",),),
@@ -43,17 +44,6 @@ RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "experts": (("expert", "fsdp"), ("expert",)),
     "heads": (("fsdp",),),
 }
-
-# Name of a parameter's module -> logical axes of its array.
-_LAYER = ("layers", "embed", "wide")
-_KERNELS = {
-    "q_proj": _LAYER, "k_proj": _LAYER, "v_proj": _LAYER, "o_proj": _LAYER,
-    "gate_proj": _LAYER, "up_proj": _LAYER, "down_proj": _LAYER,
-    "q_a_proj": _LAYER, "q_b_proj": _LAYER, "kv_a_proj_with_mqa": _LAYER,
-    "k_b_proj": ("layers", "heads"), "v_b_proj": ("layers", "heads"),
-    "router": ("layers", "embed"), "embed_tokens": ("vocab", "embed"),
-    "lm_head": ("embed", "vocab"),
-}  # fmt: skip
 
 
 def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
@@ -137,20 +127,3 @@ def stored_over(logical: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str
         return math.prod(mesh.shape[name] for name in axes)
 
     return max((a for a in RULES[logical] if size % devices(a) == 0), key=devices, default=None)
-
-
-def param_shardings(mesh: Mesh | AbstractMesh, params) -> object:
-    """NamedSharding of every leaf of a (float32 or quantised) parameter tree.
-
-    A dimension that its mesh axis does not divide is replicated (scales of small matrices, norms).
-    """
-
-    def spec(path, leaf):
-        names = [entry.key for entry in path if hasattr(entry, "key")]
-        logical = next((_KERNELS[name] for name in reversed(names) if name in _KERNELS), ())
-        if "experts" in names:
-            logical = ("layers", "experts")
-        axes = (stored_over(name, n, mesh) for name, n in zip(logical, leaf.shape, strict=False))
-        return NamedSharding(mesh, PartitionSpec(*axes))
-
-    return jax.tree_util.tree_map_with_path(spec, params)

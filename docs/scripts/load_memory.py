@@ -37,13 +37,13 @@ def write_synthetic(path: pathlib.Path, gigabytes: float, stored: str) -> int:
     """A checkpoint of random bits; returns the bytes of its largest tensor."""
     import numpy as np
 
+    from fp8rl_jax.models.arrays import LINEAR
     from fp8rl_jax.models.config import ModelConfig
     from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, quantization_config, scale_shape
     from fp8rl_jax.models.hf.config_json import config_json
     from fp8rl_jax.models.hf.safetensors_file import DTYPES, Output
     from fp8rl_jax.models.hf.tables import model_tensors
     from fp8rl_jax.models.hf.writer import _write_shards
-    from fp8rl_jax.models.stacks import LINEAR
 
     width = 512 if gigabytes < 1 else 2048
     layer_bytes = 16 * width**2 * (1 if stored == "fp8" else 2)

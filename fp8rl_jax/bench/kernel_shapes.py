@@ -14,11 +14,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
-from fp8rl_jax.models import init_params
+from fp8rl_jax.models.arrays import EXPERTS, LINEAR, ROUTER, array_of, leaf_shapes
 from fp8rl_jax.models.moe import make_tiles, tile_rows
 from fp8rl_jax.models.presets import preset
 
@@ -160,17 +159,14 @@ def matrices(model: str) -> list[Product]:
       UserError: no such model.
     """
     config = preset(model)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     layers = {("bf16", config.hidden_size, config.vocab_size): ["lm_head"]}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        names = [entry.key for entry in path]
-        if names[-1] != "kernel" or names[0] == "lm_head":
+    for path, shape in leaf_shapes(config).items():
+        array = array_of(path)
+        if array.role not in (LINEAR, ROUTER):
             continue
-        kind = "float32" if "router" in names else "fp8"
-        experts = (config.num_experts, config.num_experts_per_tok) if "experts" in names else ()
-        layers.setdefault((kind, *leaf.shape[-2:], *experts), []).append(
-            names[-2].removesuffix("_proj")
-        )
+        kind = "float32" if array.role == ROUTER else "fp8"
+        experts = (config.num_experts, config.num_experts_per_tok) if array.axes == EXPERTS else ()
+        layers.setdefault((kind, *shape[-2:], *experts), []).append(path[-2].removesuffix("_proj"))
     found = [
         Product(f"{model} {'/'.join(dict.fromkeys(names))}", "fprop", kind, 1, *shape)
         for (kind, *shape), names in layers.items()

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.models import ModelConfig, forward, init_params
+from fp8rl_jax.models import ModelConfig, forward, param_shapes
+from fp8rl_jax.models.arrays import array_of
 from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 
 
@@ -51,25 +52,26 @@ _READ = (
 _RESIDUAL = ("a residual addition", "round it to the compute dtype on both sides")
 
 
-def _linear(name: str, *inputs: str) -> dict[str, Operation]:
+def _linear(name: str) -> dict[str, Operation]:
     """A linear layer: its input, as quantised, and its output."""
+    array = array_of((*name.split("/"), "kernel"))
     return {
-        f"{name}/input": Operation(inputs, *_QUANTISED),
+        f"{name}/input": Operation(array.reads, *_QUANTISED),
         f"{name}/output": Operation((f"{name}/input",), *_PRODUCT),
     }
 
 
 def _gated_mlp(prefix: str) -> dict[str, Operation]:
-    gate, up, normed = f"{prefix}gate_proj", f"{prefix}up_proj", "post_attention_layernorm/output"
+    gate, up = f"{prefix}gate_proj", f"{prefix}up_proj"
     return {
-        **_linear(gate, normed),
-        **_linear(up, normed),
+        **_linear(gate),
+        **_linear(up),
         f"{prefix}gated": Operation(
             (f"{gate}/output", f"{up}/output"),
             "the gated activation",
             "compute silu in float32 and round once, on both sides",
         ),
-        **_linear(f"{prefix}down_proj", f"{prefix}gated"),
+        **_linear(f"{prefix}down_proj"),
     }
 
 
@@ -83,13 +85,13 @@ OPERATIONS: dict[str, Operation] = {
         (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
     ),
     "input_layernorm/output": Operation((), *_NORM),
-    **_linear("self_attn/q_a_proj", "input_layernorm/output"),
+    **_linear("self_attn/q_a_proj"),
     "self_attn/q_a_layernorm/output": Operation(_attention("q_a_proj/output"), *_NORM),
-    **_linear("self_attn/q_b_proj", "self_attn/q_a_layernorm/output"),
-    **_linear("self_attn/q_proj", "input_layernorm/output"),
-    **_linear("self_attn/k_proj", "input_layernorm/output"),
-    **_linear("self_attn/v_proj", "input_layernorm/output"),
-    **_linear("self_attn/kv_a_proj_with_mqa", "input_layernorm/output"),
+    **_linear("self_attn/q_b_proj"),
+    **_linear("self_attn/q_proj"),
+    **_linear("self_attn/k_proj"),
+    **_linear("self_attn/v_proj"),
+    **_linear("self_attn/kv_a_proj_with_mqa"),
     "self_attn/kv_a_layernorm/output": Operation(_attention("kv_a_proj_with_mqa/output"), *_NORM),
     "self_attn/q_norm/output": Operation(_attention("q_proj/output"), *_NORM),
     "self_attn/k_norm/output": Operation(_attention("k_proj/output"), *_NORM),
@@ -111,7 +113,7 @@ OPERATIONS: dict[str, Operation] = {
         "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
     ),
     "self_attn/values": Operation(_attention("attention"), *_PRODUCT),
-    **_linear("o_proj", "self_attn/attention", "self_attn/values"),
+    **_linear("o_proj"),
     "residual_attention": Operation(("o_proj/output",), *_RESIDUAL),
     "post_attention_layernorm/output": Operation((), *_NORM),
     **_gated_mlp(""),
@@ -154,8 +156,7 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
         tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
         return forward(params, tokens, config, "f32", taps=names, output="hidden").aux["taps"]
 
-    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
-    found = jax.eval_shape(run, params)
+    found = jax.eval_shape(run, param_shapes(config))
     return {name: found[name] for name in OPERATIONS if name in found}
 
 

@@ -1,5 +1,6 @@
 """Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
 
+from fp8rl_jax.models.arrays import LINEAR_LAYERS, param_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import (
     PAGE,
@@ -19,7 +20,7 @@ from fp8rl_jax.models.logprobs import (
     token_logprobs,
 )
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
-from fp8rl_jax.models.parallel.specs import weight_specs
+from fp8rl_jax.models.parallel.specs import param_shardings, weight_specs
 from fp8rl_jax.models.params import (
     array_checksums,
     chained,
@@ -37,4 +38,4 @@ from fp8rl_jax.models.params import (
 )
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap
-from fp8rl_jax.models.transformer import LINEAR_LAYERS, REMAT, ForwardOutput, forward
+from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward

@@ -151,7 +151,7 @@ class Attention(nn.Module):
         x = shared_input(x, recipe, features, parallel.tensor)
 
         def project(name: str) -> jax.Array:
-            y = linear(recipe, parallel, features[name], name)(x)
+            y = linear(config, recipe, parallel, name)(x)
             y = gather_or_slice(y, features[name] // sharers)
             return y.reshape(batch, length, -1, dim)
 

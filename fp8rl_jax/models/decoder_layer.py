@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,56 +16,64 @@ from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
 from fp8rl_jax.models.parallel.mesh import Parallel
+from fp8rl_jax.models.stacks import LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
 from fp8rl_jax.quant.formats import amax
+
+
+class PerLayer(NamedTuple):
+    """What differs by layer although one program runs them all: values that a scan goes through.
+
+    Attributes:
+      place: where a layer finds its part of the cache (`kv_cache.by_layer`), or None.
+      scales: calibrated scales of its keys and values, or None.
+    """
+
+    place: Any
+    scales: dict[str, jax.Array] | None
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and gated MLP or experts, residual stream rounded to the compute dtype."""
 
     config: ModelConfig
+    spec: LayerSpec
     recipe: Recipe
-    sparse: bool
     collect: tuple[str, ...]
     parallel: Parallel
 
     @nn.compact
-    def __call__(self, carried, place, scales, positions, cos, sin, valid):
+    def __call__(self, carried, per_layer: PerLayer, positions, cos, sin, valid):
         """One step of a scan over layers.
 
         Args:
           carried: (x (B, T, D), the cache of all layers or None).
-          place: this layer's entry of `kv_cache.by_layer`.
-          scales: this layer's calibrated KV scales, or None.
+          per_layer: this layer's.
           positions, cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
           (carried, aux) with the new values.
         """
         x, stored = carried
-        cache = layer_cache(stored, place)
-        config, recipe, parallel = self.config, self.recipe, self.parallel
-        residual_scale = 1 / math.sqrt(2 * config.num_hidden_layers)
+        cache, scales = layer_cache(stored, per_layer.place), per_layer.scales
+        config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
         h = RMSNorm(config.rms_norm_eps, recipe, parallel, True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
         a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(recipe, parallel, config.hidden_size, "o_proj", residual_scale)(a)
+        o = linear(config, recipe, parallel, "o_proj")(a)
         o = gather_or_slice(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
-        mlp = not self.sparse or config.n_shared_experts > 0  # experts quantise what they sorted
+        mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise what they sorted
         h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
-        if self.sparse:
-            down, aux = sparse_mlp(
-                self, config, recipe, parallel, h2, valid, residual_scale, self.collect
-            )
+        if spec.experts:
+            down, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
         else:
-            width = config.intermediate_size
-            down = gated_mlp(self, recipe, parallel, h2, width, residual_scale)
+            down = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size)
         x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()

@@ -29,21 +29,21 @@ from fp8rl_jax.quant import Activation, Recipe, compute_value
 
 def gated_mlp(
     module: nn.Module,
+    config: ModelConfig,
     recipe: Recipe,
     parallel: Parallel,
     x: Activation,
     width: int,
-    init_scale: float,
 ) -> jax.Array:
     """``down(silu(gate x) * up x)``; its three linear layers become children of `module`.
 
     Args:
       module: in whose compact `__call__` this stands.
+      config: shapes.
       recipe: of the layer.
       parallel: the devices that share it.
       x: (B, T, D) in the compute dtype.
       width: of the hidden features.
-      init_scale: of down_proj.
 
     Returns:
       (B, T, D) in the compute dtype.
@@ -51,12 +51,12 @@ def gated_mlp(
     hidden = x.shape[-1]
     features = dict.fromkeys(("gate_proj", "up_proj"), width)
     x = shared_input(x, recipe, features, parallel.tensor)
-    gate = linear(recipe, parallel, width, "gate_proj")(x)
-    up = linear(recipe, parallel, width, "up_proj")(x)
+    gate = linear(config, recipe, parallel, "gate_proj")(x)
+    up = linear(config, recipe, parallel, "up_proj")(x)
     up = gather_or_slice(up, gate.shape[-1])
     whole = gate.shape[-1] == width  # a part of down's input is gathered first, or quantised later
     gated = tap_activation(module, "gated", gated_silu(recipe, whole, gate, up))
-    down = linear(recipe, parallel, hidden, "down_proj", init_scale)(gated)
+    down = linear(config, recipe, parallel, "down_proj")(gated)
     return gather_or_slice(down, hidden)
 
 
@@ -69,13 +69,13 @@ class SharedExperts(nn.Module):
     config: ModelConfig
     recipe: Recipe
     parallel: Parallel
-    init_scale: float
 
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
         """(B, T, D) -> (B, T, D), in the compute dtype."""
-        width = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return gated_mlp(self, self.recipe, self.parallel.uncut(), x, width, self.init_scale)
+        config = self.config
+        width = config.n_shared_experts * config.moe_intermediate_size
+        return gated_mlp(self, config, self.recipe, self.parallel.uncut(), x, width)
 
 
 def sparse_mlp(
@@ -85,14 +85,12 @@ def sparse_mlp(
     parallel: Parallel,
     x: Activation,
     valid: jax.Array,
-    init_scale: float,
     collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A router's experts, and the shared ones if the model has any.
 
     Args:
-      module, recipe, parallel, x, init_scale: as for `gated_mlp`.
-      config: shapes.
+      module, config, recipe, parallel, x: as for `gated_mlp`.
       valid: (B, T) bool, tokens that are counted.
       collect: as for `forward`.
 
@@ -101,7 +99,7 @@ def sparse_mlp(
       if collected 'expert_probability': (E,) float32, `sum_probability`}.
     """
     router = Router(config, parallel, name="router")()
-    experts = Experts(config, init_scale, parallel, name="experts")()
+    experts = Experts(config, parallel, name="experts")()
     own_rows = parallel.by_own_rows  # every device sorts and multiplies its own rows
     product = functools.partial(router_logits, implementation=recipe.kernels)
     logits = tap(module, "router_logits", own_rows(product, x.value, shared=(router.kernel,)))
@@ -115,7 +113,7 @@ def sparse_mlp(
     y = own_rows(run, x.value, weights, chosen, shared=(experts,), spec=spec)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
-        shared_experts = SharedExperts(config, recipe, parallel, init_scale, name="shared_experts")
+        shared_experts = SharedExperts(config, recipe, parallel, name="shared_experts")
         shared = shared_experts(x)
         y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}

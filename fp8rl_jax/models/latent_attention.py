@@ -154,15 +154,14 @@ class LatentAttention(nn.Module):
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
-        queries = heads * (nope + rotated)
         if config.q_lora_rank:
-            q = linear(recipe, parallel, config.q_lora_rank, "q_a_proj")(x)
+            q = linear(config, recipe, parallel, "q_a_proj")(x)
             normed = RMSNorm(_LATENT_EPS, recipe, parallel, True, name="q_a_layernorm")(q)
-            q = linear(recipe, parallel, queries, "q_b_proj")(normed)
+            q = linear(config, recipe, parallel, "q_b_proj")(normed)
         else:
-            q = linear(recipe, parallel, queries, "q_proj")(x)
+            q = linear(config, recipe, parallel, "q_proj")(x)
         q = q.reshape(*x.shape[:2], heads, nope + rotated)
-        compressed = linear(recipe, parallel, rank + rotated, "kv_a_proj_with_mqa")(x)
+        compressed = linear(config, recipe, parallel, "kv_a_proj_with_mqa")(x)
         latent = RMSNorm(_LATENT_EPS, recipe, parallel, name="kv_a_layernorm")(
             compressed[..., :rank]
         ).value
@@ -171,7 +170,7 @@ class LatentAttention(nn.Module):
             q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope)
         q_rope, k_rope = (apply_rope(recipe, *share(y, cos, sin)) for y in (q_rope, k_rope))
         q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
-        k_b = Kernel((heads, nope, rank), parallel, name="k_b_proj")()
+        k_b = Kernel(config, parallel, name="k_b_proj")()
         absorbed = by_head(recipe.for_module("k_b_proj"), parallel.devices, q[..., :nope], k_b)
         absorbed = tap(self, "q_absorbed", absorbed)
         latent = tap(self, "latent_read", latent, functools.partial(_as_read, recipe))
@@ -184,7 +183,7 @@ class LatentAttention(nn.Module):
             cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
         out = tap(self, "attention", compute_value(out, recipe))
-        v_b = Kernel((heads, rank, config.v_head_dim), parallel, name="v_b_proj")()
+        v_b = Kernel(config, parallel, name="v_b_proj")()
         out = by_head(recipe.for_module("v_b_proj"), parallel.devices, out, v_b)
         out = tap(self, "values", out)
         return out.reshape(*x.shape[:2], -1), cache, {"latent": latent[:, :, None]}

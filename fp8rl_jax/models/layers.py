@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ from fp8rl_jax.kernels import (
     stored,
     sum_last,
 )
+from fp8rl_jax.models.arrays import array_of
+from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
 from fp8rl_jax.models.parallel.mesh import AXIS, ONE_DEVICE, WHOLE, Parallel
 from fp8rl_jax.models.parallel.specs import gathers_quantised
@@ -71,11 +74,10 @@ def tap_activation(
 
 
 def kernel_of(
-    module: nn.Module, shape: tuple[int, ...], init_scale: float, parallel: Parallel,
-    spec: PartitionSpec = WHOLE,
-) -> Weight:  # fmt: skip
-    """A module's parameter `kernel` (..., in, out), of `kernel_init`, gathered over the mesh but
-    for what `spec` keeps sharded.
+    module: nn.Module, config: ModelConfig, parallel: Parallel, spec: PartitionSpec = WHOLE
+) -> Weight:
+    """A module's parameter `kernel` (..., in, out) as models/arrays.py has it, gathered over the
+    mesh but for what `spec` keeps sharded.
 
     One layer of a stack stays there; Flax checks the shapes of others that are whole.
     """
@@ -85,27 +87,30 @@ def kernel_of(
             return named
         if parallel.inside:
             return columns.gather_stored(named)
-    kernel = module.param("kernel", kernel_init(init_scale, len(shape) - 2), shape)
+    array = array_of((*module.path, "kernel"))
+    shape = array.shape(config)
+    assert shape is not None, array.path
+    scale = 1 / math.sqrt(2 * config.num_hidden_layers) if array.residual else 1.0
+    kernel = module.param("kernel", kernel_init(scale, len(shape) - 2), shape)
     return parallel.replicate(kernel, spec)
 
 
 class Linear(nn.Module):
     """A linear layer without bias that taps its input, as quantised, and its output."""
 
-    features: int
+    config: ModelConfig
     recipe: Recipe
-    init_scale: float
-    parallel: Parallel = ONE_DEVICE
+    parallel: Parallel
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
-        """(..., in) -> (..., features), both in the compute dtype."""
+        """(..., in) -> (..., out), both in the compute dtype."""
         x = as_activation(x)
-        kernel = kernel_of(self, (x.shape[-1], self.features), self.init_scale, self.parallel)
+        kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
         rows = Rows(self.parallel.devices)
         y = matmul(self.recipe, x.matrix(), kernel, rows, self.recipe.compute_dtype)
-        return tap(self, "output", y.reshape(*x.shape[:-1], self.features))
+        return tap(self, "output", y.reshape(*x.shape[:-1], y.shape[-1]))
 
 
 def _as_multiplied(recipe: Recipe, kernel: Weight, x: jax.Array) -> jax.Array:
@@ -144,18 +149,13 @@ class SplitLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-def linear(
-    recipe: Recipe, parallel: Parallel, features: int, name: str, init_scale: float = 1.0
-) -> nn.Module:
-    """A `Linear` under the recipe of the layer `name`; kernel (in, features).
-
-    Initial standard deviation: init_scale / sqrt(in). Under a shard_map it is a `SplitLinear` over
-    the same parameters.
-    """
+def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -> nn.Module:
+    """A `Linear` under the recipe of the layer `name`; under a shard_map it is a `SplitLinear` over
+    the same parameters."""
     own = recipe.for_module(name)
     if parallel.inside:
         return SplitLinear(own, parallel, name=name)
-    return Linear(features, own, init_scale, parallel, name=name)
+    return Linear(config, own, parallel, name=name)
 
 
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:
@@ -170,14 +170,13 @@ def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Ini
 class Kernel(nn.Module):
     """A parameter `kernel` (..., in, out) alone (`kernel_of`)."""
 
-    shape: tuple[int, ...]
+    config: ModelConfig
     parallel: Parallel
-    init_scale: float = 1.0
     spec: PartitionSpec = WHOLE
 
     @nn.compact
     def __call__(self) -> Weight:
-        return kernel_of(self, self.shape, self.init_scale, self.parallel, self.spec)
+        return kernel_of(self, self.config, self.parallel, self.spec)
 
 
 def _by_kernel_or_jnp(

@@ -45,20 +45,14 @@ class Experts(nn.Module):
     """
 
     config: ModelConfig
-    residual_scale: float
     parallel: Parallel
 
     @nn.compact
     def __call__(self) -> dict[str, Weight]:
         config, parallel = self.config, self.parallel
-        wide = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
-        narrow = (wide[0], wide[2], wide[1])
         spec = parallel.expert_spec(config)
-        return {
-            "gate_proj": Kernel(wide, parallel, spec=spec, name="gate_proj")(),
-            "up_proj": Kernel(wide, parallel, spec=spec, name="up_proj")(),
-            "down_proj": Kernel(narrow, parallel, self.residual_scale, spec, name="down_proj")(),
-        }
+        names = ("gate_proj", "up_proj", "down_proj")
+        return {name: Kernel(config, parallel, spec, name=name)() for name in names}
 
 
 def tile_rows(assignments: int, experts: int) -> int:

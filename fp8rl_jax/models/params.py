@@ -6,7 +6,7 @@ routers), and `trainable_params`, which pairs the two for the learner's forward 
 structures are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers`
 into up to three runs.
 
-A *site* is a quantised linear layer of a run, named by its path (``layers.self_attn.q_proj``);
+A *site* is a quantised linear layer of a run, named by its path (``layers.o_proj``);
 policy states and probes are flat dictionaries of sites, stacked over the run's layers, and where
 the site is one of experts, over these too: each expert has its own blocks, scales and states.
 """
@@ -25,19 +25,26 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from fp8rl_jax.kernels import as_bits
+from fp8rl_jax.models.arrays import (
+    EXPERTS,
+    HEAD,
+    LINEAR,
+    SMALL,
+    TABLE,
+    array_in,
+    array_of,
+    leaf_shapes,
+    role_of,
+)
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import (
     DENSE_STACK,
-    LINEAR,
-    SMALL,
     STACK,
-    TABLE,
     LayerGroup,
     is_whole,
     layer_groups,
     path_of,
-    role_of,
 )
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
@@ -101,7 +108,7 @@ def split_layers(params, recipe: Recipe):
 
 
 def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
-    """{'layers.self_attn.q_proj': (recipe of that site, weight)} of every quantised layer."""
+    """{'layers.o_proj': (recipe of that site, weight)} of every quantised layer."""
     recipes = {run.name: run.recipe for run in _runs(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
@@ -190,7 +197,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if role_of(path_of(path)) == SMALL else compute_value(leaf, recipe)
+        return leaf if role_of(path_of(path)) in SMALL else compute_value(leaf, recipe)
 
     return jax.tree_util.tree_map_with_path(convert, split_layers(params, recipe))
 
@@ -240,7 +247,8 @@ def kernel_formats(weights, shardings):
         return Format(Layout(major_to_minor=(*axes[:-2], axes[-1], axes[-2])), sharding)
 
     def visit(path, weight, sharding):
-        if role_of(path_of(path)) != LINEAR and path_of(path) != ("lm_head",):
+        array = array_in(path)
+        if array is None or not (array.role == LINEAR or array.hf == HEAD):
             return sharding
         if isinstance(weight, BoundWeight):
             value = visit(path, weight.value, sharding.value)
@@ -272,7 +280,7 @@ def trainable_params(
     """
 
     def pair(path, master, weight):
-        if role_of(path_of(path)) == SMALL:
+        if role_of(path_of(path)) in SMALL:
             return master
         state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
@@ -352,13 +360,12 @@ class ParameterCounts(NamedTuple):
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Counts of a model's parameters; allocates nothing."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0, impl="threefry2x32")))
     total = idle = tables = 0
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        path, count = path_of(keys), math.prod(leaf.shape)
+    for path, shape in leaf_shapes(config).items():
+        array, count = array_of(path), math.prod(shape)
         total += count
-        if "experts" in path:
+        if array.axes == EXPERTS:
             idle += count // config.num_experts * (config.num_experts - config.num_experts_per_tok)
-        if role_of(path) == TABLE:
+        if array.role == TABLE:
             tables += count
     return ParameterCounts(total, total - idle, tables)

@@ -1,4 +1,4 @@
-"""The tree of parameters: which layers are stacked together, and what its leaves are.
+"""Layers and their stacks: which are stacked together, what they are, and which are one scan.
 
 Parameters keep layers of one kind (dense, with experts) in one stack: `layers`, and before it
 `dense_layers` in a model whose first layers are dense although the others have experts. A forward
@@ -14,9 +14,8 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe
 
 DENSE_STACK, STACK = "dense_layers", "layers"
+RUNS = frozenset(s + end for s in (DENSE_STACK, STACK) for end in ("", "_first", "_last"))
 Path = tuple[str, ...]
-LINEAR, TABLE, SMALL = "linear", "table", "small"
-_MATRICES = ("kernel", "embed_tokens", "lm_head")
 
 
 def path_of(keys) -> Path:
@@ -24,21 +23,15 @@ def path_of(keys) -> Path:
     return tuple(key.key if hasattr(key, "key") else key.name for key in keys)
 
 
-def role_of(path: Path) -> str:
-    """LINEAR; TABLE: embedding and head; SMALL: norms and routers, float32 in every form.
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What a decoder layer consists of; layers of a stack have the same.
 
-    Args:
-      path: of a leaf, in the whole tree or within a stack.
+    Attributes:
+      experts: routed experts in the place of the gated MLP.
     """
-    if path[-1] == "weight" or path[-2:-1] == ("router",):
-        return SMALL
-    return LINEAR if path[-1] == "kernel" else TABLE
 
-
-def is_matrix(path: Path) -> bool:
-    """Whether a leaf is a matrix, or a stack of them: of a linear layer, an expert, a router, the
-    embedding or the head. The others are vectors: gains of norms, corrections of routers."""
-    return path[-1] in _MATRICES
+    experts: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +39,7 @@ class LayerGroup:
     """Layers that one scan runs over.
 
     Attributes:
-      name: of the group, in trees that are cut into groups (`split_layers`).
+      name: of the group, in trees that are cut into groups (`split_layers`); one of RUNS.
       stack: of the parameters, 'layers' or 'dense_layers'.
       span: the layers within the stack.
       layers: the layers within the model.
@@ -65,6 +58,11 @@ def layer_stacks(config: ModelConfig) -> dict[str, int]:
     dense = config.dense_layers
     counts = {DENSE_STACK: dense, STACK: config.num_hidden_layers - dense}
     return {name: count for name, count in counts.items() if count}
+
+
+def layer_spec(config: ModelConfig, stack: str) -> LayerSpec:
+    """What the layers of a stack consist of."""
+    return LayerSpec(experts=config.num_experts > 0 and stack == STACK)
 
 
 def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:

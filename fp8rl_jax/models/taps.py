@@ -5,7 +5,7 @@ at all: the program is the one without taps. With ``forward(..., taps=...)`` the
 stacked over layers, and with ``swaps=...`` chosen values are replaced by given ones before the rest
 of the pass reads them.
 
-A name is the module's path inside its layer and the value: ``self_attn/q_proj/output``. The values
+A name is the module's path inside its layer and the value: ``self_attn/q_rope``. The values
 outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
 """
 

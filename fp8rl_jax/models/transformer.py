@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import resolve
+from fp8rl_jax.models.arrays import LINEAR, role_of
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.decoder_layer import DecoderLayer
+from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
 from fp8rl_jax.models.layers import RMSNorm, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
@@ -25,13 +26,11 @@ from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import (
-    LINEAR,
-    STACK,
     LayerGroup,
     layer_groups,
+    layer_spec,
     layer_stacks,
     path_of,
-    role_of,
 )
 from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
@@ -48,10 +47,6 @@ from fp8rl_jax.quant.varying import share
 
 REMAT = ("none", "full")
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
-LINEAR_LAYERS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj",
-)  # fmt: skip
 
 
 @flax.struct.dataclass
@@ -99,13 +94,11 @@ class Transformer(nn.Module):
         x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
         stored_runs, auxes = [], []
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
-            settings = (
-                config, run.recipe, config.num_experts > 0 and run.stack == STACK, self.collect,
-                self.parallel,
-            )  # fmt: skip
+            spec = layer_spec(config, run.stack)
+            settings = (config, spec, run.recipe, self.collect, self.parallel)
             stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
-            arguments = ((x, stored), places, scales, positions, cos, sin, valid)
+            arguments = ((x, stored), PerLayer(places, scales), positions, cos, sin, valid)
             if cache is not None and not self._watched():
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 by_kernel = resolve(run.recipe.kernels) != "reference"
@@ -128,7 +121,7 @@ class Transformer(nn.Module):
             layer,
             variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
             split_rngs={"params": True},
-            in_axes=(0, 0) + (nn.broadcast,) * 4,
+            in_axes=(0,) + (nn.broadcast,) * 4,
             length=run.span.stop - run.span.start,
             # That check traces without the types that tell who holds what under shard_map.
             check_constancy_invariants=not self.parallel.inside,
@@ -140,7 +133,7 @@ class Transformer(nn.Module):
         return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
 
-def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places, scales, *others):
+def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_layer, *others):
     """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
 
     Kernels read linear layers in their stack (`StackedLayer`). Others are cut out as bits: a scan
@@ -155,14 +148,14 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, places,
         return take_layer(leaf, index)
 
     def step(carried, scanned):
-        index, place, scales = scanned
+        index, own = scanned
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: one(path, leaf, index), stack, is_leaf=is_weight
         )
-        return layer.apply({"params": params}, carried, place, scales, *others)
+        return layer.apply({"params": params}, carried, own, *others)
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), places, scales))
+    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), per_layer))
 
 
 def _join(auxes: list[dict]) -> dict:

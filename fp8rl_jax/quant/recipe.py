@@ -178,7 +178,7 @@ class Recipe:
         return dataclasses.replace(self, weight=None, activation=None, gradient=None, fake=False)
 
     def for_module(self, name: str) -> Recipe:
-        """The recipe of the linear layer `name` ('q_proj'): this one, or `unquantized`."""
+        """The recipe of the linear layer `name`: this one, or `unquantized`."""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.bf16_modules):
             return self.unquantized()
         return self

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import (
     PAGE,
     ModelConfig,
     init_paged_cache,
-    init_params,
     init_scaling,
     least_pages,
     pages_of,
+    param_shapes,
+    param_shardings,
     quantize_params,
 )
 from fp8rl_jax.models.parallel.specs import rollout_specs
@@ -129,10 +129,6 @@ def part_bytes(mesh: Mesh | AbstractMesh, tree, specs) -> int:
     return sum(jax.tree.leaves(jax.tree.map(part, tree, specs)))
 
 
-def _param_shapes(model: ModelConfig):
-    return jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
-
-
 def weight_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) -> int:
     """Bytes of a device's part of the sampler's weights; where they are converted, of both
     forms. Without columns over `mesh.tensor`, which continuous batching does not know."""
@@ -143,7 +139,7 @@ def weight_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) 
     def held(tree) -> int:
         return part_bytes(mesh, tree, rollout_specs(tree))
 
-    stored = jax.eval_shape(weights, _param_shapes(loop.model))
+    stored = jax.eval_shape(weights, param_shapes(loop.model))
     return held(stored) + (held(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0)
 
 
@@ -164,8 +160,8 @@ def train_bytes(
     """Bytes of a device's part of masters, their two moments, the reference policy (algo.kl_coef)
     if there is one, and scaling states (replicated). With `offload` (`learner.offload`) 'moments'
     these are in the host's memory."""
-    params = _param_shapes(model)
-    specs = jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, params))
+    params = param_shapes(model)
+    specs = jax.tree.map(lambda s: s.spec, param_shardings(mesh, params))
     scaling = jax.eval_shape(lambda p: init_scaling(p, recipe), params)
     copies = (1 if offload == "moments" else 3) + reference
     return copies * part_bytes(mesh, params, specs) + _bytes(scaling)
@@ -190,7 +186,7 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices:
     rows = 4 * max(prefill_tokens, slots) * width
     made = 0
     if loop.on_cpu:
-        params = _param_shapes(model)
+        params = param_shapes(model)
         stacks = (params[name] for name in (DENSE_STACK, STACK) if name in params)
         made = max(sum(x.size // x.shape[0] for x in jax.tree.leaves(s)) for s in stacks)
         made += model.vocab_size * model.hidden_size + 4 * slots * PAGE * _features(model)

@@ -35,13 +35,11 @@ from fp8rl_jax.models import (
     rope_tables,
     token_logprobs,
 )
+from fp8rl_jax.models.arrays import ATTENTION, LINEAR, MLP
 from fp8rl_jax.quant import Recipe, matmul
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-MODULES = (
-    "self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj", "o_proj", "gate_proj", "up_proj",
-    "down_proj",
-)  # fmt: skip
+MODULES = tuple("/".join(a.path[:-1]) for a in (*ATTENTION, *MLP) if a.role == LINEAR)
 RECIPES = ("bf16", "fake", "fp8")
 # A pair of recipes: what is measured, and what it is measured against.
 PAIRS = (("fp8", "bf16"), ("fake", "bf16"), ("fp8", "fake"))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.learner import Batch
+from fp8rl_jax.models.arrays import ATTENTION, MLP
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study.measures import measure
 from fp8rl_jax.study.progress import Note, Part, silent
@@ -26,23 +27,21 @@ from fp8rl_jax.study.subjects import Subject
 POWERS = (0, 8, 12, 14, 16, 18, 20)
 RECIPES = ("fp8_tensorwise", "fp8", "mxfp8")  # from coarse to fine blocks
 _CANARIES = ("bf16", "f32")
-# What reads each norm's result.
-_READERS = {
-    "input_layernorm": ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj"),
-    "post_attention_layernorm": ("gate_proj", "up_proj"),
-}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def plant(params: Any, power: int) -> Any:
     """Parameters of a dense model with an outlier of 2^power in one channel of every norm."""
     layers = dict(params["layers"])
-    for norm, readers in _READERS.items():
+    for norm in _NORMS:
         gain = layers[norm]["weight"]  # (L, D)
         factor = np.ones(gain.shape[1], np.float32)
         factor[gain.shape[1] // 3] = 2.0**power
         layers[norm] = {"weight": jnp.asarray(gain) * factor}
-        for reader in readers:
-            *outer, name = reader.split("/")
+        for array in (*ATTENTION, *MLP):
+            if f"{norm}/output" not in array.reads:
+                continue
+            *outer, name, _ = array.path
             if outer:
                 layers[outer[0]] = dict(layers[outer[0]])
             owner = layers[outer[0]] if outer else layers

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax import learner, sharding
+from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.base.jax_settings import hold_settings
@@ -25,7 +25,7 @@ from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
 from fp8rl_jax.learner import Batch, TrainState
-from fp8rl_jax.models import init_params, init_scaling, rope_tables
+from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import (
@@ -170,7 +170,7 @@ class JaxEngine:
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
         own = optax.identity() if layout.offloads else optimizer
         state = layout.new_state(params, own, rng, scaling_state)
-        state = processes.place(state, sharding.param_shardings(layout.mesh, state))
+        state = processes.place(state, param_shardings(layout.mesh, state))
         if not layout.offloads:
             return state
         opt_state = init_on_host(layout.state_shapes(optimizer).opt_state)
@@ -363,7 +363,7 @@ class JaxEngine:
         """
         layout, resolved = self.layout, self.resolved
         shardings = (
-            sharding.param_shardings(layout.mesh, layout.state_shapes(optimizer)),
+            param_shardings(layout.mesh, layout.state_shapes(optimizer)),
             layout.rows,
             layout.whole,
         )

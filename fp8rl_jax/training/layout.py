@@ -15,9 +15,10 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
     Parallel,
-    init_params,
     init_scaling,
     kernel_formats,
+    param_shapes,
+    param_shardings,
     quantize_params,
     weight_specs,
     with_kv_scales,
@@ -76,12 +77,11 @@ class Layout:
     @functools.cached_property
     def param_shapes(self):
         """ShapeDtypeStructs of the parameters."""
-        model = self.resolved.model
-        return jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
+        return param_shapes(self.resolved.model)
 
     @functools.cached_property
     def param_shardings(self):
-        return sharding.param_shardings(self.mesh, self.param_shapes)
+        return param_shardings(self.mesh, self.param_shapes)
 
     @functools.cached_property
     def weight_shapes(self):
@@ -119,7 +119,7 @@ class Layout:
         rng = np.asarray(jax.random.key_data(jax.random.key(0, impl="threefry2x32")))
         make = functools.partial(self.new_state, optimizer=optimizer, rng=rng)
         shapes = jax.eval_shape(make, self.param_shapes)
-        shardings = sharding.param_shardings(self.mesh, shapes)
+        shardings = param_shardings(self.mesh, shapes)
         if self.offloads:
             shardings = with_host_moments(shapes, shardings)
         return sharding.laid_out(shapes, shardings)

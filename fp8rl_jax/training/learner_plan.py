@@ -22,7 +22,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
-from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
+from fp8rl_jax.models import (
+    ModelConfig,
+    init_scaling,
+    param_shapes,
+    param_shardings,
+    quantize_params,
+)
 from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK
 from fp8rl_jax.quant import Recipe
@@ -152,7 +158,7 @@ def _bytes(tree: Any) -> int:
 
 def _parts(tree: Any, mesh: Mesh | AbstractMesh) -> Iterator[tuple[tuple[str, ...], int]]:
     """(names of the path, bytes of a device's part) of every array of a parameter tree."""
-    shardings = sharding.param_shardings(mesh, tree)
+    shardings = param_shardings(mesh, tree)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True):
         names = tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
@@ -184,7 +190,7 @@ def _weight_bytes(tree: Any, mesh: Mesh | AbstractMesh) -> WeightBytes:
 @functools.lru_cache(maxsize=8)
 def _shapes(model: ModelConfig, recipe: Recipe) -> tuple[Any, Any, Any]:
     """Shapes of masters, the learner's own weights, and states of scaling policies."""
-    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0, impl="threefry2x32")))
+    params = param_shapes(model)
     scaling = jax.eval_shape(lambda p: init_scaling(p, recipe), params)
     own = jax.eval_shape(lambda p, s: quantize_params(p, recipe, s), params, scaling)
     return params, own, scaling

@@ -17,7 +17,8 @@ import ml_collections
 import optax
 
 from fp8rl_jax.learner import norm_of_gradients
-from fp8rl_jax.models.stacks import Path, is_matrix, path_of
+from fp8rl_jax.models.arrays import is_matrix
+from fp8rl_jax.models.stacks import Path, path_of
 
 
 class Optimizer(NamedTuple):

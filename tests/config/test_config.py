@@ -26,7 +26,7 @@ from fp8rl_jax.config import (
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.envs import check_source
-from fp8rl_jax.models import init_params
+from fp8rl_jax.models import param_shapes, param_shardings
 from fp8rl_jax.models.presets import preset
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -393,10 +393,8 @@ def test_published_runs_are_valid(name):
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
     checks.check_mesh(config, sharding.batch_divisor(mesh))
-    shapes = jax.eval_shape(
-        lambda: init_params(preset(_PUBLISHED[name]), jax.random.key(0, impl="threefry2x32"))
-    )
-    specs = jax.tree.leaves(sharding.param_shardings(mesh, shapes))
+    shapes = param_shapes(preset(_PUBLISHED[name]))
+    specs = jax.tree.leaves(param_shardings(mesh, shapes))
     pairs = zip(jax.tree.leaves(shapes), specs, strict=True)
     stored = sum(math.prod(spec.shard_shape(leaf.shape)) for leaf, spec in pairs)
     copies = 1 if config.learner.offload == "moments" else 3

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.models import hf
+from fp8rl_jax.models import hf, param_shardings
 from fp8rl_jax.models.hf import reader, safetensors_file
-from fp8rl_jax.sharding import make_mesh, param_shardings
+from fp8rl_jax.sharding import make_mesh
 
 
 def main(path: str, fsdp: int, expert: int) -> None:

@@ -37,7 +37,7 @@ class Side:
         self.scorer = learner.make_score(MODEL, RECIPE, parallel)
         self.params = initial_params(MODEL)
         if mesh is not None:
-            self.params = jax.device_put(self.params, sharding.param_shardings(mesh, self.params))
+            self.params = jax.device_put(self.params, models.param_shardings(mesh, self.params))
 
     def _rows(self, tree):
         return (

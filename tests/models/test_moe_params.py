@@ -22,6 +22,7 @@ from fp8rl_jax.models import (
     init_params,
     init_probes,
     init_scaling,
+    param_shardings,
     quantize_params,
     rope_tables,
     trainable_params,
@@ -29,7 +30,7 @@ from fp8rl_jax.models import (
     weight_health,
 )
 from fp8rl_jax.quant import BoundWeight, QArray, get_recipe
-from fp8rl_jax.sharding import MESH_AXES, param_shardings
+from fp8rl_jax.sharding import MESH_AXES
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 # Experts of 160 x 136: several blocks of 128, the last ones partial.

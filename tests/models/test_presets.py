@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from marks import quick_if
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.params import parameter_counts
@@ -32,10 +31,7 @@ def test_every_preset_is_compared():
     assert set(_PUBLISHED) == set(PRESETS)
 
 
-_QUICK = ("qwen3_0p6b", "qwen3_30b_a3b", "smollm2_135m", "deepseek_v3")
-
-
-@pytest.mark.parametrize("name", quick_if(lambda name: name in _QUICK, PRESETS))
+@pytest.mark.parametrize("name", PRESETS)
 def test_parameter_counts(name):
     """Within the last digit that was published, or 3% where that was rounded to a slogan."""
     total, active, without_tables = _PUBLISHED[name]

@@ -9,8 +9,9 @@ import pytest
 
 from fp8rl_jax.learner import make_batch
 from fp8rl_jax.models import init_params
+from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.models.stacks import is_matrix, path_of
+from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.training import rl
 from fp8rl_jax.training.optimizer import make_optimizer, updates_made
 from fp8rl_jax.training.step_record import StepRecord

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8rl_jax.models.arrays import LINEAR
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.hf.tables import Tensor
-from fp8rl_jax.models.stacks import LINEAR
 
 BLOCKS = (128, 128)
 SCALE_SUFFIX = ".weight_scale_inv"

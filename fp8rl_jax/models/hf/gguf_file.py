@@ -2,10 +2,10 @@
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: metadata and
 tensors in one file. Two things differ from a checkpoint in Hugging Face's format beside the names.
-llama.cpp pairs neighbouring features in its rotary embedding, so the rows of q_proj and k_proj are
-in another order within each head, which is undone here; and the tokenizer is a list of tokens and
-merges, from which a tokenizer.json is built. Tensors of every type that the `gguf` package
-dequantises are read, as float32.
+llama.cpp pairs neighbouring features in its rotary embedding, so the rows that give queries and
+keys are in another order within each head, which is undone here; and the tokenizer is a list of
+tokens and merges, from which a tokenizer.json is built. Tensors of every type that the `gguf`
+package dequantises are read, as float32.
 
 A field of the architecture that is not known here is refused unless its value changes nothing.
 
@@ -25,22 +25,17 @@ from typing import Any
 import numpy as np
 
 from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.models.arrays import EMBEDDING, HEAD, LAYER, MODEL
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.hf.gguf_header import check_inside, read_header
 from fp8rl_jax.models.hf.loader import load_from
 from fp8rl_jax.models.hf.safetensors_file import Entry
-from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD
 
 _INSTEAD = "take the model's safetensors checkpoint"
-_MODEL = {"token_embd": EMBEDDING, "output_norm": "model.norm.weight", "output": HEAD}
-_LAYER = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+_MODEL = {array.gguf: array.hf for array in MODEL}
+_LAYER = {array.gguf: array.hf for array in LAYER if array.gguf}
 _SHAPES = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -193,7 +188,7 @@ class GGUF:
                     f"{self.where}: tensor {tensor.name} has type {kind.name}, which "
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
-            part = re.search(r"self_attn\.([qk])_proj", name)
+            part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)
             if part:
                 value = _halves_paired(value, self._heads[part[1]])
             self._last = name, value.astype(np.float32)
@@ -284,14 +279,11 @@ class GGUF:
 
 
 def _name(name: str) -> str:
-    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; others unchanged."""
-    module, _, kind = name.rpartition(".")
-    if kind == "weight" and module in _MODEL:
-        return _MODEL[module]
-    part = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
-    if kind == "weight" and part and part[2] in _LAYER:
-        return f"model.layers.{part[1]}.{_LAYER[part[2]]}.weight"
-    return name
+    """'blk.3.attn_norm.weight' -> 'model.layers.3.input_layernorm.weight'; others unchanged."""
+    part = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if part and part[2] in _LAYER:
+        return f"model.layers.{part[1]}.{_LAYER[part[2]]}"
+    return _MODEL.get(name, name)
 
 
 def _halves_paired(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.models.arrays import EMBEDDING, HEAD, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import (
     BLOCKS,
@@ -32,7 +33,7 @@ from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
 from fp8rl_jax.models.hf.placement import Filling
 from fp8rl_jax.models.hf.reader import FP8, Checkpoint, Source, check, check_sizes
 from fp8rl_jax.models.hf.safetensors_file import DTYPES
-from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, Piece, Tensor, leaf_shapes, model_tensors
+from fp8rl_jax.models.hf.tables import Piece, Tensor, model_tensors
 from fp8rl_jax.models.stacks import Path
 from fp8rl_jax.quant import QArray
 
@@ -71,7 +72,7 @@ def load(
         bytes, but the router's correction bias, which stays float32. 'fp8': as the files have it:
         FP8 tensors become QArrays of the same bytes, others keep BF16 or F32 (F16 becomes float32).
       shardings: a tree of shardings like the parameters, or a function that makes it of their
-        shapes: ``lambda shapes: fp8rl_jax.sharding.param_shardings(mesh, shapes)``. None: one
+        shapes: ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one
         device.
       check_finite: refuse a tensor that holds NaN or infinity, and scales that are not positive.
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.models.arrays import EMBEDDING, HEAD, LINEAR
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, scale_shape
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows
-from fp8rl_jax.models.hf.tables import EMBEDDING, HEAD, Tensor
-from fp8rl_jax.models.stacks import LINEAR
+from fp8rl_jax.models.hf.tables import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Names of weights that other programs read, or that belong to an adapter.

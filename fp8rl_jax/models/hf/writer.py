@@ -32,6 +32,7 @@ from jax import lax
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.models.arrays import LINEAR, SMALL, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import (
     BLOCKS,
@@ -45,8 +46,8 @@ from fp8rl_jax.models.hf.finite import count_not_finite
 from fp8rl_jax.models.hf.loader import dtype_name
 from fp8rl_jax.models.hf.reader import FP8, INDEX, SINGLE
 from fp8rl_jax.models.hf.safetensors_file import Output, write_file
-from fp8rl_jax.models.hf.tables import Piece, Tensor, leaf_shapes, model_tensors
-from fp8rl_jax.models.stacks import LINEAR, SMALL, Path, path_of
+from fp8rl_jax.models.hf.tables import Piece, Tensor, model_tensors
+from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.quant import QArray, quantize
 from fp8rl_jax.quant.formats import round_bf16
 
@@ -239,7 +240,7 @@ def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> 
 def _type(tensor: Tensor, leaves: _Leaves, dtype: str) -> np.dtype:
     if dtype == "float32" or tensor.name.endswith(_BIAS):
         return _F32
-    if dtype == "fp8" and tensor.role == SMALL:
+    if dtype == "fp8" and tensor.role in SMALL:
         return _BF16 if leaves[tensor.pieces[0].path].dtype == _BF16 else _F32
     return _BF16
 

@@ -10,32 +10,16 @@ import dataclasses
 import math
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.kernels import EXP_LANES
+from fp8rl_jax.models.arrays import EXPERTS, HEAD, HEADS, LINEAR, array_in
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import AXIS, EXPERT, STORAGE, WHOLE
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.sharding import stored_over
-
-# Places of the linear layers of a decoder layer in its parameters: those that may be cut,
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_LINEAR = {
-    *(("self_attn", name, "kernel") for name in ("q_proj", "k_proj", "v_proj")),
-    *((name, "kernel") for name in ("o_proj", *_MLP)),
-}
-# and those that every device computes whole. Of experts and heads whole ones are stored.
-_WHOLE_LINEAR = {
-    *(("self_attn", name, "kernel") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
-    *(("shared_experts", name, "kernel") for name in _MLP),
-}
-_STACKS = {
-    **{("self_attn", name, "kernel"): "heads" for name in ("k_b_proj", "v_b_proj")},
-    **{("experts", name, "kernel"): "experts" for name in _MLP},
-}
-
 
 # What may be cut.
 
@@ -94,6 +78,25 @@ def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
 # What a device holds.
 
 
+def param_shardings(mesh: Mesh | AbstractMesh, tree):
+    """How everything is stored that consists of parameters, as float32 masters or quantised, or
+    belongs to them, such as their moments; anything else in the tree is replicated.
+
+    A dimension that its mesh axis does not divide is replicated, too (scales of small matrices).
+
+    Returns:
+      A NamedSharding for every leaf.
+    """
+
+    def sharding(keys, leaf):
+        array = array_in(keys)
+        logical = () if array is None else array.axes
+        axes = (stored_over(name, n, mesh) for name, n in zip(logical, leaf.shape, strict=False))
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
 def _weight_spec(weight, cut: bool, storage: int):
     """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
 
@@ -136,9 +139,9 @@ def rollout_specs(weights):
     """PartitionSpec of every array of a sampler's weights in any form, on a mesh whose axis
     `tensor` is 1: experts, all (L, E, ...), over `expert`."""
 
-    def spec(path, _):
-        names = {str(getattr(entry, "key", "")) for entry in path}
-        return PartitionSpec(None, EXPERT) if "experts" in names else WHOLE
+    def spec(keys, _):
+        array = array_in(keys)
+        return PartitionSpec(None, EXPERT) if array and array.axes == EXPERTS else WHOLE
 
     return jax.tree_util.tree_map_with_path(spec, weights)
 
@@ -155,22 +158,19 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool
         `tensor`, nothing over `fsdp`.
     """
     parts, storage = mesh.shape[AXIS], mesh.shape[STORAGE] if stored else 1
-    runs = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
+    recipes = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
-    def spec(path, weight):
-        names = [str(getattr(entry, "key", "")) for entry in path]
-        if names == ["lm_head"]:
-            return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
-        place = tuple(names[1:]) if names[0] in runs else ()
+    def spec(keys, weight):
+        array = array_in(keys)
         trained = isinstance(weight, BoundWeight) and weight.master is not None
-        if place in _LINEAR:
-            site = runs[names[0]].for_module(names[-2])
-            cut = is_cut(site, weight.shape[-1], parts)
-            return _weight_spec(weight, cut, storage if trained else 1)
-        if place in _WHOLE_LINEAR and trained:
-            return _weight_spec(weight, False, storage)
-        if place in _STACKS:
-            return _stack_spec(weight, _STACKS[place], mesh, stored and trained)
-        return jax.tree.map(lambda _: WHOLE, weight)
+        if array is not None and array.hf == HEAD:
+            return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
+        if array is None or array.role != LINEAR:
+            return jax.tree.map(lambda _: WHOLE, weight)
+        if array.axes in (EXPERTS, HEADS):
+            return _stack_spec(weight, array.axes[1], mesh, stored and trained)
+        site = recipes[keys[0].key].for_module(array.path[-2])
+        cut = array.columns and is_cut(site, weight.shape[-1], parts)
+        return _weight_spec(weight, cut, storage if trained else 1)
 
     return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)

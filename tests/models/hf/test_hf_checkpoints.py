@@ -201,9 +201,9 @@ _SHARDED = """
 import pathlib, sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from fp8rl_jax.models import hf
+from fp8rl_jax.models import hf, param_shardings
 from fp8rl_jax.models.hf.placement import Filling
-from fp8rl_jax.sharding import make_mesh, param_shardings
+from fp8rl_jax.sharding import make_mesh
 
 def compare(path, dtype, **mesh):
     mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | mesh)
