@@ -188,7 +188,7 @@ class GGUF:
                     f"{self.where}: tensor {tensor.name} has type {kind.name}, which "
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
-            part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)
+            part = re.search(r"self_attn\.([qk])_proj", name)
             if part:
                 value = _halves_paired(value, self._heads[part[1]])
             self._last = name, value.astype(np.float32)
