@@ -100,13 +100,15 @@ def rl_step(
         # 1. Sample a group of responses for each question, and reward them.
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl="threefry2x32"), step)
+        rng = np.asarray(state.rng)  # on the host: the engine may sample on other devices
+        key = jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
         show = functools.partial(run.display.rollout, step + 1)
-        samples = sample_step(rt, served.weights, questions, key, record, show)
+        samples = sample_step(rt, served, questions, key, record, show)
         record |= engine.metrics()
 
         # 2. Log-probabilities before the update, and under the reference policy.
         rollout = samples.rollout
+        assert (samples.versions[rollout.mask] == step).all()  # drawn by this state's weights
         batch = engine.batch(rollout, samples.prompts)
         with record.timed("old_logprobs"):
             if not rt.takes_rollout_logprobs(run.drifted):

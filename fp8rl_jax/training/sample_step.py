@@ -21,7 +21,7 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
-from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.engine import Prompts, Served
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
@@ -36,6 +36,7 @@ class Samples:
     Attributes:
       questions: of the groups.
       rollout: the responses, on the host; what the routers chose is on the devices.
+      versions: (B, R) int32, the step whose weights drew each token; -1 where there is none.
       prompts: what the engine was asked for.
       rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
@@ -44,6 +45,7 @@ class Samples:
 
     questions: list[Question]
     rollout: Rollout
+    versions: np.ndarray
     prompts: Prompts
     rewards: np.ndarray
     by_name: dict[str, np.ndarray]
@@ -55,7 +57,7 @@ class Samples:
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
         prompts = self.prompts
         return Samples(
-            [self.questions[i] for i in chosen], _take(self.rollout, rows),
+            [self.questions[i] for i in chosen], _take(self.rollout, rows), self.versions[rows],
             Prompts(
                 prompts.tokens[chosen], prompts.lengths[chosen], prompts.key,
                 prompts.temperature[rows], prompts.first_ids[chosen],
@@ -67,7 +69,7 @@ class Samples:
 
 def sample_step(
     runtime: Runtime,
-    weights,
+    served: Served,
     stream: Stream,
     key: jax.Array,
     record: StepRecord,
@@ -77,7 +79,7 @@ def sample_step(
 
     Args:
       runtime: of `make_runtime`.
-      weights: of the sampler.
+      served: what the sampler takes.
       stream: questions; one batch is taken a round.
       key: of this step.
       record: gets times and what was sampled.
@@ -91,9 +93,7 @@ def sample_step(
     wanted, rounds = config.rollout.prompts_per_step, []
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
-        rounds.append(
-            _round(runtime, weights, stream.next(), key, len(rounds), record, show, tally)
-        )
+        rounds.append(_round(runtime, served, stream.next(), key, len(rounds), record, show, tally))
     tally.check()
     everything = _joined(rounds)
     if np.isnan(everything.rewards).all():
@@ -110,7 +110,9 @@ def sample_step(
     return chosen
 
 
-def _round(runtime: Runtime, weights, questions, key, number: int, record, show, tally) -> Samples:
+def _round(
+    runtime: Runtime, served: Served, questions, key, number: int, record, show, tally
+) -> Samples:
     config = runtime.config
     group = config.rollout.group_size
     rows = len(questions) * group
@@ -127,7 +129,7 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
         show(progress)
 
     with record.timed("rollout"):
-        rollout = runtime.engine.sample(weights, prompts, watch)
+        rollout = runtime.engine.sample(served.weights, prompts, watch)
     with record.timed("reward"):
         rewards.add(rollout, np.ones(rows, bool))
         scores, by_name = rewards.result(tally)
@@ -137,7 +139,8 @@ def _round(runtime: Runtime, weights, questions, key, number: int, record, show,
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    return Samples(list(questions), rollout, prompts, values, by_name, counts)
+    versions = np.where(rollout.mask, np.int32(served.version), np.int32(-1))
+    return Samples(list(questions), rollout, versions, prompts, values, by_name, counts)
 
 
 def _joined(rounds: list[Samples]) -> Samples:
@@ -147,7 +150,7 @@ def _joined(rounds: list[Samples]) -> Samples:
     def join(values, names) -> dict[str, np.ndarray]:
         return {name: np.concatenate([getattr(v, name) for v in values]) for name in names}
 
-    arrays = join(rounds, ("rewards", "counts"))
+    arrays = join(rounds, ("versions", "rewards", "counts"))
     asked = join([r.prompts for r in rounds], ("tokens", "lengths", "temperature", "first_ids"))
     prompts = Prompts(key=rounds[0].prompts.key, **asked)
     rollouts = [r.rollout for r in rounds]
@@ -157,7 +160,7 @@ def _joined(rounds: list[Samples]) -> Samples:
     )
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
-    return Samples(questions, rollout, prompts, by_name=by_name, **arrays)
+    return Samples(questions, rollout, prompts=prompts, by_name=by_name, **arrays)
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:

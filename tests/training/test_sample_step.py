@@ -51,7 +51,12 @@ def test_terms_over_all_rounds():
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
     samples = sample_step(
-        runtime, None, stream, jax.random.key(0, impl="threefry2x32"), record, lambda progress: None
+        runtime,
+        types.SimpleNamespace(weights=None, version=7),
+        stream,
+        jax.random.key(0, impl="threefry2x32"),
+        record,
+        lambda progress: None,
     )
     assert (record["dynamic_rounds"], record["dynamic_discarded_groups"]) == (2, 2)
     assert record["reward/gsm8k"] == 0.25
