@@ -296,6 +296,7 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
     values = {
         _site(path): _value(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
+        if role_of(path_of(path)) == LINEAR
     }
     health = {}
     for name, (site, master) in _sites(params, recipe).items():

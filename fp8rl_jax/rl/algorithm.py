@@ -26,7 +26,7 @@ class Algorithm:
     """The functions that section `algo` chooses; see its fields.
 
     Attributes:
-      baseline, scale, aggregation, loss: of the rooms with these names.
+      baseline, scale, aggregation, loss: functions of the modules of the same names.
       corrections: by name, applied together.
       kl: estimator of the divergence in the loss; None without one.
       kl_coef, kl_in_reward: its weight, and whether it goes into the reward.

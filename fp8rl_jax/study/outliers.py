@@ -46,7 +46,7 @@ def plant(params: Any, power: int) -> Any:
                 layers[outer[0]] = dict(layers[outer[0]])
             owner = layers[outer[0]] if outer else layers
             kernel = jnp.asarray(owner[name]["kernel"])  # (L, D, N)
-            owner[name] = {"kernel": kernel / factor[:, None]}
+            owner[name] = {**owner[name], "kernel": kernel / factor[:, None]}
     return params | {"layers": layers}
 
 

@@ -45,9 +45,10 @@ def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint whose linear layers are FP8.
 
     Args:
-      tensors: of the model; the modules of those that are not FP8 get named.
+      tensors: of the model; modules without an FP8 tensor get named.
     """
-    kept = (tensor.module for tensor in tensors if tensor.role != LINEAR)
+    quantised = {tensor.module for tensor in tensors if tensor.role == LINEAR}
+    kept = {tensor.module for tensor in tensors} - quantised
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
