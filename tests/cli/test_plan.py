@@ -31,7 +31,7 @@ from fp8rl_jax.rollout.memory_plan import (
     workspace_bytes,
 )
 from fp8rl_jax.sharding import abstract_mesh
-from fp8rl_jax.training import runtime
+from fp8rl_jax.training import engine, runtime
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _TINY, _QWEN = (str(_ROOT / "configs" / f"{n}.py") for n in ("tiny_arithmetic", "qwen3_8b"))
@@ -180,7 +180,7 @@ def tiny():
 def test_a_run_allocates_the_plan(tiny, monkeypatch):
     """`rollout.pages` 0 gives the sampler the plan's pages, a share to every device."""
     made, settings = [], dataclasses.replace(_SETTINGS, max_new_tokens=4)
-    monkeypatch.setattr(runtime, "ContinuousSampler", lambda *a, **_: made.append(a[3]))
+    monkeypatch.setattr(engine, "ContinuousSampler", lambda *a, **_: made.append(a[3]))
 
     def plan(mesh, slots: int, memory: int) -> RolloutPlan:
         return plan_rollout(
@@ -192,16 +192,16 @@ def test_a_run_allocates_the_plan(tiny, monkeypatch):
         bare = plan(tiny.mesh, 4, _GIB)
         used = bare.weights + bare.train_state + bare.workspace
         memory = int((used + spare * bare.page + 10) / 0.92)
-        monkeypatch.setattr(runtime, "device_memory", lambda memory=memory: memory)
-        tiny.make_sampler(8, 0, 1.0)
+        monkeypatch.setattr(engine, "device_memory", lambda memory=memory: memory)
+        tiny.engine.make_sampler(8, 0, 1.0)
         assert made[-1].pages == plan(tiny.mesh, 4, memory).pages == min(spare, 8)
     many = abstract_mesh({"data": 2, "fsdp": 2, "tensor": 1, "expert": 1})
     spread = dataclasses.replace(tiny, mesh=many)
-    monkeypatch.setattr(runtime, "device_memory", lambda: _GIB)
-    assert spread.batching(settings).pages == 4 * plan(many, 1, _GIB).pages == 4 * 5
-    monkeypatch.setattr(runtime, "device_memory", lambda: 2**20)
+    monkeypatch.setattr(engine, "device_memory", lambda: _GIB)
+    assert spread.engine._batching(settings).pages == 4 * plan(many, 1, _GIB).pages == 4 * 5
+    monkeypatch.setattr(engine, "device_memory", lambda: 2**20)
     with pytest.raises(UserError, match="a device of"):
-        tiny.make_sampler(8, 0, 1.0)
+        tiny.engine.make_sampler(8, 0, 1.0)
 
 
 @pytest.fixture

@@ -217,6 +217,6 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     assert "fp8rl = fp8rl_jax.cli:entry" in entry
     assert "Requires-Python: >=3.11" in fields
     assert "Requires-Dist: jax<0.12,>=0.10.2" in fields
-    version = (_ROOT / "fp8rl_jax" / "version.py").read_text().split('"')[-2]
+    version = (_ROOT / "fp8rl_jax" / "base" / "version.py").read_text().split('"')[-2]
     assert f"Version: {version}\n" in fields
     assert wheel.name.endswith("-py3-none-any.whl")

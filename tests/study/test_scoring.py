@@ -212,7 +212,7 @@ def test_scale_of_parts_is_the_largest(runtime, monkeypatch):
         seen.append((tokens, lengths))
         return {"k": np.float32(tokens.max()), "v": np.float32(tokens[:, 0].max())}
 
-    monkeypatch.setattr(scoring, "make_calibrate", lambda model, recipe, margin: calibrate)
+    monkeypatch.setattr(scoring, "make_calibrate", lambda *_, margin: calibrate)
     monkeypatch.setattr(scoring, "_ROWS", 5)
     recipe = dataclasses.replace(get_recipe("bf16"), kv="calibrated")
     found = kv_scales(runtime, {}, recipe, tokens, np.arange(rows))
