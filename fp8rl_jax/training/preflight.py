@@ -12,7 +12,6 @@ from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.memory import check_train_memory
 from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sft import cache_root
 from fp8rl_jax.training.sinks import logger_names
 
 
@@ -46,8 +45,7 @@ def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Itera
     logger_names(config)
     check_train_memory(runtime, runtime.mesh)
     directory = pathlib.Path(config.run.dir)
-    cache = cache_root(config) if config.sft.steps else None
-    processes.decided(lambda: check_rooms(runtime, cache))
+    processes.decided(lambda: check_rooms(runtime))
     check_shared(directory)
     now = runtime.surroundings
     with RunLock(directory) as lock:

@@ -23,6 +23,7 @@ import ml_collections
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError, limit_reached
 from fp8rl_jax.base.json_file import plain, read_bytes, read_json
+from fp8rl_jax.base.user_cache import user_cache
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import default_config, flatten, saved_config, sections_config
 from fp8rl_jax.config.functions import permit
@@ -241,14 +242,20 @@ def first_difference(theirs: dict, ours: dict):
     return None
 
 
-def check_rooms(resolved: Resolved, cache: pathlib.Path | None) -> None:
+def cache_root(config) -> pathlib.Path | None:
+    """The directory of cached results; None if there is none."""
+    root = config.run.cache_dir or user_cache()
+    return None if root is None else pathlib.Path(root)
+
+
+def check_rooms(resolved: Resolved) -> None:
     """Raises UserError if `run.dir`, or the directory of cached fine-tuning, cannot hold what a run
     writes."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
     # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
     size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
     check_room(pathlib.Path(resolved.config.run.dir), bytes_to_write(resolved, size))
-    if cache:
+    if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
         check_room(cache, size, "run.cache_dir")
 
 

@@ -113,11 +113,11 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     if with_questions:
         check_rollout_memory(resolved, mesh)
-        resolved = resolved.with_tasks()
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
+    resolved = resolved.with_tasks() if with_questions else resolved
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)

@@ -19,7 +19,7 @@ import jax
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
-from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
+from fp8rl_jax.base.user_cache import cache_name, files_of_functions
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
@@ -30,7 +30,7 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_log
 from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.run import Run, non_finite_message
-from fp8rl_jax.training.run_directory import no_room
+from fp8rl_jax.training.run_directory import cache_root, no_room
 from fp8rl_jax.training.runtime import Runtime
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
@@ -50,12 +50,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 _TWO_DAYS = 2 * 24 * 3600.0
-
-
-def cache_root(config) -> pathlib.Path | None:
-    """The directory of cached results; None if there is none."""
-    root = config.run.cache_dir or user_cache()
-    return None if root is None else pathlib.Path(root)
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
