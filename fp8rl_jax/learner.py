@@ -238,9 +238,10 @@ def make_score(
 
     def score(params, scaling_state, kv_scales, batch: Batch, rope):
         weights = quantize_params(params, recipe, scaling_state)
-        return response_logprobs(weights, batch, model, recipe, rope, "none", kv_scales, parallel)[
-            0
-        ]
+        logp, _, _ = response_logprobs(
+            weights, batch, model, recipe, rope, "none", kv_scales, parallel
+        )
+        return logp
 
     return exact_jit(score)
 

@@ -68,8 +68,7 @@ def train(
         try:
             for line in filter(None, (runtime.data_note, opened.changes, opened.checked)):
                 display.note(str(line))
-            with contextlib.closing(Run(runtime, opened.lock, display, stop)) as run:
-                return _execute(run, resume)
+            return _execute(Run(runtime, opened.lock, display, stop), resume)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
                 raise
@@ -99,15 +98,16 @@ def _execute(run: Run, resume: bool) -> Outcome:
     config, monitor = run.runtime.config, DriftMonitor(
         run.runtime, run.directory, run.display.note, run.interrupted
     )  # fmt: skip
-    run.interrupted()  # from here on a signal waits for the end of a step
-    state = _restore(run, resume, monitor)
-    _describe(run)
-    if run.evaluation_failed:
-        run.evaluate(state, run.runtime.engine.refit(state).weights)
-    if run.phase == "sft":
-        state = _sft(run, state)
-    if run.phase == "rl" and not run.stop():
-        state = run_rl(run, state, monitor)
+    with contextlib.closing(run):
+        run.interrupted()  # from here on a signal waits for the end of a step
+        state = _restore(run, resume, monitor)
+        _describe(run)
+        if run.evaluation_failed:
+            run.evaluate(state, run.runtime.engine.refit(state).weights)
+        if run.phase == "sft":
+            state = _sft(run, state)
+        if run.phase == "rl" and not run.stop():
+            state = run_rl(run, state, monitor)
     if run.phase == "rl" and int(state.step) >= config.run.steps:
         monitor.finish()
         return Outcome(True, None, processes.decided(lambda: write_report(run.directory)))

@@ -142,7 +142,7 @@ def test_a_layer_of_experts_takes_its_part(name, axes, hosts, monkeypatch):
         compiled = programs.train(2).compile()
         temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
         text = compiled.as_text()
-    shapes = programs.runtime(2 * mesh.size).param_shapes["layers"]
+    shapes = programs.runtime(2 * mesh.size).layout.param_shapes["layers"]
     layer = sum(x.size // 4 for x in jax.tree.leaves(shapes))
     assert (temporary[4] - temporary[2]) / 2 < 3 * 4 * layer / mesh.size
     sent = deviceless.collectives(text)

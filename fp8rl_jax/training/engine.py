@@ -19,7 +19,6 @@ import optax
 from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
@@ -211,7 +210,6 @@ class JaxEngine:
 
     def refit(self, state: TrainState) -> Served:
         """What the sampler takes of a state."""
-        hold_settings()
         found = self.compiled_refit(state.params, state.scaling_state, state.kv_scales)
         return Served(*found, version=state.step)
 
@@ -275,7 +273,6 @@ class JaxEngine:
             samplers never call it.
           sampler: of `make_sampler`; by default that of the rollout.
         """
-        hold_settings()
         sampler = sampler or self.sampler
         limits = np.full_like(prompts.sample_ids, self.config.rollout.max_new_tokens)
         tokens, lengths, *rows = self.layout.by_rows(
@@ -311,7 +308,6 @@ class JaxEngine:
 
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
         """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
-        hold_settings()
         batch = self.layout.by_rows(batch)
         return processes.fetch(
             self.compiled_score(
@@ -329,7 +325,6 @@ class JaxEngine:
         batch = dataclasses.replace(batch, routing={})
         if self.config.precision.reference == "learner":
             return self.score(state, batch)
-        hold_settings()
         scaling = init_scaling(state.params, self.resolved.reference_recipe)
         return processes.fetch(
             self.compiled_reference_score(
@@ -390,6 +385,5 @@ class JaxEngine:
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
         """One optimiser update of the RL phase; see `Engine.update`. If loss or gradients are not
         finite (metrics['good']), the new state is the old one."""
-        hold_settings()
         state, logp, metrics = self.compiled_update(state, self.layout.by_rows(batch), self.rope)
         return state, logp, jax.device_get(metrics)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.memory import check_train_memory
 from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
@@ -47,8 +48,8 @@ def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Itera
     directory = pathlib.Path(config.run.dir)
     processes.decided(lambda: check_rooms(runtime))
     check_shared(directory)
-    now = runtime.surroundings
     with RunLock(directory) as lock:
+        now = environment(config)
         changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
         checked = check()
         processes.decided(lambda: open_run(runtime, runtime.data_digest, now))

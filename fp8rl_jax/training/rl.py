@@ -29,6 +29,7 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
+from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import Batch, TrainState, policy_of
 from fp8rl_jax.report import summarise, write_report
@@ -98,6 +99,7 @@ def rl_step(
     record = StepRecord(step + 1)
     with record.timed("step"):
         # 1. Sample a group of responses for each question, and reward them.
+        hold_settings()  # before every part: a user's code may have run since
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         rng = np.asarray(state.rng)  # on the host: the engine may sample on other devices
@@ -107,6 +109,7 @@ def rl_step(
         record |= engine.metrics()
 
         # 2. Log-probabilities before the update, and under the reference policy.
+        hold_settings()
         rollout = samples.rollout
         assert (samples.versions[rollout.mask] == step).all()  # drawn by this state's weights
         batch = engine.batch(rollout, samples.prompts)
@@ -119,9 +122,11 @@ def rl_step(
                 batch = dataclasses.replace(batch, ref_logprobs=found)
 
         # 3. Advantages and weights.
+        hold_settings()
         batch = _weighed(rt, samples, batch, record)
 
         # 4. Update; the sampler's weights make room.
+        hold_settings()
         served.release()
         monitor.keep(state, run.drifted)
         state, logp, checksum = _updates(run, state, batch, record)
@@ -134,6 +139,7 @@ def rl_step(
         record.add_refit(served.health, rt.model, rt.rollout_recipe)
 
         # 6. Refit.
+        hold_settings()
         state = engine.advance(state, step + 1, questions.position)
         state, served = _refit(rt, state, batch, record)
     return StepResult(state, served, samples, logp, record)
@@ -261,6 +267,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
         if drift:
             seconds = record["time_rollout"] + record["time_learner"]
             monitor.seen(step, result.samples, result.logp, seconds)
+        del result  # what its routers chose is on the devices
         if rt.layout.calibrated:
             record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
         run.logs.write("metrics", record)

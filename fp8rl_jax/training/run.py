@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import RewardError
+from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.evaluate import evaluate
@@ -55,10 +56,12 @@ class Run:
         self.logs = RunLogs(self.directory, offsets, self.runtime.config, self.display.note)
 
     def close(self) -> None:
-        """Ends what was opened, the newest first."""
-        if hasattr(self, "logs"):
-            self.logs.close()
-        self.checkpoints.close()
+        """Ends what was opened."""
+        try:
+            if hasattr(self, "logs"):
+                self.logs.close()
+        finally:
+            self.checkpoints.close()
 
     def stop(self) -> str | None:
         """What stops the run in any process, or None. Asked where the state is saved, or is saved
@@ -93,6 +96,7 @@ class Run:
         Raises:
           RewardError: no call of the reward works; the run that resumes evaluates again.
         """
+        hold_settings()
         try:
             evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
         except RewardError:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-from typing import Any
 
 import ml_collections
 from jax.sharding import Mesh
@@ -44,7 +43,6 @@ class Runtime(Resolved):
       chat: how a question becomes a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
       cache_slots: of each sequence in the KV cache; 0 for prompt + response.
-      surroundings: of `environment`.
       data_note, data_digest: of `Data`.
     """
 
@@ -53,7 +51,6 @@ class Runtime(Resolved):
     chat: ChatFormat | None
     questions: dict[str, list[Question]]
     cache_slots: int = 0
-    surroundings: dict[str, Any] = dataclasses.field(default_factory=dict)
     data_note: str = ""
     data_digest: str = ""
 
@@ -96,10 +93,9 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
       UserError: something in the configuration cannot work.
     """
     check_process()
-    surroundings = environment(config)
     if processes.count() > 1:
         fields = {f"config.{name}": repr(value) for name, value in flatten(config).items()}
-        known = {k: v for part in surroundings.values() for k, v in part.items()}
+        known = {k: v for part in environment(config).values() for k, v in part.items()}
         same = "start all of them with the same software and options"
         processes.check_equal(known | fields, same)
         if config.precision.cpu_products == "auto":
@@ -113,18 +109,18 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     checks.check_mesh(config, sharding.batch_divisor(mesh))
     if with_questions:
         check_rollout_memory(resolved, mesh)
+        resolved = resolved.with_tasks()
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
-    resolved = resolved.with_tasks() if with_questions else resolved
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # modules of the user's are imported by now
     return Runtime(
         **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
-        surroundings=surroundings, data_note=data.note, data_digest=data.digest,
+        data_note=data.note, data_digest=data.digest,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 from collections import namedtuple
 
 import jax
@@ -268,3 +269,20 @@ def test_functions_that_change_the_directory(tmp_path, monkeypatch):
     assert begins(*train_command("algo.loss=a_loss_that_goes_away:f"))
     assert (tmp_path / "run" / "environment.json").is_file()
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_functions_in_the_current_directory(tmp_path, monkeypatch):
+    """A reward in a package there is found and recorded, where Python does not look by itself."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setattr(train, "Run", NoRun)
+    without_self_check(monkeypatch)
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    (tmp_path / "own_rewards").mkdir()
+    (tmp_path / "own_rewards" / "__init__.py").touch()
+    code = "def score(response, answer): return 1.0\n"
+    (tmp_path / "own_rewards" / "scores.py").write_text(code)
+    assert begins(*train_command("env.reward=own_rewards.scores:score"))
+    (start,) = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert [pathlib.Path(name).name for name in start["functions"]] == ["scores.py"]
