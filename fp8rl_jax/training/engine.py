@@ -42,7 +42,7 @@ from fp8rl_jax.rollout import (
 from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
-from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.optimizer import Optimizer, optimizer_of_phase
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,7 @@ class Prompts:
       tokens: (P, Tp) int32, right-padded; lengths: (P,) int32.
       key: of the step.
       temperature: (B,) float32, 0 for greedy.
-      first_ids: () or (P,) int32: the number of each prompt's first sample. Key, number and
+      first_ids: (P,) int32: the number of each prompt's first sample. Key, number and
         position decide a sample's random bits.
     """
 
@@ -274,9 +274,10 @@ class JaxEngine:
           sampler: of `make_sampler`; by default that of the rollout.
         """
         sampler = sampler or self.sampler
-        limits = np.full_like(prompts.sample_ids, self.config.rollout.max_new_tokens)
+        sample_ids = prompts.sample_ids
+        limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
         tokens, lengths, *rows = self.layout.by_rows(
-            (prompts.tokens, prompts.lengths, prompts.sample_ids, prompts.temperature, limits)
+            (prompts.tokens, prompts.lengths, sample_ids, prompts.temperature, limits)
         )
         watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
         out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **watching)
@@ -376,8 +377,13 @@ class JaxEngine:
         )  # fmt: skip
 
     @functools.cached_property
+    def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
+        """`optimizer_of_phase` of RL: what `update` applies, and its learning rate by update."""
+        return optimizer_of_phase(self.config, "rl")
+
+    @functools.cached_property
     def compiled_update(self):
-        optimizer, _ = optimizer_of_phase(self.config, "rl")
+        optimizer, _ = self.rl_optimizer
         return self.train_step(
             optimizer, self.loss, self.config.learner.gradient_accumulation_steps
         )

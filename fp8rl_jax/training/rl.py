@@ -38,7 +38,7 @@ from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.engine import Served
-from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
+from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples, sample_step
@@ -171,7 +171,7 @@ def _updates(
     algo = rt.config.algo
     rows = len(batch.mask) // algo.num_minibatches
     updates, first = [], None
-    _, schedule = optimizer_of_phase(rt.config, "rl")
+    _, schedule = rt.engine.rl_optimizer
     record["lr"] = float(schedule(updates_made(state.opt_state)))
     with record.timed("learner"):
         for index in range(algo.epochs * algo.num_minibatches):
@@ -204,7 +204,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     """The state at the start of the phase, saved, and the reference policy if there is one."""
     rt = run.runtime
     run.phase = "rl"
-    optimizer, _ = optimizer_of_phase(rt.config, "rl")
+    optimizer, _ = rt.engine.rl_optimizer
     state = rt.engine.new_state(params, optimizer, scaling_state)
     if rt.layout.calibrated:  # on the prompts of the first step
         rollout = rt.config.rollout
@@ -255,7 +255,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
     if not config.sft.steps and int(state.step) == 0:
         run.evaluate(state, served.weights)
     run.display.phase("RL", config.run.steps, int(state.step))
-    while int(state.step) < config.run.steps:
+    for step in range(int(state.step) + 1, config.run.steps + 1):
         try:
             result = rl_step(run, state, served, reference, questions, monitor)
         except RewardError:
@@ -263,7 +263,6 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
             raise
         state, served, record = result.state, result.served, result.record
         drift = _forbidden_drift(run, record)
-        step = int(state.step)
         if drift:
             seconds = record["time_rollout"] + record["time_learner"]
             monitor.seen(step, result.samples, result.logp, seconds)

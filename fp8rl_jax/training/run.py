@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -47,21 +48,20 @@ class Run:
         self.directory = pathlib.Path(config.run.dir)
         self._lock, self.interrupted = lock, stop
         keep = config.run.keep_checkpoints
+        self._opened = contextlib.ExitStack()
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
+        self._opened.callback(self.checkpoints.close)
         self.phase, self.drifted, self.evaluation_failed = "sft", False, False
         self.stopped_by: str | None = None
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:
         """Opens the logs at `offsets` of a checkpoint; None begins them."""
         self.logs = RunLogs(self.directory, offsets, self.runtime.config, self.display.note)
+        self._opened.callback(self.logs.close)
 
     def close(self) -> None:
-        """Ends what was opened."""
-        try:
-            if hasattr(self, "logs"):
-                self.logs.close()
-        finally:
-            self.checkpoints.close()
+        """Ends what was opened, the newest first."""
+        self._opened.close()
 
     def stop(self) -> str | None:
         """What stops the run in any process, or None. Asked where the state is saved, or is saved

@@ -37,16 +37,9 @@ class Text:
             [(q.prompt, q.demonstration) for q in questions],
             self.tokenizer, self.prompt_slots, self.response_slots, self.chat,
         )  # fmt: skip
-        ones = np.ones(len(questions), np.float32)
-        return self.batch(prompts, lengths, targets, mask, ones)
-
-    def batch(
-        self, prompts, lengths, targets, mask, temperature: np.ndarray, **fields
-    ) -> learner.Batch:
-        """Prompts (B, Tp) of lengths (B,) and responses (B, R) as a training batch on the host;
-        `fields` are those of `learner.make_batch`."""
         tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
-        return learner.make_batch(tokens, lengths, targets, mask, temperature, **fields)
+        ones = np.ones(len(questions), np.float32)
+        return learner.make_batch(tokens, lengths, targets, mask, ones)
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
         """Text of responses (B, R) with a mask (B, R)."""

@@ -96,10 +96,9 @@ def test_the_logged_rate_is_that_of_the_update(skipped, monkeypatch):
         return state, part.mask, {"good": True, "checksum": 0}
 
     config = types.SimpleNamespace(algo=types.SimpleNamespace(num_minibatches=1, epochs=1))
-    engine = types.SimpleNamespace(update=update)
+    engine = types.SimpleNamespace(update=update, rl_optimizer=(optimizer, schedule))
     runtime = types.SimpleNamespace(config=config, engine=engine, model=None, learner_recipe=None)
     run = types.SimpleNamespace(runtime=runtime)
-    monkeypatch.setattr(rl, "optimizer_of_phase", lambda config, phase: (optimizer, schedule))
     monkeypatch.setattr(StepRecord, "add_updates", lambda *arguments: None)
     ones = np.ones((2, 3), np.int32)
     batch = make_batch(ones, ones[:, 0], ones[:, :2], ones[:, :2], np.ones(2, np.float32))
