@@ -4,5 +4,5 @@
 # go to tests/helpers/soak.py, for example --seed=7.
 : "${VENV:=.venv}"
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
-install_into_venv .
+install_into_venv ".[train]"
 exec python tests/helpers/soak.py "$@"
