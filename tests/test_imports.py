@@ -38,6 +38,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "bench": _PROGRAM | {"deviceless", "train"},
     "study": _PROGRAM | {"policy", "train"},
     "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
+    "__main__": {"cli"},
     _PACKAGE: set(),
 }
 # What a program asks of its surroundings, by the last name of a call or an attribute; and the files

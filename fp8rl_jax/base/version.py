@@ -1,3 +1,21 @@
 """The version, importable without the rest of the package (setup.cfg reads it)."""
 
+import pathlib
+import subprocess
+
 __version__ = "0.1.0"
+
+
+def commit() -> str:
+    """The commit of the checkout that this package is imported from; '' for an installed one."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
+            capture_output=True, text=True, check=False, timeout=5,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""

@@ -19,26 +19,11 @@ def run(arguments: Sequence[str]) -> int:
 def entry() -> None:
     """Entry point of the console script: also for Ctrl-C and an output that cannot be written."""
     prepare_streams()
-    # Libraries that are being imported lose a KeyboardInterrupt, or make an error of it.
-    before = signal.getsignal(signal.SIGINT)
-    if before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        from fp8rl_jax.cli import main
-    except RuntimeError as error:  # jaxlib refuses a CPU without AVX
-        if "AVX" not in str(error):
-            raise
-        print(f"error: JAX does not start on this CPU: {error}", file=sys.stderr)
-        sys.exit(2)
-    except ValueError as error:  # JAX or Flax does not know the value of a setting
-        if not any(name in str(error).upper() for name in ("JAX", "FLAX")):
-            raise
-        print(f"error: {error}: correct that variable, or unset it", file=sys.stderr)
-        sys.exit(2)
+    from fp8rl_jax.cli import main
+    from fp8rl_jax.cli.arguments import note
 
-    signal.signal(signal.SIGINT, before)
     try:
-        status = main.run(sys.argv[1:])
+        status = main.run(sys.argv[1:], starting=note)
         flush(sys.stdout)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -6,11 +6,11 @@ import argparse
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command, argument
-from fp8rl_jax.config.fields import FIELDS
-from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
 def _list(values: argparse.Namespace) -> int:
+    from fp8rl_jax.rl.presets import PRESETS
+
     width = max(map(len, PRESETS))
     for name, preset in PRESETS.items():
         print(f"{name:<{width}}  {preset.source}")
@@ -18,6 +18,9 @@ def _list(values: argparse.Namespace) -> int:
 
 
 def _show(values: argparse.Namespace) -> int:
+    from fp8rl_jax.config.fields import FIELDS
+    from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
+
     names = ", ".join(PRESETS)
     if values.name not in PRESETS:
         wrong = f"{values.name!r} is no preset; " if values.name else ""
@@ -36,17 +39,8 @@ def _show(values: argparse.Namespace) -> int:
     return 0
 
 
-def _neither(values: argparse.Namespace) -> int:
-    raise UserError("fp8rl algo: write `fp8rl algo list` or `fp8rl algo show NAME`")
-
-
 COMMANDS = (
-    Command(
-        "algo",
-        "the RL algorithms of algo.preset: algo list, algo show NAME",
-        _neither,
-        others="write `fp8rl algo list` or `fp8rl algo show NAME`; ",
-    ),
+    Command("algo", "the RL algorithms of algo.preset: list, show NAME", group=True),
     Command("algo list", "the names of all presets, with their papers", _list),
     Command(
         "algo show",

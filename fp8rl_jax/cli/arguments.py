@@ -12,12 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.paths import expanded
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
@@ -37,71 +36,99 @@ class Command:
     Attributes:
       name: its words, such as 'bench rollout'.
       summary: what it does, in a line or two.
-      run: takes the values, with `overrides` among them, and returns the exit status.
+      run: takes the values, with `overrides` among them, and returns the exit status; None for a
+        name that only has commands below it.
       arguments: of `argument`.
-      config: whether it takes --config FILE and --config.SECTION.FIELD=VALUE.
+      config: whether it takes a config FILE and --config.SECTION.FIELD=VALUE.
       processes: whether several processes may run it as one.
-      others: the commands below it, as the beginning of a sentence.
+      group: whether there are commands below it, such as 'bench rollout' below 'bench'.
+      starts: what it does first and how long that takes, for a line that is shown at once; '' for
+        a command that takes about a second.
     """
 
     name: str
     summary: str
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int] | None = None
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     config: bool = False
     processes: bool = False
-    others: str = ""
+    group: bool = False
+    starts: str = ""
 
-    def _parser(self, fields: bool) -> _Parser:
-        epilog = None
-        if self.config and fields:
-            from fp8rl_jax.config import describe_fields
+    @property
+    def takes_file(self) -> bool:
+        """Whether a word that is no option names the config file."""
+        options = all(names[0].startswith("-") for names, _ in self.arguments)
+        return self.config and options and not self.group
 
-            epilog = "config fields and their defaults:\n" + describe_fields()
-        parser = _Parser(
-            f"fp8rl {self.name}", description=self.summary, epilog=epilog, allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+    @property
+    def usage(self) -> str:
+        """Its name and what must follow it, such as 'fp8rl recipe show NAME'."""
+        follow = [settings["metavar"] for names, settings in self.arguments if names[0][0] != "-"]
+        return " ".join(["fp8rl", self.name, *follow])
+
+    def fill(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the command's arguments to its parser."""
+        if self.takes_file:
+            parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
         if self.config:
-            from fp8rl_jax.config.cases import CASES
-
             parser.add_argument(
                 "--config", default="", type=a_path, metavar="FILE",
-                help="the config file; FILE:CASE for other precisions: " + ", ".join(CASES),
+                help="a config file, or the name of one that is part of the package, such as "
+                "tiny_arithmetic; FILE:CASE for other precisions",
+            )  # fmt: skip
+            parser.add_argument(
+                "--config.SECTION.FIELD=VALUE", action="store_true", dest="_field",
+                help="the value of a field; may be given several times",
+            )  # fmt: skip
+            parser.add_argument(
+                "--help-config", metavar="SECTION", nargs="?",
+                help="show the config's fields, or those of a section, and exit",
             )  # fmt: skip
         for names, settings in self.arguments:
             parser.add_argument(*names, **settings)
-        return parser
 
     def _takes(self, word: str) -> str:
         """What may be written in the place of a word that is not understood."""
+        name, equals, value = word.partition("=")
+        if self.config and name.startswith("-"):
+            from fp8rl_jax.config.names import field_meant
+
+            if field := field_meant(name.lstrip("-")):
+                return f"write --config.{field}={value if equals else 'VALUE'}"
         if self.config and not word.startswith("-"):
-            return self.others + "config fields are written --config.SECTION.FIELD=VALUE"
+            return "config fields are written --config.SECTION.FIELD=VALUE"
         names = [
             settings.get("metavar", names[0]) if names[0][0] != "-" else names[0]
             for names, settings in self.arguments
         ]
         takes = ", ".join(["--config"] * self.config + names) or "no argument"
-        return f"{self.others}it takes {takes}{'' if self.config else ', and no config'}"
+        return f"it takes {takes}{'' if self.config else ', and no config'}"
 
-    def help(self) -> str:
-        """The text of --help: options, and the config's fields if it takes a config."""
-        return self._parser(fields=True).format_help()
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+    def parse(self, parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
         """The values of a command line, config overrides as `overrides`.
+
+        Args:
+          parser: the command's own, as `fill` has filled it.
+          words: behind the command's name.
 
         Raises:
           UserError: an argument is not known, is missing or has no such value.
         """
         overrides = [word for word in words if word.startswith(("--config.", "-config."))]
-        parser = self._parser(fields=False)
-        rest = [_hyphenated(word) for word in words if word not in overrides]
-        values, unknown = parser.parse_known_intermixed_args(rest)
+        rest = [word for word in words if word not in overrides]
+        hyphenated = [_hyphenated(word) for word in rest]
+        parse = parser.parse_known_args if self.group else parser.parse_known_intermixed_args
+        values, unknown = parse(hyphenated)
         if overrides and not self.config:
             unknown = overrides + unknown
+        if self.takes_file and values.file is not None:
+            if values.config:
+                unknown.append(values.file)
+            values.config = values.config or values.file
         if unknown:
-            parser.error(f"{unknown[0]!r} is not understood; {self._takes(unknown[0])}")
+            word = dict(zip(hyphenated, rest, strict=True)).get(unknown[0], unknown[0])
+            parser.error(f"{word!r} is not understood; {self._takes(word)}")
         values.overrides = overrides
         return values
 
@@ -176,8 +203,8 @@ def config_file(command: str, values: argparse.Namespace) -> str:
     if not values.config:
         other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
         raise UserError(
-            f"fp8rl {command}: name a config, for example --config configs/tiny_arithmetic.py"
-            + other
+            f"fp8rl {command}: name a config, for example `fp8rl {command} --config "
+            f"tiny_arithmetic`{other}, or write one with `fp8rl init`"
         )
     return values.config
 
@@ -215,7 +242,8 @@ def found_programs() -> str | None:
 
 def note(text: str) -> None:
     """A line on standard error, which holds no results; of several processes, the first's."""
-    if processes.first():
+    processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
+    if processes is None or processes.first():
         print(text, file=sys.stderr, flush=True)
 
 

@@ -155,16 +155,15 @@ def _rollout(values: argparse.Namespace) -> int:
 COMMANDS = (
     Command(
         "bench",
-        "times rollout and train step under several recipes, in one process",
+        "times rollout and train step under several recipes, in one process; or drift-cost,\n"
+        "gemm-error, kernels, processes, rollout",
         _step,
         (
             argument("--recipes", default="fp8,bf16,f32", help="recipes to time"),
             _repeats(5),
         ),
         config=True,
-        others="write `fp8rl bench --config FILE`, or `fp8rl bench drift-cost`, `fp8rl bench "
-        "gemm-error`, `fp8rl bench kernels`, `fp8rl bench processes` or `fp8rl bench rollout` and "
-        "options after that; ",
+        group=True,
     ),
     Command(
         "bench drift-cost",

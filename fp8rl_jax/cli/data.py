@@ -16,12 +16,6 @@ from fp8rl_jax.cli.arguments import Command, a_path, argument, whole, words, wri
 _MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
 
 
-def _data(values: argparse.Namespace) -> int:
-    raise UserError(
-        "fp8rl data: write `fp8rl data list`, `fp8rl data prepare NAME` or `fp8rl data show TASK`"
-    )
-
-
 def _list(values: argparse.Namespace) -> int:
     from reasoning_gym.factory import DATASETS
 
@@ -125,12 +119,7 @@ def _cut(value: object) -> str:
 
 
 COMMANDS = (
-    Command(
-        "data",
-        "data sets: data list, data prepare NAME, data show TASK",
-        _data,
-        others="write `fp8rl data list`, `fp8rl data prepare NAME` or `fp8rl data show TASK`; ",
-    ),
+    Command("data", "data sets: list, prepare NAME, show TASK", group=True),
     Command("data list", "data sets that are prepared, and those known by name", _list),
     Command(
         "data prepare",

@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from fp8rl_jax.study.cells import Cells
     from fp8rl_jax.study.subjects import Subject
 
-_NAMES = "layers, cases, kv, scale, training, accuracy or all"
-
-
-def _study(values: argparse.Namespace) -> int:
-    raise UserError(f"fp8rl study: write `fp8rl study {_NAMES}` and options after that")
-
 
 def _check(command: str, values: argparse.Namespace) -> None:
     """Raises UserError unless the options name one model, or none with --quick."""
@@ -260,8 +254,7 @@ COMMANDS = (
     Command(
         "study",
         "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
-        _study,
-        others=f"write `fp8rl study {_NAMES}` and options after that; ",
+        group=True,
     ),
     Command(
         "study layers",

@@ -1,9 +1,8 @@
 """A run's configuration: its fields, how it is read, and the checks before anything compiles."""
 
-from fp8rl_jax.config.fields import FIELDS, all_fields
+from fp8rl_jax.config.fields import FIELDS, all_fields, describe_fields
 from fp8rl_jax.config.load import (
     default_config,
-    describe_fields,
     flatten,
     literal,
     load_config,

@@ -7,10 +7,13 @@ The bounds of numbers are in `fp8rl_jax.base.bounds`. Fields of section `model` 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import Any, NamedTuple
 
 import ml_collections
 
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
 from fp8rl_jax.rl.aggregation import AGGREGATIONS
@@ -269,3 +272,30 @@ def all_fields() -> dict[str, Field]:
         for section, fields in FIELDS.items()
         for name, field in fields.items()
     }
+
+
+def describe_fields(section: str = "") -> str:
+    """The text of `--help-config`: fields with defaults, meanings and the values of closed sets.
+
+    Args:
+      section: whose fields to show; '' for all.
+
+    Raises:
+      UserError: there is no such section.
+    """
+    if section and section not in FIELDS:
+        near = difflib.get_close_matches(section, FIELDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "write one of " + ", ".join(FIELDS)
+        raise UserError(f"--help-config: there is no section {section!r}; {hint}")
+    lines = []
+    if section in ("", "precision"):
+        lines += ["FILE:CASE sets the precision of a config file:"]
+        for case, values in CASES.items():
+            lines.append(f"      {case}: " + ", ".join(f"{k}={v}" for k, v in values.items()))
+    for path, field in all_fields().items():
+        if section in ("", path.partition(".")[0]):
+            lines.append(f"--config.{path}={ {} if field.is_free else field.default!r}")
+            lines.append(f"      {field.meaning}")
+            if named := [choice for choice in field.choices if choice]:
+                lines.append(f"      one of: {', '.join(named)}")
+    return "\n".join(lines) + "\n"

@@ -12,10 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import importlib.util
-import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -28,8 +25,9 @@ from fp8rl_jax.base.bounds import shown
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.json_file import plain, tabled
 from fp8rl_jax.base.paths import expanded
-from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.config.fields import FIELDS, all_fields
+from fp8rl_jax.config.files import read_config_file
+from fp8rl_jax.config.names import field_meant
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
@@ -164,14 +162,6 @@ def _is_free(path: str) -> bool:
     return field is not None and field.is_free
 
 
-def describe_fields() -> str:
-    """The table of fields that `--help` prints."""
-    return "\n".join(
-        f"  --config.{path}={ {} if field.is_free else field.default!r}\n        {field.meaning}"
-        for path, field in all_fields().items()
-    )
-
-
 def _known(path: str) -> bool:
     section, _, rest = path.partition(".")
     if section not in FIELDS:
@@ -184,18 +174,13 @@ def _known(path: str) -> bool:
 def _unknown(path: str, where: str) -> UserError:
     if path in FIELDS:
         return UserError(f"{where}: {path} is a section; write --config.{path}.FIELD=VALUE")
-    path = path[:100]  # of a damaged file: the search for similar names takes its square
+    path = path[:100]
+    meant = field_meant(path)
+    hint = f"did you mean {meant}?" if meant else "`fp8rl train --help-config` lists the sections"
     if "." not in path:
-        fields = [name for name in all_fields() if name.endswith("." + path)]
-        near = fields or difflib.get_close_matches(path, FIELDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "the sections are " + ", ".join(FIELDS)
+        near = difflib.get_close_matches(path, FIELDS, 1)
+        hint = f"did you mean {near[0]}?" if near else hint
         return UserError(f"{where}: there is no config section {path!r}; {hint}")
-    names = list(all_fields())
-    by_leaf = {name.split(".")[1]: name for name in names}
-    near = difflib.get_close_matches(path, names, 1, 0.5)
-    leaf = difflib.get_close_matches(path.rpartition(".")[2], by_leaf, 1, 0.7)
-    best = by_leaf[leaf[0]] if leaf else near[0] if near else None
-    hint = f"did you mean {best}?" if best else "`fp8rl train --help` lists every field"
     return UserError(f"{where}: there is no config field {path!r}; {hint}")
 
 
@@ -288,50 +273,6 @@ def _article(default: Any) -> str:
     return f"{kind[type(default)]} such as {default!r}"
 
 
-def _read_config_file(path: str) -> tuple[Any, dict[str, str]]:
-    """What the file's get_config() returns, and the `precision` fields of a case after its name.
-
-    In a path `FILE:TEXT` the text is a precision case, or, where the file's get_config() takes an
-    argument, that argument.
-
-    Raises:
-      UserError: no such file, or it cannot be run, or it has no get_config, or there is no such
-        case.
-    """
-    file, colon, text = path, "", ""
-    if not os.path.exists(path):
-        name, colon, text = path.rpartition(":")
-        file = name if colon else file
-    if not os.path.isfile(file):
-        raise UserError(
-            f"--config: {path} is no file; name a config such as configs/tiny_arithmetic.py"
-        )
-    spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--config: {path} is no Python file; name one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
-            raise UserError(f"--config: {path} has no function get_config(); add one")
-        if colon and inspect.signature(module.get_config).parameters:
-            return module.get_config(text), {}
-        changes = module.get_config()
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # whatever a user's file raises
-        raise UserError(
-            f"--config: {path} fails with {raised(error)}; fix the file so that "
-            "get_config() takes no argument (or the text after a colon) and returns a ConfigDict"
-        ) from None
-    if colon and text not in CASES:
-        raise UserError(
-            f"--config: {file} has no precision case {text!r}; after the colon write one of "
-            + ", ".join(CASES)
-        )
-    return changes, CASES[text] if colon else {}
-
-
 def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
     """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
 
@@ -343,7 +284,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.Conf
       UserError: no such file or case, an unknown field or a value of the wrong type.
     """
     config = default_config()
-    changes, case = _read_config_file(path)
+    changes, case = read_config_file(path)
     try:
         _merge(config, changes, path)
     except RecursionError:

@@ -67,7 +67,7 @@ import os, sys
 from fp8rl_jax import cli
 from fp8rl_jax.cli import main
 from fp8rl_jax.cli.output import keep_talking
-def run(words):
+def run(words, starting):
     with keep_talking():
         original = sys.__stdout__
         exec(sys.argv[1])

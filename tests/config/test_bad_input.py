@@ -55,24 +55,42 @@ def test_compilations_are_counted(count_compilations):
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_help(arguments, capsys):
-    """Help is no error: status 0, on standard output, with every command."""
+    """Help is no error: status 0, on standard output, with every command's first word."""
     assert cli.run(arguments) == 0
     output, error = capsys.readouterr()
     assert error == ""
-    assert_words(output, [f"    {command}" for command in main.COMMANDS])
+    assert_words(output, [f"    {command.split()[0]}" for command in main.COMMANDS])
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_help_of_a_command(name, capsys):
-    """Its options, and every field of a config if it takes one; the rest may be wrong."""
+    """Its options and the commands below it; the rest may be wrong."""
     command = main.COMMANDS[name]
     assert cli.run([*name.split(), "junk", "--help"]) == 0
     output, error = capsys.readouterr()
     assert error == ""
     options = [names[0] for names, _ in command.arguments if names[0].startswith("-")]
     assert_words(output, [f"usage: fp8rl {name} ", *options])
-    fields = [f"--config.{path}=" for path in all_fields()]
-    assert all((field in output) == command.config for field in fields)
+    assert ("--help-config" in output) == command.config
+    below = [other for other in main.COMMANDS if other.startswith(name + " ")]
+    assert command.group == bool(below)
+    assert_words(output, [f"    {other.split()[1]}" for other in below])
+
+
+@pytest.mark.parametrize("section", ["", "algo"])
+def test_help_of_fields(section, capsys):
+    """Every field with its default, or a section's; the values of closed sets."""
+    assert cli.run(["train", "--help-config", *section.split(), "--junk"]) == 0
+    output, error = capsys.readouterr()
+    assert error == ""
+    for path, field in all_fields().items():
+        shown = section in ("", path.partition(".")[0])
+        assert (f"--config.{path}=" in output) == shown
+        assert not shown or all(choice in output for choice in field.choices)
+
+
+def test_help_of_an_unknown_section(refused):
+    assert_words(refused("train", "--help-config=alog"), ["alog", "did you mean algo?"])
 
 
 # Commands and arguments.
@@ -127,10 +145,26 @@ def test_exit_status_of_the_process():
     process = python("train", "--config", "nope.py")
     assert process.returncode == 2
     assert process.stdout == ""
-    assert re.fullmatch(r"error: [^\n]*nope\.py[^\n]*\n", process.stderr)
-    process = python("train", "--help")
+    assert re.fullmatch(r"fp8rl train: [^\n]*\nerror: [^\n]*nope\.py[^\n]*\n", process.stderr)
+    process = python("train", "--help-config")
     assert process.returncode == 0
     assert "--config.rollout.group_size=" in process.stdout
+
+
+def test_help_needs_no_jax():
+    """Help, the version and mistakes in the words answer at once."""
+    script = (
+        "import sys\nfrom fp8rl_jax import cli\n"
+        "assert [cli.run(a.split()) for a in sys.argv[1:]] == [0, 0, 0, 0, 2]\n"
+        "assert not {'jax', 'numpy', 'flax', 'ml_collections'} & set(sys.modules)\n"
+    )
+    words = ["", "--version", "train --help", "study scale --help", "trian"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^fp8rl_jax \S+( \(\w+\))?, jax [\d.]+, Python [\d.]+$", done.stdout, re.M)
+    assert "did you mean `fp8rl train`?" in done.stderr
 
 
 # Config files.

@@ -261,10 +261,9 @@ def test_every_field_has_a_meaning():
 def test_describe_fields_shows_name_default_and_meaning():
     """Each field stands there as it would be written on the command line."""
     lines = describe_fields().splitlines()
-    assert len(lines) == 2 * len(_NAMES)
     for path, field in all_fields().items():
         shown = "{}" if field.is_free else repr(field.default)
-        index = lines.index(f"  --config.{path}={shown}")
+        index = lines.index(f"--config.{path}={shown}")
         assert lines[index + 1].strip() == field.meaning
 
 

@@ -1,0 +1,89 @@
+"""`fp8rl drift`: where the sampler's program and the learner's differ, if they do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli.arguments import (
+    ALLOW_IMPORT,
+    Command,
+    a_path,
+    argument,
+    keep_programs,
+    note,
+    read_config,
+    words,
+    writable,
+    writing,
+)
+
+
+def _drift_config(values: argparse.Namespace):
+    """The configuration of --config, or of the run that --checkpoint names."""
+    if values.config or values.checkpoint is None:
+        return read_config("drift", values)
+    from fp8rl_jax.config import override
+    from fp8rl_jax.policy.source import directory_config
+
+    permitted = words(values.allow_import)
+    config = directory_config(values.checkpoint, permitted, ("precision", "env", "algo"))
+    override(config, values.overrides)
+    keep_programs(config.run.compilation_cache)
+    return config
+
+
+def _drift(values: argparse.Namespace) -> int:
+    if values.prompts is not None and values.prompts < 1:
+        raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
+    if values.fail_above is not None and not values.fail_above >= 0:
+        raise UserError(
+            f"fp8rl drift: --fail-above is {values.fail_above}; write a number of at least 0"
+        )
+    if values.checkpoint is not None and not os.path.isdir(values.checkpoint):
+        raise UserError(
+            f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
+        )
+    config = _drift_config(values)
+    directory = writable("drift", values.out or values.checkpoint or config.run.dir)
+    from fp8rl_jax.drift.command import analyse_drift
+    from fp8rl_jax.drift.render import print_analysis, write_analysis
+
+    result = analyse_drift(config, values.checkpoint, values.prompts, note)
+    print_analysis(result)
+    with writing("drift", directory):
+        paths = write_analysis(result, directory)
+    print(*paths, sep="\n")
+    largest = result["headline"]["train_rollout_logprob_abs_diff_max"]
+    if values.fail_above is not None and not largest <= values.fail_above:
+        print(
+            f"failed: the largest |dlogp| is {largest:.3g}, above --fail-above="
+            f"{values.fail_above:g}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+DRIFT = Command(
+        "drift",
+        "where rollout and learner differ, if they do: compares the two programs bit by bit",
+        _drift,
+        (
+            argument("--checkpoint", type=a_path, metavar="RUN_DIR",
+                     help="a run whose kept step, or else newest weights, to take instead of "
+                     "random weights; without --config its own configuration"),
+            argument("--prompts", type=int, metavar="N",
+                     help="questions to sample with the newest weights; those of an RL step if "
+                     "left out"),
+            ALLOW_IMPORT,
+            argument("--out", type=a_path, metavar="DIR",
+                     help="directory of drift.json and drift.html; run.dir if left out"),
+            argument("--fail-above", type=float, metavar="X",
+                     help="exit with status 1 if a |dlogp| is above this"),
+        ),
+        config=True,
+        starts="loads the weights and compiles two programs; about a minute",
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""`fp8rl init FILE`: writes a config for a model, questions and a reward of the user's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import pprint
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli.arguments import Command, a_path, argument
+
+_TEXT = '''"""{title}
+
+Command:   fp8rl train {file}
+Fields:    fp8rl train --help-config [SECTION]
+"""
+
+import ml_collections
+
+
+def get_config():
+    return ml_collections.ConfigDict(
+{sections}
+    )
+'''
+
+
+def _init(values: argparse.Namespace) -> int:
+    if not values.file or not values.data:
+        raise UserError(
+            "fp8rl init: name a file and questions, for example `fp8rl init my_config.py "
+            "--data questions.jsonl --reward exact_match --model checkpoints/Qwen3-0.6B`"
+        )
+    path = pathlib.Path(values.file)
+    if path.suffix != ".py":
+        raise UserError(f"fp8rl init: {path} is no name of a config; write {path}.py")
+    if os.path.lexists(path):
+        raise UserError(f"fp8rl init: {path} is there already; delete it, or write another name")
+    from fp8rl_jax.base.whole_file import write_whole
+    from fp8rl_jax.training.starter import starter
+
+    sections = starter(values.model, values.data, values.reward, f"runs/{path.stem}")
+    title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
+            "from a small decoder that learns the answers of the questions first.")  # fmt: skip
+    lines = pprint.pformat(sections, width=88, sort_dicts=False).splitlines()
+    text = _TEXT.format(
+        title=title.replace("\\", "/"), file=values.file,
+        sections="\n".join(f"        {line}" for line in lines),
+    )  # fmt: skip
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(
+            f"fp8rl init: {path} cannot be written ({error.strerror}): name another file"
+        ) from None
+    rollout = sections["rollout"]
+    print(
+        f"{path}: prompts of up to {rollout['max_prompt_tokens']} tokens, responses of up to "
+        f"{rollout['max_new_tokens']}, {rollout['prompts_per_step']} x {rollout['group_size']} "
+        "samples a step\n"
+        f"look at the questions:  fp8rl data show --config {path}\n"
+        f"train:                  fp8rl train {path}"
+    )
+    return 0
+
+
+INIT = Command(
+    "init",
+    "writes a config for your model, questions and reward, with lengths taken from the questions",
+    _init,
+    (
+        argument("file", nargs="?", type=a_path, metavar="FILE", help="a new file, such as my.py"),
+        argument("--model", type=a_path, default="", metavar="DIR_OR_NAME",
+                 help="directory of a Hugging Face model, or the name of a published one, for its "
+                 "shapes with random weights; a small decoder if left out"),
+        argument("--data", default="", metavar="TASK",
+                 help="a .jsonl, .json, .csv or .parquet file, or what else env.task may be"),
+        argument("--reward", default="auto", metavar="NAME",
+                 help="exact_match, math_equal, ..., or module:function (default: auto)"),
+    ),
+    starts="reads the questions and the tokenizer; about ten seconds",
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""`fp8rl train`, `fp8rl report` and `fp8rl convert`: a run, and what is made of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli.arguments import (
+    ALLOW_IMPORT,
+    Command,
+    a_path,
+    argument,
+    keep_programs,
+    note,
+    read_config,
+    words,
+)
+
+_STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
+
+
+def _train(values: argparse.Namespace) -> int:
+    from fp8rl_jax.base import processes
+    from fp8rl_jax.cli.interrupt import Interrupt
+    from fp8rl_jax.cli.output import keep_talking
+
+    with keep_talking():
+        with Interrupt() as interrupt:  # imports too, which may lose a KeyboardInterrupt
+            config = read_config("train", values)
+            directory = os.path.abspath(config.run.dir)
+            from fp8rl_jax.report.summary import summarise
+            from fp8rl_jax.train import train
+
+            outcome = train(config, values.resume, interrupt)
+        if not outcome.finished:
+            return _STOPPED
+        if not processes.first():
+            return 0
+        summary = summarise(directory)
+        lines = (summary["sentence"], *summary["notes"], f"report: {outcome.report}")
+        for line in filter(None, (*lines, summary["advice"])):
+            print(line)
+    return 0
+
+
+def _report(values: argparse.Namespace) -> int:
+    if not values.directories:
+        raise UserError("fp8rl report: name a run directory, for example runs/tiny_arithmetic")
+    from fp8rl_jax.report import write_report
+
+    own, *others = values.directories
+    try:
+        print(write_report(own, others))
+    except OSError as error:
+        raise UserError(
+            f"fp8rl report: {own}/report.html cannot be written ({error.strerror}): make room for "
+            "it, or fix its permissions"
+        ) from None
+    return 0
+
+
+def _convert(values: argparse.Namespace) -> int:
+    if len(values.paths) != 2 or values.dtype is None:
+        raise UserError(
+            "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
+        )
+    keep_programs()
+    from fp8rl_jax.models import hf
+    from fp8rl_jax.policy.export import export_run, is_run
+
+    if is_run(values.paths[0]):
+        permitted = words(values.allow_import)
+        print(export_run(*values.paths, values.dtype, values.max_shard_gb, permitted, note))
+    else:
+        print(hf.convert(*values.paths, values.dtype, values.max_shard_gb))
+    return 0
+
+
+TRAIN = Command(
+        "train",
+        "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
+        "run.dir",
+        _train,
+        (argument("--resume", action="store_true",
+                  help="continue the run in run.dir, bit for bit"),),
+        config=True,
+        processes=True,
+        starts="loads JAX, reads the config and compiles; about a minute to the first step",
+    )  # fmt: skip
+
+REPORT = Command(
+        "report",
+        "writes RUN_DIR/report.html again, with a comparison if other runs are named",
+        _report,
+        (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
+        starts="reads the run and draws its plots; about ten seconds",
+    )  # fmt: skip
+
+CONVERT = Command(
+        "convert",
+        "a checkpoint in Hugging Face's format in another number format",
+        _convert,
+        (
+            argument("paths", nargs="*", type=a_path, metavar="SRC DST",
+                     help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
+                     "a GGUF file of the llama architecture; DST: a new directory"),
+            argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
+            argument("--max-shard-gb", type=float, default=5.0, metavar="X",
+                     help="size of a file above which there are several (default: 5)"),
+            ALLOW_IMPORT,
+        ),
+        starts="reads and writes all weights; about half a minute for each GB",
+    )  # fmt: skip

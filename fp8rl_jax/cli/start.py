@@ -1,0 +1,95 @@
+"""What happens between a command's words and its work: JAX loads, settings hold, processes join.
+
+Help, versions and mistakes in the words of a command need none of it, and answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli.arguments import Command
+
+_OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
+# Modules of the packages of the extra [train].
+_TRAIN = {
+    "absl", "cloudpickle", "grain", "importlib_resources", "jinja2", "math_verify", "matplotlib",
+    "ml_collections", "optax", "orbax", "pyarrow", "reasoning_gym", "rich", "safetensors", "scipy",
+    "shtab", "tensorboardX", "tensorflow_datasets", "tokenizers",
+}  # fmt: skip
+
+
+def prepare(command: Command) -> None:
+    """Loads JAX, sets what runs rely on, and joins the processes that the environment names.
+
+    Raises:
+      UserError: JAX does not start here, a setting or a limit is refused, or the command runs in
+        one process, or of `processes.join`.
+    """
+    _load_jax()
+    from fp8rl_jax.base import processes
+    from fp8rl_jax.base.jax_settings import hold_settings
+
+    hold_settings()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if command.config and most < _OPEN_FILES:  # checkpoints would fail half-way
+        raise UserError(
+            f"fp8rl {command.name} may open {most} files at a time (`ulimit -n`): allow "
+            f"{_OPEN_FILES} or more"
+        )
+    asked = processes.asked()
+    if asked > 1 and not command.processes:
+        raise UserError(
+            f"fp8rl {command.name} runs in one process, and this is one of {asked}: start it "
+            "once, without FP8RL_PROCESSES and outside srun"
+        )
+    processes.join()
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """The sentence for a package of the extra [train] that is not installed; None for others."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _TRAIN:
+        return None
+    return (
+        f"the package {package} is not installed, which fp8rl's commands need: "
+        "pip install 'fp8rl_jax[train]'"
+    )
+
+
+def _load_jax() -> None:
+    """Imports JAX.
+
+    Raises:
+      UserError: it refuses this CPU, or the value of a variable of the environment.
+    """
+    try:
+        with _interruptible():
+            from fp8rl_jax.base import jax_settings, processes  # noqa: F401
+    except RuntimeError as error:  # jaxlib refuses a CPU without AVX
+        if "AVX" not in str(error):
+            raise
+        raise UserError(f"JAX does not start on this CPU: {error}") from None
+    except ValueError as error:  # JAX or Flax does not know the value of a setting
+        if not any(name in str(error).upper() for name in ("JAX", "FLAX")):
+            raise
+        raise UserError(f"{error}: correct that variable, or unset it") from None
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within it Ctrl-C ends the process at once: libraries that are being imported lose a
+    KeyboardInterrupt, or make an error of it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

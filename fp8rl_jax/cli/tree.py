@@ -1,0 +1,45 @@
+"""The tree of parsers that help, completion and the reference of commands are made from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from fp8rl_jax.cli.arguments import Command, Parser
+
+_EPILOG = (
+    "`fp8rl COMMAND --help` lists a command's options, and `fp8rl train --help-config` the "
+    "config's fields. Exit status: 0 done; 2 something to fix; 75 a run stopped by a signal, "
+    "saved; 3 a run ended by drift, saved (precision.zero_drift=required); 1 anything else."
+)
+
+
+def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `fp8rl`, and the parsers of its commands by name.
+
+    Args:
+      commands: by name; a group stands before the commands below it.
+    """
+    root = Parser(
+        "fp8rl", allow_abbrev=False, epilog=_EPILOG,
+        description="Reinforcement learning of language models in FP8: rollout and learner run "
+        "through one forward function.",
+    )  # fmt: skip
+    root.add_argument(
+        "--version", action="store_true", help="show the versions of fp8rl_jax and JAX, and exit"
+    )
+    found: dict[str, Parser] = {}
+    below: dict[str, argparse._SubParsersAction] = {}
+    for name, command in commands.items():
+        group, _, word = name.rpartition(" ")
+        if group not in below:
+            above = found.get(group, root)
+            below[group] = above.add_subparsers(
+                title="commands", metavar="COMMAND", parser_class=Parser
+            )
+        found[name] = below[group].add_parser(
+            word, help=command.summary, description=command.summary, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.fill(found[name])
+    return root, found
