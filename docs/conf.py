@@ -23,12 +23,12 @@ extensions = [
     "docstrings",
     "generated",
 ]
-suppress_warnings = ["toc.empty_glob"]  # docs/examples may have no notebook
 exclude_patterns = ["_build", "_ext", "scripts", "studies/cells"]
 
 # Markdown
 myst_heading_anchors = 4  # links such as zero_drift.md#cpus, as a Git host has them
 nb_execution_mode = "off"  # notebooks are committed with their outputs
+smartquotes = False  # two hyphens are an option
 
 # Docstrings: Google style, with code in single backticks
 default_role = "code"

@@ -32,7 +32,7 @@ def public_names(name: str) -> list[str]:
     else:
         kinds = (ast.FunctionDef, ast.ClassDef)
         names = [node.name for node in tree.body if isinstance(node, kinds)]
-    return [x for x in names if not x.startswith("_") and not inspect.ismodule(vars(module)[x])]
+    return [x for x in names if not x.startswith("_") and not inspect.ismodule(getattr(module, x))]
 
 
 def _own(node: ast.ImportFrom) -> list[ast.alias]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fp8rl_jax.config import FIELDS
 
 
@@ -14,26 +16,19 @@ def all_sections(_: str = "") -> str:
     """A section with a table for each section of the configuration."""
     lines = []
     for section, entries in FIELDS.items():
-        lines += [f"## {section}", ""]
-        lines += [row("field", "default", "meaning", "values"), row(*["---"] * 4)]
+        lines += [f"## {section}", "", row("field", "default", "meaning"), row(*["---"] * 3)]
         for name, field in entries.items():
             default = "none" if field.is_free else f"`{field.default!r}`"
-            values = ", ".join(f"`{choice!r}`" for choice in field.choices) or _kind(field)
-            lines.append(row(f"`{section}.{name}`", default, plain(field.meaning), values))
+            meaning = plain(field.meaning)
+            if field.choices:
+                meaning += "<br>One of " + ", ".join(f"`{choice!r}`" for choice in field.choices)
+            lines.append(row(f"`{section}.{name}`", default, meaning))
         lines.append("")
     return "\n".join(lines)
 
 
-def _kind(field) -> str:
-    """What a field without a closed set of values holds."""
-    if field.is_free:
-        return "options by name"
-    kinds = {bool: "boolean", int: "whole number", float: "number", str: "text"}
-    return kinds[type(field.default)]
-
-
 def plain(text: str) -> str:
-    """Text in which Markdown finds no markup."""
-    for character in "\\`*_[]<>{}#":
-        text = text.replace(character, "\\" + character)
-    return text
+    """Text in which Markdown finds no markup but code in backticks."""
+    parts = re.split(r"(``.+?``|`.+?`)", text)  # outside, code, outside, ...
+    parts[::2] = [re.sub(r"([\\`*_\[\]<>{}#])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)

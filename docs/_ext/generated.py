@@ -1,4 +1,8 @@
-"""Replaces a line `<!-- generated: NAME ARGUMENT -->` of a page by what is generated from the code."""
+"""Changes pages as they are read.
+
+A line `<!-- generated: NAME ARGUMENT -->` becomes what is generated from the code. A link whose text
+is the name of a page, `[data.md](data.md)`, gets that page's title as text.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,12 @@ GENERATORS: dict[str, Callable[[str], str]] = {
 }
 MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.]*) -->$", re.M)
 
+_NAMED = re.compile(r"\[[\w/]+\.md\]\(([\w/.]+\.md(?:#[\w-]+)?)\)")
+
 
 def generate(text: str) -> str:
-    """The page's Markdown with every mark replaced."""
-    return MARK.sub(lambda mark: GENERATORS[mark[1]](mark[2]), text)
+    """The page's Markdown with generated parts, and titles in links."""
+    return _NAMED.sub(r"[](\1)", MARK.sub(lambda mark: GENERATORS[mark[1]](mark[2]), text))
 
 
 def _read(app, name: str, source: list[str]) -> None:

@@ -18,10 +18,11 @@ def table(_: str = "") -> str:
     """A section with a table for each file of a run."""
     lines = []
     for file, metrics in FILES.items():
-        lines += [f"## {_HEADINGS[file]}", ""]
-        lines += [row("key", "unit", "meaning", "written if", "plotted under"), row(*["---"] * 5)]
+        lines += [f"## {_HEADINGS[file]}", "", row("key", "unit", "meaning"), row(*["---"] * 3)]
         for metric in metrics:
-            when = metric.when or "always"
-            lines.append(row(f"`{metric.name}`", metric.unit, metric.meaning, when, metric.panel))
+            notes = [f"only with {metric.when}"] * bool(metric.when)
+            notes += [f"plotted under “{metric.panel}”"] * bool(metric.panel)
+            meaning = metric.meaning + "<br>" * bool(notes) + "; ".join(notes)
+            lines.append(row(f"`{metric.name}`", metric.unit, meaning))
         lines.append("")
     return "\n".join(lines)

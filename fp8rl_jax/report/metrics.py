@@ -18,7 +18,7 @@ class Metric(NamedTuple):
       name: the key; a word in capitals stands for any text, K for a number.
       unit: of the value; "share" is a number from 0 to 1, "text" a string.
       meaning: what the value is.
-      when: the condition under which it is written; empty for always.
+      when: what a run must have for the key to be written; empty for always.
       panel: heading of the section of report.html that plots it; empty for none.
     """
 
@@ -32,21 +32,21 @@ class Metric(NamedTuple):
 _DRIFT = "Drift between rollout and learner"
 _HEALTH = "FP8 health"
 _CLASS = "CLASS is activations, gradients, weights or kv"
-_FP8 = "precision.health, with an FP8 recipe"
+_FP8 = "an FP8 recipe and precision.health"
 _DYNAMIC = "algo.dynamic_sampling"
 _EXPERTS = "a model with experts"
 _CONTINUOUS = "continuous batching"
-_CORRECTED = "a correction; NAME is its name"
+_CORRECTED = "a correction, by its NAME"
 
 METRICS = (
     Metric("step", "steps", "number of the RL step, from 1"),
     # Rewards and responses
     Metric("reward_mean", "reward", "mean reward of the responses that were scored", "", "Reward"),
     Metric("reward_std", "reward", "standard deviation of these rewards"),
-    Metric("reward/NAME", "reward", "mean of one reward, by its name", "several rewards"),
+    Metric("reward/NAME", "reward", "mean of one reward, by its NAME", "several rewards"),
     Metric("reward_errors", "calls", "calls of rewards that failed"),
     Metric("reward_unscored", "responses", "responses without a reward, which count nowhere",
-           "a response was not scored"),
+           "a response that was not scored"),
     Metric("group_zero_std_frac", "share", "groups whose rewards are all equal: no gradient from "
            "them", "", "Reward"),
     Metric("response_len_mean", "tokens", "mean length of the responses", "", "Reward"),
@@ -81,16 +81,16 @@ METRICS = (
     Metric("ratio_min", "1", "smallest importance ratio"),
     Metric("ratio_max", "1", "largest importance ratio"),
     Metric("clipfrac_low", "share", "tokens with ratio below 1 - algo.clip_low and negative "
-           "advantage", "algo.loss clips", "Optimiser"),
+           "advantage", "a loss that clips", "Optimiser"),
     Metric("clipfrac_high", "share", "tokens with ratio above 1 + algo.clip_high and positive "
-           "advantage", "algo.loss clips", "Optimiser"),
+           "advantage", "a loss that clips", "Optimiser"),
     Metric("clipfrac_dual", "share", "tokens at the bound of algo.dual_clip", "algo.dual_clip"),
     Metric("kl_ref", "nats", "mean divergence from the policy before RL, by algo.kl_estimator",
-           "algo.kl_coef in the loss", "Optimiser"),
-    Metric("NAME/K", "as NAME", "entropy, kl_ref, ratios and clipped shares of the K-th update of a "
-           "rollout, from the second on", "several updates per rollout"),
+           "algo.kl_coef, and algo.kl_in=loss", "Optimiser"),
+    Metric("NAME/K", "as NAME", "entropy, kl_ref, ratios and clipped shares of the K-th update "
+           "of a rollout, from the second on", "several updates per rollout"),
     Metric("update_skipped", "updates", "updates without a token that counts, which change nothing",
-           "there was one"),
+           "such an update"),
     Metric("router_aux_loss", "1", "loss that balances the experts' load",
            "algo.router_aux_loss_coef"),
     Metric("checksum", "integer", "checksum of the quantised weights that the first update read"),
@@ -112,15 +112,15 @@ METRICS = (
     Metric("refit_checksum_ok", "boolean", "the train step read the bytes that the sampler had",
            "recipes with equal forward passes"),
     # Quantisation
-    Metric("fp8_saturated_frac/CLASS", "share", f"elements clipped to the largest FP8 value; {_CLASS}",
-           _FP8, _HEALTH),
+    Metric("fp8_saturated_frac/CLASS", "share",
+           f"elements clipped to the largest FP8 value; {_CLASS}", _FP8, _HEALTH),
     Metric("fp8_underflow_frac/CLASS", "share", f"elements that were not 0 and became 0; {_CLASS}",
            _FP8, _HEALTH),
     Metric("fp8_nonfinite_blocks/CLASS", "blocks", f"blocks that hold NaN or inf; {_CLASS}", _FP8),
     Metric("fp8_worst_layer/CLASS", "text", f"layer that lost most; {_CLASS}",
-           f"{_FP8}, and something was lost"),
-    Metric("scale_age/CLASS", "steps", "age of the oldest scale: optimiser steps since it saw an amax; "
-           "for kv: RL steps since calibration", "delayed or calibrated scales"),
+           f"{_FP8}, where something was lost"),
+    Metric("scale_age/CLASS", "steps", "age of the oldest scale: optimiser steps since it saw an "
+           "amax; for kv: RL steps since calibration", "delayed or calibrated scales"),
     # Experts
     Metric("expert_load_max", "1", "largest load of an expert over the mean of its layer, in the "
            "worst layer", _EXPERTS, "Experts"),
@@ -172,14 +172,15 @@ EVAL_METRICS = (
     Metric("accuracy_sampled", "reward", "mean reward of sampled answers", "", _ACCURACY),
     Metric("accuracy_sampled_se", "reward", "its standard error; samples of a question are one "
            "cluster"),
-    Metric("pass@K", "share", "probability that one of K samples is right (reward above 0.5), for K = "
-           "1, 2, 4, ... and eval.samples"),
+    Metric("pass@K", "share", "probability that one of K samples is right (reward above 0.5), "
+           "for K = 1, 2, 4, ... and eval.samples"),
     Metric("pass@K_se", "share", "its standard error"),
     Metric("maj@K", "share", "questions whose most frequent answer of K samples is right",
            _MAJORITY),
     Metric("maj@K_se", "share", "its standard error", _MAJORITY),
     Metric("questions", "questions", "questions that count"),
-    Metric("questions_unscored", "questions", "questions left out", "a response was not scored"),
+    Metric("questions_unscored", "questions", "questions left out",
+           "a response that was not scored"),
     Metric("response_len_mean", "tokens", "mean length of sampled answers"),
     Metric("reward_errors", "calls", "calls of the reward that failed"),
     Metric("time_eval", "s", "the evaluation"),

@@ -45,6 +45,12 @@ def mismatch_metrics(
 
     Raises:
       ValueError: no token is left to compare.
+
+    Example:
+      >>> logp = np.log([[0.5, 0.25]])
+      >>> found = mismatch_metrics(logp, logp, np.ones((1, 2)))
+      >>> found["train_rollout_logprob_abs_diff_max"], found["logprob_equal_frac"]
+      (0.0, 1.0)
     """
     mask = np.asarray(mask, bool)
     learner = np.asarray(learner_logp)[mask].astype(np.float64)
