@@ -1,7 +1,7 @@
 """Changes pages as they are read.
 
-A line `<!-- generated: NAME ARGUMENT -->` becomes what is generated from the code. A link whose text
-is the name of a page, `[data.md](data.md)`, gets that page's title as text.
+A line `<!-- generated: NAME ARGUMENT -->` becomes what is generated from the code. A link whose
+text is the name of a page, `[data.md](data.md)`, gets that page's title as text.
 """
 
 from __future__ import annotations
