@@ -28,13 +28,14 @@ exclude_patterns = ["_build", "_ext", "scripts", "studies/cells"]
 # Markdown
 myst_heading_anchors = 4  # links such as zero_drift.md#cpus, as a Git host has them
 nb_execution_mode = "off"  # notebooks are committed with their outputs
-smartquotes = False  # two hyphens are an option
+smartquotes_action = "D"  # dashes alone: quotes and dots of docstrings are code
 
 # Docstrings: Google style, with code in single backticks
 default_role = "code"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # signatures have them
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

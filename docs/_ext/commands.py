@@ -6,18 +6,14 @@ import argparse
 
 from fields import plain, row
 
+from fp8rl_jax.cli import tree
 from fp8rl_jax.cli.main import COMMANDS
-
-
-def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by the words that call it."""
-    return {name: command._parser(fields=False) for name, command in COMMANDS.items()}
 
 
 def all_commands(_: str = "") -> str:
     """A section for each command, with a table of its options."""
     lines = []
-    for name, parser in _parsers().items():
+    for name, parser in tree.parser(COMMANDS)[1].items():
         arguments = [a for a in parser._actions if not isinstance(a, _NOT_SHOWN)]
         lines += [f"## fp8rl {name}", "", plain(" ".join((parser.description or "").split())), ""]
         if COMMANDS[name].config:

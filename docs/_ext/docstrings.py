@@ -32,10 +32,10 @@ def _process(app, what, name: str, value, options, lines: list[str]) -> None:
 
 
 def _skip(app, what, name: str, value: Any, skip: bool, options) -> bool | None:
-    """Leaves out fields of a NamedTuple, which the class's own text explains."""
-    if (getattr(value, "__doc__", None) or "").startswith("Alias for field number"):
-        return True
-    return None
+    """Leaves out fields of a NamedTuple, which the class's own text explains, and what a decorator
+    of another library adds."""
+    field = (getattr(value, "__doc__", None) or "").startswith("Alias for field number")
+    return True if field or name == "replace" else None
 
 
 def _link(app, env, node, contnode):

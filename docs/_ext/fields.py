@@ -28,7 +28,8 @@ def all_sections(_: str = "") -> str:
 
 
 def plain(text: str) -> str:
-    """Text in which Markdown finds no markup but code in backticks."""
+    """Text in which Markdown finds no markup but code in backticks; options become code."""
+    text = re.sub(r"(?<![`\w-])(--[\w.=-]*\w)(?!`)", r"`\1`", text)
     parts = re.split(r"(``.+?``|`.+?`)", text)  # outside, code, outside, ...
     parts[::2] = [re.sub(r"([\\`*_\[\]<>{}#])", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)

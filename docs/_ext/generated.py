@@ -1,7 +1,8 @@
 """Changes pages as they are read.
 
 A line `<!-- generated: NAME ARGUMENT -->` becomes what is generated from the code. A link whose
-text is the name of a page, `[data.md](data.md)`, gets that page's title as text.
+text is the name of a page, `[data.md](data.md)`, gets that page's title as text. Links to
+README.md, CONTRIBUTING.md and CHANGELOG.md lead to their pages.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ GENERATORS: dict[str, Callable[[str], str]] = {
 }
 MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.]*) -->$", re.M)
 
+_ROOT_FILE = re.compile(r"\]\((?:\.\./)+(README|CONTRIBUTING|CHANGELOG)\.md(?:#[\w-]+)?\)")
+_ROOT_PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
 _NAMED = re.compile(r"\[[\w/]+\.md\]\(([\w/.]+\.md(?:#[\w-]+)?)\)")
 
 
 def generate(text: str) -> str:
-    """The page's Markdown with generated parts, and titles in links."""
-    return _NAMED.sub(r"[](\1)", MARK.sub(lambda mark: GENERATORS[mark[1]](mark[2]), text))
+    """The page's Markdown with generated parts, and links as the site needs them."""
+    text = MARK.sub(lambda mark: GENERATORS[mark[1]](mark[2]), text)
+    text = _ROOT_FILE.sub(lambda link: f"](/{_ROOT_PAGES[link[1]]}.md)", text)
+    return _NAMED.sub(r"[](\1)", text)
 
 
 def _read(app, name: str, source: list[str]) -> None:

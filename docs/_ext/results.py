@@ -18,12 +18,13 @@ def results() -> list[dict]:
 
 def table(_: str = "") -> str:
     """A row for each result, newest first; its command below its name."""
-    lines = [row("result and command", "commit", "CPU", "jax", "date"), row(*["---"] * 5)]
+    lines = [row("result and command", "made on"), row("---", "---")]
     for result in sorted(results(), key=_date, reverse=True):
         name, page, command = (result[key] for key in ("name", "page", "command"))
         link = name if page.startswith("..") else f"[{name}](../{page})"
-        made_on = [result[key] for key in ("commit", "cpu", "jax", "date")]
-        lines.append(row(f"{link}<br>`{command}`", *made_on))
+        commit, cpu, jax, date = (result[key] for key in ("commit", "cpu", "jax", "date"))
+        made_on = f"{date}, commit {commit}<br>CPU {cpu}<br>jax {jax}"
+        lines.append(row(f"{link}<br>`{command}`", made_on))
     return "\n".join(lines)
 
 
