@@ -51,4 +51,5 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
