@@ -1,4 +1,4 @@
-"""The examples of docs/recipes.md run, and the documents name what there is."""
+"""The examples of the documents run, and the documents name what there is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from fp8rl_jax.config import FIELDS
 from fp8rl_jax.quant import recipe_names
 from fp8rl_jax.quant.scaling import check_policy
 
-_TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-_BLOCKS = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
+_ROOT = pathlib.Path(__file__).parents[1]
+_PAGES = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")]
+_TEXT = (_ROOT / "docs" / "recipes.md").read_text()
+
+
+def _examples(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+_BLOCKS = _examples(_TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,74 @@ def test_stateful_example_runs(model_example):
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(names["grad"]))
 
 
+def _run_page(page: str) -> dict:
+    """Names that the examples of a page leave behind, run in their order."""
+    names: dict = {}
+    for block in _examples((_ROOT / "docs" / page).read_text()):
+        exec(block, names)
+    return names
+
+
+def test_concepts_examples(capsys):
+    """What the pages say that the examples print."""
+    _run_page("concepts/drift.md")
+    assert capsys.readouterr().out.split("\n")[:2] == ["0.0 1.0", "[1.    1.125]"]
+    _run_page("concepts/fp8.md")
+    assert capsys.readouterr().out.startswith("[[1.5 72 -448 0]] [[0.00669643]]")
+
+
+def test_policy_guide():
+    """A recipe with the page's policy, from Python: the state follows the amax."""
+    names = _run_page("guides/policy.md")
+    np.testing.assert_array_equal(
+        names["site"].activation.state, jnp.abs(names["x"].astype(jnp.bfloat16)).max()[None, None]
+    )
+
+
+@pytest.mark.slow
+def test_flax_guide():
+    """Delayed scaling through the layers of a linen model: the loss falls, states move."""
+    names = _run_page("guides/flax.md")
+    assert names["losses"][-1] < 0.1 * names["losses"][0]
+    for site in names["sites"].values():
+        assert float(site.gradient.state["amax"]) > 0
+
+
+def test_reward_guide():
+    """The page's reward pays what its docstring says."""
+    names: dict = {}
+    exec(
+        next(
+            b for b in _examples((_ROOT / "docs/guides/reward.md").read_text()) if "def score" in b
+        ),
+        names,
+    )
+    assert [names["score"](text, "7") for text in (" 7", "8", "seven")] == [1.0, 0.1, 0.0]
+
+
+def _anchors(text: str) -> set[str]:
+    """Anchors of the headings, as Git hosts make them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_links_lead_somewhere():
+    """Relative links name files that exist, and headings that the files have."""
+    broken = []
+    for page in _PAGES:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if ":" in path:
+                continue
+            file = page.parent / path if path else page
+            if not file.exists() or (anchor and anchor not in _anchors(file.read_text())):
+                broken.append(f"{page.relative_to(_ROOT)}: {target}")
+    assert not broken
+
+
 def test_tables_name_what_there_is():
     for name in recipe_names():
         assert f"`{name}`" in _TEXT, name
@@ -73,15 +149,14 @@ def test_tables_name_what_there_is():
 
 def test_documents_name_files_and_tests_that_exist():
     """Paths are from the root, the package or the tests; a bare name is unique enough to find."""
-    root = pathlib.Path(__file__).parents[1]
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    root = _ROOT
     bases = (root, root / "fp8rl_jax", root / "tests", root / "tests" / "kernels")
     folders = [
         root / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
     ]
     names = {path.name for folder in folders for path in folder.rglob("*.*")}
     missing = []
-    for page in pages:
+    for page in _PAGES:
         if page.name == "CHANGELOG.md":  # history
             continue
         text = page.read_text()
