@@ -37,7 +37,9 @@ _OTHER_KINDS = (
     ".tar", ".tgz", ".gz", ".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".pt", ".db",
     ".sqlite", ".xls", ".xlsx",
 )  # fmt: skip
-_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_ABOUT = (
+    "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "features.json", "state.json",
+)  # fmt: skip
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
