@@ -1,4 +1,4 @@
-"""What a host of repositories reads: workflows, forms for issues, CITATION.cff, and paths in texts."""
+"""What hosts of repositories read: workflows, forms of issues, CITATION.cff, and paths in texts."""
 
 from __future__ import annotations
 
