@@ -62,9 +62,9 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
-    runtime = make_runtime(config)
-    check = functools.partial(_self_check, runtime)
-    with preflight(runtime, resume, check) as opened, Display() as display:
+    runtime, display = make_runtime(config), Display()
+    check = functools.partial(_self_check, runtime, display.note)
+    with preflight(runtime, resume, check) as opened, display:
         try:
             for line in filter(None, (runtime.data_note, opened.changes, opened.checked)):
                 display.note(str(line))
@@ -75,8 +75,8 @@ def train(
             raise no_room(pathlib.Path(runtime.config.run.dir), error) from error
 
 
-def _self_check(runtime: Runtime) -> SelfCheck | None:
-    """Tries the promise where the run relies on it.
+def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | None:
+    """Tries the promise where the run relies on it; `note` is called before anything compiles.
 
     Raises:
       UserError: it is not kept here, and the configuration requires it.
@@ -84,7 +84,7 @@ def _self_check(runtime: Runtime) -> SelfCheck | None:
     config = runtime.config
     if not (config.precision.self_check and runtime.zero_drift):
         return None
-    checked = kept_self_check(runtime)
+    checked = kept_self_check(runtime, note)
     if config.precision.zero_drift == "required" and not checked.holds:
         raise UserError(
             f"precision.zero_drift is 'required', and {checked}: `fp8rl drift` names the "

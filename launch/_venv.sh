@@ -16,11 +16,13 @@ pick_python() {
   exit 2
 }
 
-install_into_venv() { # $1: what to install, for example "." or ".[test]"
+install_into_venv() { # $1: what to install, for example ".[train]" or ".[dev]"
   local venv="${VENV:-.venv}" python
   if [ ! -x "$venv/bin/python" ]; then
     python="$(pick_python)"
+    echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" || { echo "making $venv failed; is python3-venv installed?" >&2; exit 2; }
+    echo "installing fp8rl_jax and the packages that it needs into $venv (1.3 GB; one to four minutes)"
   fi
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$1"
   # shellcheck disable=SC1091

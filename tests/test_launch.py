@@ -17,6 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
+from fp8rl_jax.cli.planned import read_planned
+from fp8rl_jax.config import load_config
+
 _LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 _SCHEMA = json.loads((pathlib.Path(__file__).parent / "helpers/jobset_schema.json").read_text())
 
@@ -64,6 +67,38 @@ def test_slurm_job_requeues_itself_after_a_stop(status, restarts, requeued, tmp_
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
 
 
+def _jobset() -> dict:
+    return yaml.safe_load((_LAUNCH / "jobset.yaml").read_text())
+
+
+def _examples() -> list[str]:
+    """The arguments of `fp8rl train` for clusters, as launch/ and docs/multihost.md write them."""
+    (container,) = _jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    texts = [
+        (_LAUNCH / "slurm.sbatch").read_text(),
+        (_LAUNCH.parent / "docs/multihost.md").read_text(),
+    ]
+    found = [" ".join(container["args"]).replace("--config=", "--config ")]
+    for text in texts:
+        joined = re.sub(r"\\\n#? *", "", text)
+        found += re.findall(r"^#? *sbatch .*launch/slurm\.sbatch (.*)$", joined, re.M)
+    return found
+
+
+@pytest.mark.parametrize("arguments", _examples())
+def test_examples_name_a_checkpoint_and_a_mesh_that_works(arguments):
+    """With the shapes of the model in the place of its files."""
+    first, config, *fields = arguments.split()
+    assert first == "--config" and any("model.checkpoint=" in field for field in fields)
+    fields = [field for field in fields if "model.checkpoint=" not in field]
+    loaded = load_config(
+        str(_LAUNCH.parent / config), [*fields, f"--config.model.name={pathlib.Path(config).stem}"]
+    )
+    assert read_planned(loaded).mesh.size % 8 == 0
+
+
 def test_slurm_options():
     """One task for each GPU, which all see; a signal early enough, and to the tasks."""
     text = (_LAUNCH / "slurm.sbatch").read_text()
@@ -97,10 +132,6 @@ def test_environment_keeps_what_is_set(tmp_path):
     cache, algorithm, *flags, proxy = pod.communicate()[0].split()
     assert (cache, algorithm, proxy) == ("/shared/fp8rl_jax/compilation", "Tree", "none")
     assert flags[-1] == "--xla_gpu_deterministic_ops=false"  # the last one counts
-
-
-def _jobset() -> dict:
-    return yaml.safe_load((_LAUNCH / "jobset.yaml").read_text())
 
 
 def test_jobset_is_one():

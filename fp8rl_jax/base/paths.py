@@ -13,6 +13,7 @@ import stat
 
 from fp8rl_jax.base.errors import UserError
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -47,6 +48,16 @@ def expanded(path: str, where: str) -> str:
             "set HOME"
         )
     return found
+
+
+def hub_download(path: str) -> str:
+    """The command that downloads a missing directory which is named as ORG/NAME, as models are on
+    Hugging Face's Hub; '' where the path is none of these, or its parent is a directory here."""
+    named = _HUB_ID.fullmatch(path)
+    parent = path.partition("/")[0]
+    if named is None or parent in ("checkpoints", "runs") or os.path.isdir(parent):
+        return ""
+    return f"`hf download {path} --local-dir checkpoints/{named[1]}`"
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
-import pprint
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command, a_path, argument
@@ -21,7 +21,9 @@ import ml_collections
 
 def get_config():
     return ml_collections.ConfigDict(
+        {{
 {sections}
+        }}
     )
 '''
 
@@ -43,10 +45,10 @@ def _init(values: argparse.Namespace) -> int:
     sections = starter(values.model, values.data, values.reward, f"runs/{path.stem}")
     title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
             "from a small decoder that learns the answers of the questions first.")  # fmt: skip
-    lines = pprint.pformat(sections, width=88, sort_dicts=False).splitlines()
+    lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
     text = _TEXT.format(
         title=title.replace("\\", "/"), file=values.file,
-        sections="\n".join(f"        {line}" for line in lines),
+        sections="\n".join(lines),
     )  # fmt: skip
     try:
         write_whole(path, text)
@@ -63,6 +65,12 @@ def _init(values: argparse.Namespace) -> int:
         f"train:                  fp8rl train {path}"
     )
     return 0
+
+
+def _written(fields: dict) -> str:
+    """A section as Python writes it."""
+    values = ((k, json.dumps(v) if isinstance(v, str) else repr(v)) for k, v in fields.items())
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in values) + "}"
 
 
 INIT = Command(

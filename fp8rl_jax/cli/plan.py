@@ -14,12 +14,15 @@ from fp8rl_jax.cli.plan_learner import (
     plan_learner_config,
 )
 from fp8rl_jax.cli.plan_rollout import (
+    ConfigPlan,
     describe_allocation,
     format_decode,
     format_plans,
     plan_config,
 )
 from fp8rl_jax.cli.planned import Planned, read_planned
+from fp8rl_jax.training.decode_cost import decode_seconds
+from fp8rl_jax.training.described import on_gpu
 from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES, Gpu
 
 
@@ -57,13 +60,37 @@ def _hosts(values: argparse.Namespace, planned: Planned) -> int:
     return hosts
 
 
-def _plan_rollout(planned: Planned, memory: int, gpu: Gpu) -> None:
+def _plan_rollout(planned: Planned, memory: int, gpu: Gpu) -> ConfigPlan:
     found = plan_config(planned, memory)
     print(format_plans(found))
     print()
     print(format_decode(found, gpu))
     print()
     print(describe_allocation(found))
+    return found
+
+
+def _describe_step(rollout: ConfigPlan, learner: LearnerConfigPlan) -> str:
+    """The predicted times of an RL step and of the run: decoding, then the updates."""
+    planned, own, cost = learner.planned, rollout.own, learner.cost
+    algo, steps = planned.config.algo, planned.config.run.steps
+    decode_step = decode_seconds(
+        planned.resolved.model, on_gpu(planned.resolved.rollout_recipe), planned.mesh, own,
+        own.slots, rollout.half, learner.gpu,
+    )  # fmt: skip
+    count = math.ceil(rollout.samples / own.slots) * planned.config.rollout.max_new_tokens
+    decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
+    least, most = (decoding + updates * x for x in (cost.least_seconds, cost.most_seconds))
+    return (
+        f"An RL step takes {least:.3g} to {most:.3g} s: {decoding:.3g} s for {count:,} decode "
+        "steps (responses of the greatest length), "
+        f"{updates * cost.least_seconds:.3g} to {updates * cost.most_seconds:.3g} s for {updates} "
+        f"update{'s' * (updates > 1)}.\n"
+        f"The run's {steps:,} steps take {least * steps / 3600:.3g} to {most * steps / 3600:.3g} "
+        "hours.\n"
+        "Predicted from bytes and FLOPs, not measured; left out: prefill, scores of old or "
+        "reference log-probabilities, rewards, evaluations, checkpoints, compilation."
+    )
 
 
 def _plan_learner(found: LearnerConfigPlan, compiles: bool) -> list[str]:
@@ -92,16 +119,19 @@ def plan(values: argparse.Namespace) -> int:
     planned = read_planned(read_config("plan", values), values.devices)
     gpu, hosts = GPUS[values.gpu], _hosts(values, planned)
     memory = int((values.memory_gb or gpu.memory) * 2**30)
-    problems = []
+    problems, rollout = [], None
     if values.rollout or both:
         try:
-            _plan_rollout(planned, memory, gpu)
+            rollout = _plan_rollout(planned, memory, gpu)
         except UserError as error:  # the learner is printed all the same
             problems.append(str(error))
     if values.learner or both:
         if not values.learner or values.rollout:
             print()
-        problems += _plan_learner(plan_learner_config(planned, memory, gpu, hosts), values.compile)
+        learner = plan_learner_config(planned, memory, gpu, hosts)
+        problems += _plan_learner(learner, values.compile)
+        if rollout and not problems:
+            print(f"\n{_describe_step(rollout, learner)}")
     if problems:
         raise UserError("; ".join(problems))
     return 0

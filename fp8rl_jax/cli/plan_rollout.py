@@ -175,18 +175,22 @@ def describe_allocation(found: ConfigPlan) -> str:
     Raises:
       UserError: it cannot.
     """
-    planned, own = found.planned, found.own
-    rollout, devices = planned.config.rollout, planned.mesh.size
-    planned = own.pages
+    own, devices = found.own, found.planned.mesh.size
+    rollout, pages = found.planned.config.rollout, own.pages
     if not rollout.slots:
-        cache = found.samples * pages_of(own.tokens) * own.page
+        needed = found.samples * pages_of(own.tokens)
+        cache = (
+            f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
+            f"once, {gib(needed * own.page)} a device"
+        )
+        if needed <= (own.room or 0):
+            return f"{cache}, which fits"
         fitting = own.slots_of(found.half) or 1  # at half the length
         return (
-            f"rollout.slots is 0: the sampler allocates a cache for all {found.samples} samples at "
-            f"once, {gib(cache)} a device, whatever fits; continuous batching would do best with "
+            f"{cache}, which does not fit; continuous batching would do best with "
             f"rollout.slots={devices * min(found.samples, fitting)}"
         )
-    pages = rollout.pages // devices or planned
+    pages = rollout.pages // devices or pages
     if pages > (own.room or 0):
         raise UserError(
             f"rollout.pages is {rollout.pages}, {pages} a device, and {own.room} fit: write at "

@@ -133,8 +133,8 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "env": {
         "task": Field("basic_arithmetic", "where questions come from: a task of reasoning_gym; "
-                      "gsm8k; a .jsonl, .jsonl.gz or .parquet file; a directory of Hugging Face's "
-                      "datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
+                      "gsm8k; a .jsonl, .parquet, .csv or .json file; a directory of Hugging "
+                      "Face's datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
         "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
         "reward": Field("auto", "auto: task_score for tasks of reasoning_gym that have a scorer of "
                         "their own, else exact_match; math_equal, gsm8k, gsm8k_strict, or a "

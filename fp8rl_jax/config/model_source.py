@@ -18,6 +18,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.base.paths import hub_download
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
@@ -81,12 +82,15 @@ def _read_directory(checkpoint: str) -> dict[str, Any]:
     described = pretrained_config(checkpoint)
     if described is not None:
         return described
-    lacks = (
-        "has no config.json with a model_type; name the directory of a Hugging Face model"
-        if os.path.isdir(checkpoint)
-        else "is no directory; name one with the config.json and the safetensors of a Hugging Face "
-        "model"
-    )
+    if os.path.isdir(checkpoint):
+        lacks = "has no config.json with a model_type; name the directory of a Hugging Face model"
+    elif command := hub_download(checkpoint):
+        lacks = f"is no directory; run {command}, and name that directory"
+    else:
+        lacks = (
+            "is no directory; name one with the config.json and the safetensors of a Hugging Face "
+            "model"
+        )
     raise UserError(f"model.checkpoint: {pathlib.Path(checkpoint)} {lacks}")
 
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jaxlib
@@ -97,15 +98,15 @@ def self_check(runtime: Runtime) -> SelfCheck:
     return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers, products)
 
 
-def kept_self_check(runtime: Runtime) -> SelfCheck:
-    """`self_check`, or what it said when it held for this configuration before."""
+def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
+    """`self_check`, or what it said when it held for this configuration before; `note` is called
+    with a line before it begins."""
     path = _place(runtime)
-    if path is None:
-        return self_check(runtime)
-    if kept := processes.decided(lambda: _read(path)):
+    if path and (kept := processes.decided(lambda: _read(path))):
         return kept
+    note("self-check: compiles and runs sampler and learner of two layers, about half a minute")
     checked = self_check(runtime)
-    if checked.holds and processes.first():
+    if path and checked.holds and processes.first():
         _keep(checked, path)
     return checked
 

@@ -1,17 +1,15 @@
-"""Data sets in local files: JSONL, parquet, and directories as Hugging Face's datasets has them.
+"""Data sets in local files: which files there are, and which split each is.
 
-A directory is laid out as on the Hub (parquet or JSONL files whose names say their split) or as
-`save_to_disk` writes it (Arrow files). pyarrow reads both; nothing else is needed. Files of others
-are read within limits: regular files alone, names that stay in their directory, lines of limited
-length and depth. Links are followed, since Hugging Face's cache is made of them.
+A file is JSONL, a JSON list, CSV (`text_rows`) or parquet (`arrow_rows`). A directory is laid out
+as on the Hub (such files, whose names say their split) or as `save_to_disk` writes it (Arrow
+files). Files of others are read within limits: regular files alone, names that stay in their
+directory. Links are followed, since Hugging Face's cache is made of them.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
-import gzip
 import itertools
 import os
 import pathlib
@@ -21,15 +19,16 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.json_file import LONGEST, check_regular, is_file_name, parse_json, read_json
+from fp8rl_jax.base.json_file import check_regular, is_file_name, read_json
 from fp8rl_jax.base.paths import expanded
-from fp8rl_jax.envs import arrow_rows
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs import arrow_rows, text_rows
+from fp8rl_jax.envs.rows import Rows
 from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 
-_JSONL, _GZ, _ARROW = ".jsonl", ".jsonl.gz", ".arrow"
-_HUB = (arrow_rows.PARQUET, _JSONL, _GZ)
-_FORMS = "a .jsonl, .jsonl.gz or .parquet file, or a directory of such files"
+_ARROW = ".arrow"
+_TEXTS = (*text_rows.JSONL, *text_rows.CSV, *text_rows.JSON)
+_HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # in a directory; without them CSV, else JSON
+_FORMS = "a .jsonl, .parquet, .csv or .json file, or a directory of such files"
 # Data in kinds of files that are not read: they are named where they lie beside others, as is
 # whatever a split's name is in.
 _OTHER_KINDS = (
@@ -38,7 +37,9 @@ _OTHER_KINDS = (
     ".tar", ".tgz", ".gz", ".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".pt", ".db",
     ".sqlite", ".xls", ".xlsx",
 )  # fmt: skip
-_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_ABOUT = (
+    "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "features.json", "state.json",
+)  # fmt: skip
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
@@ -72,7 +73,7 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def _suffix(name: str) -> str:
-    return next((s for s in (*_HUB, _ARROW) if name.lower().endswith(s)), "")
+    return next((s for s in (arrow_rows.PARQUET, *_TEXTS, _ARROW) if name.lower().endswith(s)), "")
 
 
 def find(name: str) -> Found:
@@ -147,13 +148,16 @@ def _find_in_directory(root: pathlib.Path) -> Found:
             splits = {TRAIN if mine else split: paths}
             named = _held_out_name(own_name) if mine else ""
         return Found(splits, named, _unread(root, files, itertools.chain(*splits.values())))
+    for kind in () if data else (text_rows.CSV, text_rows.JSON):
+        found = [path for path in files if path.name.lower().endswith(kind)]
+        data = data or [path for path in found if path.name not in _ABOUT]
     unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
         return Found(splits, "" if said else _held_out_name(own_name), unread)
     raise UserError(
-        f"the directory {root} holds no data (parquet or JSONL files, or what save_to_disk "
-        f"writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
+        f"the directory {root} holds no data (parquet, JSONL, CSV or JSON files, or what "
+        f"save_to_disk writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
     )
 
 
@@ -290,57 +294,6 @@ def read(paths: list[pathlib.Path]) -> Rows:
     for path in paths:
         try:
             check_regular(path)
-            yield from (
-                _read_jsonl(path)
-                if _suffix(path.name) in (_JSONL, _GZ)
-                else (arrow_rows.read(path))
-            )
+            yield from (text_rows if _suffix(path.name) in _TEXTS else arrow_rows).read(path)
         except _ERRORS as error:
             raise _unreadable(path, error) from None
-
-
-def _read_jsonl(path: pathlib.Path) -> Rows:
-    partly = False  # whether something in the line is an Unreadable
-
-    def as_int(digits: str) -> int | Unreadable:
-        nonlocal partly
-        try:
-            return int(digits)
-        except ValueError:  # Python's limit
-            partly = True
-            return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
-
-    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal partly
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = collections.Counter(key for key, _ in pairs)
-            twice = [key for key, count in counts.items() if count > 1]
-            found |= dict.fromkeys(twice, Unreadable("the key stands there twice"))
-            partly = True
-        return found
-
-    with gzip.open(path) if _suffix(path.name) == _GZ else path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-            place = f"{path}:{number}"
-            if len(line) > LONGEST:
-                raise UserError(
-                    f"{place} has more than {LONGEST:,} bytes: write one object a line, and no "
-                    "larger ones"
-                )
-            partly = False
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = parse_json(text, as_object, as_int) if text else None
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{place} is not UTF-8 (byte {error.start + 1} of the line): save it as UTF-8"
-                ) from None
-            except ValueError as error:
-                raise UserError(f"{place} is not JSON ({error}): write one object a line") from None
-            if not text:
-                continue
-            if not isinstance(row, dict):
-                kind = "int" if isinstance(row, Unreadable) else type(row).__name__
-                raise UserError(f"{place} is {kind}; write one object a line")
-            yield place, PartlyReadable(row) if partly else row

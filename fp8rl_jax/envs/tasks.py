@@ -25,7 +25,7 @@ def check_task(name: str, options: dict) -> None:
         hint = f"did you mean {near[0]!r}?" if near else "see reasoning_gym's list of datasets"
         raise UserError(
             f"env.task: reasoning_gym has no task {name!r}; {hint} (`fp8rl data list` names all "
-            "tasks and data sets)"
+            "tasks)"
         )
     try:
         reasoning_gym.create_dataset(name, size=1, seed=0, **options)[0]

@@ -25,6 +25,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS, first_line
 
 GSM8K = "gsm8k"
+CATALOGUE = "https://www.tensorflow.org/datasets/catalog"
 _PROBE_SECONDS = 5.0
 _GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/README.md"
 _OTHER_URL = "https://storage.googleapis.com/tfds-data"
@@ -34,18 +35,13 @@ def check_known(name: str) -> None:
     """Raises UserError if tensorflow-datasets has no data set NAME[/CONFIG][:VERSION]."""
     if _plain(name) == GSM8K:
         return
-    known = known_names()
-    if _plain(name) not in known:
-        near = difflib.get_close_matches(_plain(name), known, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`fp8rl data list` names them"
-        raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
-
-
-def known_names() -> list[str]:
-    """The data sets that tensorflow-datasets has builders for."""
     import tensorflow_datasets as tfds
 
-    return sorted({*tfds.list_builders(with_community_datasets=False), GSM8K})
+    known = sorted({*tfds.list_builders(with_community_datasets=False), GSM8K})
+    if _plain(name) not in known:
+        near = difflib.get_close_matches(_plain(name), known, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"{CATALOGUE} names them"
+        raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
 
 
 def _plain(name: str) -> str:

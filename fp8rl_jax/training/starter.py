@@ -15,7 +15,8 @@ from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
 from fp8rl_jax.envs import Question, check_source, is_generated, load_questions
 from fp8rl_jax.training.runtime import make_runtime
 
-_QUESTIONS = {"train": 4096, "eval": 256}  # of a generator; a data set gives what it has
+# Of a generator; a data set gives what it has.
+_QUESTIONS = {"sft": 4096, "train": 4096, "eval": 256}
 _NEW_TOKENS = 256  # of a pretrained model's answer
 _SHARE = 0.99  # of the prompts that have room; longer ones are rare and cost memory in every row
 
@@ -50,34 +51,40 @@ def starter(model: str, questions: str, reward: str, directory: str) -> dict[str
     if tokenizer.chat_template is not None:
         sections["data"]["chat"] = True
     check_source(config.env)
-    found = load_questions(config.env, _QUESTIONS | {"sft": 0}, config.run.seed).questions
-    sections["rollout"] = _rollout(sections, found["train"], pretrained)
+    counts = _QUESTIONS | ({"sft": 0} if pretrained else {})
+    found = load_questions(config.env, counts, config.run.seed).questions
+    sections["rollout"] = _rollout(sections, found, pretrained)
     if is_generated(questions):
         sections["env"]["train_questions"] = _QUESTIONS["train"]
     sections["eval"] = {"questions": min(_QUESTIONS["eval"], max(1, len(found["eval"])))}
     if pretrained:
         sections["sft"] = {"steps": 0}
     else:
-        batch = min(32, len(found["train"]))
-        sections["sft"] = {"steps": 400, "questions": 4096, "batch_size": batch}
+        batch = _batch(32, found["sft"])
+        sections["sft"] = {"steps": 400, "questions": _QUESTIONS["sft"], "batch_size": batch}
     make_runtime(saved_config(sections, "fp8rl init"))
     return sections
 
 
-def _rollout(sections, questions: list[Question], pretrained: bool) -> dict[str, int]:
+def _rollout(sections, found: dict[str, list[Question]], pretrained: bool) -> dict[str, int]:
     """The section `rollout`: rooms for prompts and responses, from the questions' own lengths."""
     runtime = make_runtime(saved_config(sections, "fp8rl init"), with_questions=False)
-    text = runtime.tokenizer, runtime.chat
+    text, questions = (runtime.tokenizer, runtime.chat), [*found["train"], *found["sft"]]
     prompts, new = [len(encode_prompt(q.prompt, *text)) for q in questions], _NEW_TOKENS
     if not pretrained:
         answers = (encode_demonstration(q.prompt, q.demonstration, *text)[1] for q in questions)
         new = _rounded([len(answer) for answer in answers], 4)
     return {
-        "prompts_per_step": min(16, len(questions)),
+        "prompts_per_step": _batch(16, found["train"]),
         "group_size": 8,
         "max_prompt_tokens": _rounded(prompts, 8),
         "max_new_tokens": new,
     }
+
+
+def _batch(most: int, questions: list[Question]) -> int:
+    """A batch of at most `most` questions, after too long ones were left out."""
+    return max(1, min(most, int(_SHARE * len(questions))))
 
 
 def _rounded(lengths: list[int], multiple: int) -> int:

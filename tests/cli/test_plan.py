@@ -294,13 +294,14 @@ def test_decode_times_of_what_does_not_fit(told):
 
 
 def test_static_batching_is_told_the_best_slots(told):
-    """As many as fit at half the length, no more than a step has samples."""
+    """Where the samples do not fit at their greatest length: as many as fit at half of it, no more
+    than a step has."""
     name = "--config.model.name=qwen3_8b"
-    for memory, slots in ((80, 512), (30, None)):
+    for memory, slots in ((80, 0), (40, 512), (30, None)):
         status, output, _ = told("--rollout", "--config", _QWEN, name, f"--memory-gb={memory}")
         assert status == 0
-        best = int(re.search(r"rollout\.slots=(\d+)", output)[1])
-        assert best == (slots or 8 * _row(output, "slots of 2304")[0])
+        best = int((re.search(r"rollout\.slots=(\d+)", output) or [0, 0])[1])
+        assert best == (8 * _row(output, "slots of 2304")[0] if slots is None else slots)
     status, output, error = told("--rollout", "--config", _QWEN, name, "--memory-gb=22")
     assert status == 2
     assert "pages that fit" in output
@@ -338,18 +339,50 @@ _CONFIGS = {
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_every_config_fits_its_own_mesh(told, path):
-    """The train step of every config, on the GPUs that its header names."""
+    """The train step of every config, on the GPUs that its header names; its plan is to change
+    nothing, and says how long a step and the run take."""
     name = _CONFIGS[path.stem]
     words = [f"--config.model.name={name}"] * bool(name)
     gpu = "h100" if "GPUs of 80 GB" in path.read_text() else "h200"
-    status, output, _ = told("--learner", "--config", str(path), *words, f"--gpu={gpu}")
+    status, output, _ = told("--config", str(path), *words, f"--gpu={gpu}")
     assert status == 0
     assert "The train step fits: it needs" in output
-    (sizes,) = re.findall(r"mesh: data (\d+), fsdp (\d+), tensor (\d+), expert (\d+)", output)
+    assert "samples at once" in output and "would do best" not in output
+    _check_times(output)
+    (sizes, _) = re.findall(r"mesh: data (\d+), fsdp (\d+), tensor (\d+), expert (\d+)", output)
     config = load_config(str(path)).mesh
     assert [int(n) for n in sizes] == [max(n, 1) for n in (
         config.data, config.fsdp, config.tensor, config.expert
     )]  # fmt: skip
+
+
+def _check_times(output: str) -> None:
+    """Of the step and the run: the sums of what the plan says of decoding and of an update."""
+    number = r"([\d.e+-]+)"
+    (update,) = re.findall(rf"An update takes {number} s .*, and {number} s if nothing", output)
+    ((*step, decoding, count),) = re.findall(
+        rf"An RL step takes {number} to {number} s: {number} s for ([\d,]+) decode steps", output
+    )
+    ((updates, steps, *hours),) = re.findall(
+        rf" for (\d+) updates?\.\nThe run's ([\d,]+) steps take {number} to {number} hours\.",
+        output,
+    )
+    for i in range(2):
+        seconds = float(decoding) + int(updates) * float(update[i])
+        assert float(step[i]) == pytest.approx(seconds, rel=0.02)
+        run = float(step[i]) * int(steps.replace(",", "")) / 3600
+        assert float(hours[i]) == pytest.approx(run, rel=0.02)
+    assert "not measured; left out: prefill" in output and int(count.replace(",", "")) > 0
+
+
+def test_waves_and_epochs_take_their_times(told):
+    """Half of the slots decode twice as long; every pass over a rollout has all its updates."""
+    name = "--config.model.name=qwen3_8b"
+    status, output, _ = told(
+        "--config", _QWEN, name, "--config.rollout.slots=256", "--config.algo.epochs=3"
+    )
+    assert status == 0 and "for 8,192 decode steps" in output and "s for 3 updates." in output
+    _check_times(output)
 
 
 def _learner(config: str, *fields: str) -> list[str]:

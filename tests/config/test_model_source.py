@@ -88,7 +88,15 @@ _REFUSED = {
     ),
     "missing directory": (
         {"checkpoint": "nowhere"},
-        ["model.checkpoint", "nowhere", "no directory"],
+        ["model.checkpoint", "nowhere", "no directory", "safetensors of a Hugging Face model"],
+    ),
+    "name on the Hub": (
+        {"checkpoint": "Qwen/Qwen3-8B"},
+        ["no directory", "`hf download Qwen/Qwen3-8B --local-dir checkpoints/Qwen3-8B`"],
+    ),
+    "missing download": (
+        {"checkpoint": "checkpoints/Qwen3-8B"},
+        ["no directory; name one with the config.json"],
     ),
 }
 

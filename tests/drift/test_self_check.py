@@ -33,7 +33,9 @@ def check(monkeypatch, tmp_path):
     def run(*overrides: str, results_of_checks: list[SelfCheck]) -> SelfCheck:
         results[:] = results_of_checks
         text = [f"--config.{o}" for o in (f"run.cache_dir={tmp_path}", *overrides)]
-        found = kept_self_check(make_runtime(load_config(_TINY, text)))
+        notes: list[str] = []
+        found = kept_self_check(make_runtime(load_config(_TINY, text)), notes.append)
+        assert len(notes) == len(results_of_checks)
         assert not results, "every check that was expected was made"
         return found
 

@@ -63,7 +63,8 @@ def test_splits_in_files_of_several_kinds(train, test, tmp_path):
         (["test-00000-of-00001.parquet"], "has the split 'test' alone, which is held out and not"),
         (["validation/0000.parquet"], "has the split 'validation' alone"),
         (["test.jsonl", "train.csv"], "trained on, and train.csv, which is not read: name it by"),
-        (["train.csv", "train.json"], "holds no data .*, but train.csv, train.json;"),
+        (["train.tsv", "train.txt"], "holds no data .*, but train.tsv, train.txt;"),
+        (["train.csv", "more.csv"], r"for the split 'train' \(more, train\)"),
     ],
 )
 def test_what_is_not_trained_on_unasked(names, message, tmp_path):

@@ -82,6 +82,27 @@ def test_jsonl(suffix, count, tmp_path):
     fuzz(suffix, read, good, count)
 
 
+_CSV = [
+    b'question,answer,x\r\n"a ""b"",\nc",1,\n\n2,3\n',
+    b"\xef\xbb\xbfquestion,answer\na,007\nb,1e400\n",
+    b"question,question,answer\n1,2,3\n", b"question;answer\n1;2\n", b'question,answer\n"a,1\n',
+    b"question\tanswer\n", b"question,answer\r1,2\r3,4\r", b'"",""\n"\0",1\n',
+]  # fmt: skip
+_JSON = [json.dumps(_FEW_ROWS).encode(), b'{"data": [{"question": "a"}]}', _JSONL[8], _JSONL[9]]
+
+
+@pytest.mark.parametrize("count", [FEW, slow(MANY)])
+@pytest.mark.parametrize(("suffix", "good"), [("csv", _CSV), ("json", _JSON)])
+def test_csv_and_lists(suffix, good, count, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        _use(path)
+
+    fuzz(suffix, read, good, count)
+
+
 def _tables() -> list[pa.Table]:
     columns = {"question": pa.array(["a", "b"]), "answer": pa.array(["1", "2"])}
     odd = columns | {name: column for name, (column, _) in COLUMNS.items()}
@@ -142,7 +163,7 @@ _NAMES = (
     ".hidden.jsonl", "dev/0000.parquet", "train/a.jsonl", "a/b/c/d/test.jsonl", "x" * 255,
     "train.parquet/part-0.parquet", "dataset_dict.json", "state.json", "dataset_info.json",
     "features.json", "cafe\u0301\u202e.jsonl", "new\nline.jsonl", "\udcff.jsonl", "-.jsonl",
-    "train/state.json", "test/state.json",
+    "train/state.json", "test/state.json", "test.csv", "train.json",
 )  # fmt: skip
 _STATES = (
     b'{"splits": ["train", "test"]}', b'{"_data_files": [{"filename": "data-0.arrow"}]}',

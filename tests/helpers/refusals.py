@@ -56,7 +56,7 @@ class NoRun:
 
 def without_self_check(monkeypatch) -> None:
     """It compiles, after all that is refused here."""
-    monkeypatch.setattr(train, "_self_check", lambda runtime: None)
+    monkeypatch.setattr(train, "_self_check", lambda runtime, note: None)
 
 
 def train_command(*fields: str, config: str = "tiny.py") -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.base.paths import hub_download
 
 CONFIG = "config.json"
 LARGEST = 2**31 - 1  # of whole numbers, which are sizes and counts
@@ -109,9 +110,10 @@ def read_fields(directory: pathlib.Path) -> Fields:
     """
     path = directory / CONFIG
     if not os.path.isdir(directory):
+        command = hub_download(str(directory)) or "download a published one first"
         raise UserError(
             f"{directory} is no directory; name the local directory of a checkpoint in Hugging "
-            "Face's format (download a published one first)"
+            f"Face's format ({command})"
         )
     if not os.path.lexists(path):
         raise UserError(

@@ -67,6 +67,7 @@ def test_there_and_back(tmp_path, capsys):
         (["a", "b", "c", "--dtype=fp8"], ["SRC DST"]),
         (["a", "b", "--dtype=fp8", "--config.run.seed=1"], ["--config.run.seed"]),
         (["nowhere", "b", "--dtype=fp8"], ["nowhere", "no directory"]),
+        (["a/b.c", "b", "--dtype=fp8"], ["no directory", "hf download a/b.c --local-dir"]),
         (["SOURCE", "SOURCE", "--dtype=fp8"], ["source", "exists already"]),
         (["SOURCE", "new", "--dtype=fp8", "--max-shard-gb=-1"], ["max_shard_gb", "-1"]),
     ],

@@ -1,0 +1,59 @@
+"""`fp8rl init` writes a config that starts as it is, with lengths from the user's questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fp8rl_jax import cli
+from fp8rl_jax.config import load_config
+from fp8rl_jax.training.runtime import make_runtime
+
+_ROWS = [{"question": f"Add {i} to {100 * i}.", "answer": str(101 * i)} for i in range(1, 60)]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with questions and a reward."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps(row) for row in _ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "scores_of_mine.py").write_text(
+        "def score(prompt, response, answer):\n    return float(answer in response)\n"
+    )
+    return tmp_path
+
+
+def test_a_config_of_ones_own(place, capsys):
+    """It is accepted, has room for all but the longest questions, and says what comes next."""
+    words = ["init", "mine.py", "--data", "rows.jsonl", "--reward", "scores_of_mine:score"]
+    assert cli.run(words) == 0
+    assert "fp8rl train mine.py" in capsys.readouterr().out
+    runtime = make_runtime(load_config("mine.py"))
+    config = runtime.config
+    assert config.run.dir.endswith("runs/mine") and config.env.reward == "scores_of_mine:score"
+    assert config.rollout.max_prompt_tokens == 24 and config.rollout.max_new_tokens == 8
+    assert sum(map(len, runtime.questions.values())) > 50
+    assert cli.run(words) == 2
+    assert "mine.py is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a file and questions"),
+        (["mine"], "name a file and questions"),
+        (["mine", "--data=rows.jsonl"], "write mine.py"),
+        (["mine.py", "--data=none.jsonl"], "none.jsonl does not exist"),
+        (["mine.py", "--data=rows.jsonl", "--reward=no_such:score"], "no_such:score"),
+        (["mine.py", "--data=rows.jsonl", "--model=none/there"], "none/there is no directory"),
+        (["mine.py", "--data=rows.jsonl", "--model=qwen9"], "qwen9"),
+    ],
+)
+def test_what_it_refuses(words, said, place, capsys):
+    """One sentence, and no file."""
+    assert cli.run(["init", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (place / "mine.py").exists()
