@@ -4,7 +4,6 @@
 #   bash launch/docs.sh -E      anew, not only the pages that have changed
 : "${VENV:=.venv-docs}"
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
-echo "installing fp8rl_jax with its [docs] extra into $VENV (the first time a few minutes)"
 install_into_venv '.[docs]'
 echo "building docs/_build/html (about half a minute)"
 export JAX_PLATFORMS=cpu
