@@ -1,9 +1,18 @@
-"""The examples of docs/recipes.md run, and the documents name what there is."""
+"""Examples of the documents and of docstrings run, the documents name what there is, links lead
+somewhere, the reference is complete, and the site builds."""
 
 from __future__ import annotations
 
+import configparser
+import datetime
+import doctest
+import importlib
+import inspect
 import pathlib
 import re
+import subprocess
+import sys
+import tomllib
 
 import ema_policy
 import jax
@@ -11,12 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config import FIELDS
+from fp8rl_jax.cli.main import COMMANDS
+from fp8rl_jax.config import FIELDS, all_fields
 from fp8rl_jax.quant import recipe_names
 from fp8rl_jax.quant.scaling import check_policy
 
-_TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-_BLOCKS = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
+_ROOT = pathlib.Path(__file__).parents[1]
+_DOCS = _ROOT / "docs"
+_PAGES = [
+    *_ROOT.glob("*.md"),
+    *(path for path in _DOCS.rglob("*.md") if "_build" not in path.parts),
+]
+_TEXT = (_DOCS / "recipes.md").read_text()
+
+
+def _examples(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+_BLOCKS = _examples(_TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +86,75 @@ def test_stateful_example_runs(model_example):
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(names["grad"]))
 
 
+def _run_page(page: str) -> dict:
+    """Names that the examples of a page leave behind, run in their order."""
+    names: dict = {}
+    for block in _examples((_ROOT / "docs" / page).read_text()):
+        exec(block, names)
+    return names
+
+
+def test_concepts_examples(capsys):
+    """What the pages say that the examples print."""
+    _run_page("concepts/drift.md")
+    assert capsys.readouterr().out.split("\n")[:2] == ["0.0 1.0", "[1.    1.125]"]
+    _run_page("concepts/fp8.md")
+    assert capsys.readouterr().out.startswith("[[1.5 72 -448 0]] [[0.00669643]]")
+
+
+def test_policy_guide():
+    """A recipe with the page's policy, from Python: the state follows the amax."""
+    names = _run_page("guides/policy.md")
+    np.testing.assert_array_equal(
+        names["site"].activation.state, jnp.abs(names["x"].astype(jnp.bfloat16)).max()[None, None]
+    )
+
+
+@pytest.mark.slow
+def test_flax_guide():
+    """Delayed scaling through the layers of a linen model: the loss falls, states move."""
+    names = _run_page("guides/flax.md")
+    assert names["losses"][-1] < 0.1 * names["losses"][0]
+    for layer in ("layers_0", "layers_2"):
+        (scaling,) = names["scaling"][layer].values()
+        assert float(scaling["site"].site.gradient.state["amax"].min()) > 0
+
+
+def test_reward_guide():
+    """The page's reward pays what its docstring says."""
+    names: dict = {}
+    exec(
+        next(
+            b for b in _examples((_ROOT / "docs/guides/reward.md").read_text()) if "def score" in b
+        ),
+        names,
+    )
+    assert [names["score"](text, "7") for text in (" 7", "8", "seven")] == [1.0, 0.1, 0.0]
+
+
+def _anchors(text: str) -> set[str]:
+    """Anchors of the headings, as Git hosts make them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_links_lead_somewhere():
+    """Relative links name files that exist, and headings that the files have."""
+    broken = []
+    for page in _PAGES:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if ":" in path:
+                continue
+            file = page.parent / path if path else page
+            if not file.exists() or (anchor and anchor not in _anchors(file.read_text())):
+                broken.append(f"{page.relative_to(_ROOT)}: {target}")
+    assert not broken
+
+
 def test_tables_name_what_there_is():
     for name in recipe_names():
         assert f"`{name}`" in _TEXT, name
@@ -73,15 +164,13 @@ def test_tables_name_what_there_is():
 
 def test_documents_name_files_and_tests_that_exist():
     """Paths are from the root, the package or the tests; a bare name is unique enough to find."""
-    root = pathlib.Path(__file__).parents[1]
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
-    bases = (root, root / "fp8rl_jax", root / "tests", root / "tests" / "kernels")
+    bases = (_ROOT, _ROOT / "fp8rl_jax", _ROOT / "tests", _ROOT / "tests" / "kernels")
     folders = [
-        root / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
+        _ROOT / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
     ]
     names = {path.name for folder in folders for path in folder.rglob("*.*")}
     missing = []
-    for page in pages:
+    for page in _PAGES:
         if page.name == "CHANGELOG.md":  # history
             continue
         text = page.read_text()
@@ -95,3 +184,99 @@ def test_documents_name_files_and_tests_that_exist():
             if not known or (test and f"def {test}(" not in files[0].read_text()):
                 missing.append(f"{page.name}: {path} {test}")
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """{page of the reference: its Markdown with what is generated from the code}."""
+    sys.path.insert(0, str(_DOCS / "_ext"))
+    try:
+        generate = importlib.import_module("generated").generate
+        yield {page: generate(page.read_text()) for page in _DOCS.glob("reference/**/*.md")}
+    finally:
+        sys.path.remove(str(_DOCS / "_ext"))
+
+
+def test_reference_has_every_public_name_with_a_docstring(generated):
+    """The public surface is what mypy checks whole (setup.cfg), with kernels and report."""
+    api = importlib.import_module("api")
+    settings = configparser.ConfigParser()
+    settings.read(_ROOT / "setup.cfg")
+    public = [settings["mypy"][key].replace(" ", "").split(",") for key in ("packages", "modules")]
+    pages = "\n".join(generated.values())
+    for package in [*public[0], *public[1], "fp8rl_jax.kernels", "fp8rl_jax.report"]:
+        module = importlib.import_module(package)
+        assert inspect.getdoc(module), package
+        for name in api.public_names(package):
+            value = getattr(module, name)
+            if api.is_constant(value):
+                assert f"`{name}`" in pages and api.comment(package, name), f"{package}.{name}"
+            else:
+                text = inspect.getdoc(value) or ""
+                assert f":: {package}.{name}\n" in pages, f"{package}.{name}"
+                assert text and not text.startswith(f"{name}("), f"{package}.{name}: no docstring"
+
+
+def test_reference_has_every_field_command_and_result(generated):
+    pages = {page.stem: text for page, text in generated.items()}
+    for name, field in all_fields().items():
+        assert f"`{name}`" in pages["configuration"], name
+        assert all(repr(choice) in pages["configuration"] for choice in field.choices), name
+    for name in COMMANDS:
+        assert f"## fp8rl {name}\n" in pages["commands"], name
+    assert "`--fail-above` `X`" in pages["commands"]
+    assert "`train_rollout_logprob_abs_diff_max`" in pages["metrics"]
+    assert "`bash launch/cpu_zoo.sh`" in pages["measurements"]
+
+
+def test_results_are_complete_and_name_what_there_is():
+    """docs/results.toml; whether a result is old is for docs/scripts/stale_results.py to say."""
+    for result in tomllib.loads((_DOCS / "results.toml").read_text())["result"]:
+        name, command = result["name"], result["command"].split()
+        assert set(result) == {
+            "name", "page", "command", "measures", "commit", "cpu", "jax", "date"
+        }, name  # fmt: skip
+        assert all(result.values()), name
+        assert re.fullmatch("[0-9a-f]{7}|not recorded", result["commit"]), name
+        if result["date"] != "not recorded":
+            datetime.date.fromisoformat(result["date"])
+        for path in ("docs/" + result["page"], *result["measures"]):
+            assert (_ROOT / path).is_file(), f"{name}: {path}"
+        if command[0] == "fp8rl":
+            assert command[1] in COMMANDS or " ".join(command[1:3]) in COMMANDS, name
+        files = [word for word in command if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
+        assert files or command[0] == "fp8rl", name
+        assert all((_ROOT / file).is_file() for file in files), name
+
+
+_WITH_EXAMPLES = [
+    path
+    for folder in ("fp8rl_jax", "kernels")
+    for path in sorted((_ROOT / folder).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", _WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_of_docstrings(path):
+    parts = path.relative_to(_ROOT).with_suffix("").parts
+    module = importlib.import_module(
+        ".".join(parts if parts[0] == "fp8rl_jax" else ("fp8rl_jax", *parts))
+    )
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
+
+
+@pytest.mark.slow
+def test_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    for package in ("sphinx", "furo", "myst_nb", "sphinx_copybutton"):
+        pytest.importorskip(package, reason="extra [docs] is not installed")
+    sphinx = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run([*sphinx, _DOCS, tmp_path], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(_PAGES) - 3  # README, CHANGELOG and CONTRIBUTING are no pages
+    for page in pages:
+        remote = r"<(?:script|img|iframe)[^>]* src=.https?:|<link[^>]*stylesheet[^>]*href=.https?:"
+        assert not re.search(remote, page.read_text()), page
+    assert "saturated" in (tmp_path / "searchindex.js").read_text()

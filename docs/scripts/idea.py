@@ -8,10 +8,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#444444"
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#444444"
 
 
-def _box(axes, x: float, y: float, width: float, height: float, colour: str, *lines: str) -> None:
+def box(axes, x: float, y: float, width: float, height: float, colour: str, *lines: str) -> None:
     """A rounded box with its first line in bold."""
     style = "round,pad=0.02,rounding_size=0.12"
     box = FancyBboxPatch((x, y), width, height, boxstyle=style, lw=1.6, ec=colour, fc="white")
@@ -24,7 +24,7 @@ def _box(axes, x: float, y: float, width: float, height: float, colour: str, *li
         axes.text(x + width / 2, top - step * index, line, ha="center", va="center", fontsize=10)
 
 
-def _arrow(axes, start, end, text: str, place, colour: str = _GREY) -> None:
+def arrow(axes, start, end, text: str, place, colour: str = GREY) -> None:
     axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "lw": 1.6, "color": colour})
     axes.text(*place, text, ha="center", va="center", fontsize=9.5, color=colour)
 
@@ -36,33 +36,33 @@ def draw(target: pathlib.Path) -> None:
     axes.set_xlim(0, 10)
     axes.set_ylim(0, 4.1)
     axes.axis("off")
-    _box(axes, 3.55, 2.75, 2.9, 1.15, _BLUE, "forward", "one model function,", "one FP8 quantiser")
-    _box(
+    box(axes, 3.55, 2.75, 2.9, 1.15, BLUE, "forward", "one model function,", "one FP8 quantiser")
+    box(
         axes,
         0.2,
         0.45,
         2.9,
         1.15,
-        _ORANGE,
+        ORANGE,
         "sampler",
         "prefill and decode;",
         "records log p of each token",
     )
-    _box(
+    box(
         axes,
         6.9,
         0.45,
         2.9,
         1.15,
-        _ORANGE,
+        ORANGE,
         "learner",
         "GRPO train step;",
         "computes log p of each token",
     )
-    _arrow(axes, (2.2, 1.68), (3.7, 2.7), "calls", (2.6, 2.35))
-    _arrow(axes, (7.8, 1.68), (6.3, 2.7), "calls", (7.4, 2.35))
-    _arrow(axes, (3.15, 1.3), (6.85, 1.3), "responses, log p", (5.0, 1.47))
-    _arrow(axes, (6.85, 0.75), (3.15, 0.75), "refit: quantised weights", (5.0, 0.92))
+    arrow(axes, (2.2, 1.68), (3.7, 2.7), "calls", (2.6, 2.35))
+    arrow(axes, (7.8, 1.68), (6.3, 2.7), "calls", (7.4, 2.35))
+    arrow(axes, (3.15, 1.3), (6.85, 1.3), "responses, log p", (5.0, 1.47))
+    arrow(axes, (6.85, 0.75), (3.15, 0.75), "refit: quantised weights", (5.0, 0.92))
     axes.text(
         5.0, 0.18, "difference of the two log p: exactly 0", ha="center", fontsize=11, weight="bold"
     )
