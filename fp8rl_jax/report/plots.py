@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -48,7 +49,7 @@ class Panel(NamedTuple):
     """A plot: its title, its image in base64, and its legend."""
 
     title: str
-    svg: str
+    svg: Markup
     legend: list[Mark]
 
 
@@ -62,7 +63,8 @@ def draw_panel(
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     legend = [Mark(*mark(i), label) for i, label in enumerate(labels)]
-    return Panel(title, base64.b64encode(buffer.getvalue()).decode("ascii"), legend)
+    image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # not to be cut
+    return Panel(title, image, legend)
 
 
 def mark(index: int) -> tuple[str, str]:
@@ -90,9 +92,8 @@ def lines_panel(
         return None
     labels = []
     for label, _, values in lines:
-        drawn = len(thinned(values))
-        few = f" ({drawn:,} of {len(values):,} points drawn)" if drawn < len(values) else ""
-        labels.append(label[:_LONGEST_LABEL] + _zeros(values) * symlog + few)
+        zeros = _zeros(values) * symlog
+        labels.append(label[:_LONGEST_LABEL] + zeros + left_out(values, thinned(values)))
 
     def draw(ax: Axes) -> None:
         for i, (_, steps, values) in enumerate(lines):
@@ -123,6 +124,12 @@ def thinned(values: np.ndarray) -> np.ndarray:
     groups = np.array_split(np.arange(len(values)), _MOST_POINTS // 2)
     low, high = (np.where(np.isnan(values), x, values) for x in (np.inf, -np.inf))
     return np.unique([g[i] for g in groups for i in (low[g].argmin(), high[g].argmax())])
+
+
+def left_out(values: np.ndarray, kept: np.ndarray) -> str:
+    """How many of the values are drawn, where it is not all of them."""
+    few = f" ({len(kept):,} of {len(values):,} points drawn)"
+    return few if len(kept) < len(values) else ""
 
 
 def drawable(values: np.ndarray) -> np.ndarray:

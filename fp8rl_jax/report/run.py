@@ -31,6 +31,7 @@ from fp8rl_jax.report.plots import (
     Panel,
     draw_panel,
     drawable,
+    left_out,
     lines_panel,
     mark,
     thinned,
@@ -108,20 +109,21 @@ _COMPARED = (  # title of a plot, source, metric
 )
 
 
-def _panels(rows: list[dict], panels: Sequence[tuple[str, ...]], title: str) -> list[Panel]:
+def _panels(section: str, rows: list[dict], panels: Sequence[tuple[str, ...]]) -> list[Panel]:
     """A panel per (title, metric, ...), a line per recorded metric."""
     data, recorded = [], keys_with(rows, "")
-    for name, *patterns in panels:
+    for title, *patterns in panels:
         keys = [key for pattern in patterns for key in fnmatch.filter(recorded, pattern)]
         lines = [(key.rsplit("/", 1)[-1], *series(rows, key)) for key in keys[:MOST_LINES]]
-        data.append((name, lines))
+        data.append((title, lines))
     limits: tuple[float | None, float | None] = (None, None)
-    every = [drawable(values) for _, lines in data for _, _, values in lines]
-    if title == "Held-out accuracy" and every and np.isfinite(all_ := np.concatenate(every)).any():
-        low, high = float(np.nanmin(all_)), float(np.nanmax(all_))
-        margin = 0.05 * (high - low) or 0.05
-        limits = low - margin, high + margin
-    found = (lines_panel(*each, symlog=title in _SYMLOG, limits=limits) for each in data)
+    if section == "Held-out accuracy":  # SFT and RL share a scale
+        values = np.array([value for _, lines in data for line in lines for value in line[2]])
+        values = values[np.isfinite(drawable(values))]
+        if values.size:
+            margin = 0.05 * float(np.ptp(values)) or 0.05
+            limits = float(values.min()) - margin, float(values.max()) + margin
+    found = (lines_panel(*each, symlog=section in _SYMLOG, limits=limits) for each in data)
     return [panel for panel in found if panel]
 
 
@@ -151,6 +153,7 @@ def _time_panels(rows: list[dict]) -> list[Panel]:
         ax.set_xlabel("step")
 
     title = "Seconds per step, by phase" + ", without the first" * (len(rows) > 1)
+    title += left_out(steps, kept)
     rates = [(side, *series(rows, f"tokens_per_s_{side}")) for side in ("rollout", "learner")]
     rate = lines_panel("Tokens per second", rates, limits=(0, None))
     return [draw_panel(title, draw, phases), *([rate] if rate else [])]
@@ -219,6 +222,8 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     """Plots with a line per run, a table of figures with a row per run, and one of the fields of
     the configuration that differ with a column per run."""
     names, rows = [run.path.resolve().name for run in runs], []
+    if len(set(names)) < len(names):
+        names = [str(run.path) for run in runs]
     for run, name in zip(runs, names, strict=True):
         s = summarise_files(run)
         accuracy = [share(s[kind]["last"]) for kind in ("greedy", "sampled")]
@@ -231,7 +236,10 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     panels = (
         lines_panel(
             title,
-            [(name, *series(rows[source], metric)) for name, rows in zip(names, drawn)],  # noqa: B905
+            [
+                (name, *series(found[source], metric))
+                for name, found in zip(names, drawn, strict=False)
+            ],
             symlog=source == "drift",
         )
         for title, source, metric in _COMPARED
@@ -245,6 +253,7 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
         "head": head.split(";"),
         "rows": rows,
         "fields": ["Field", *names],
+        "differing": len(differences),
         "differences": differences[:_MOST_FIELDS],
     }
 
@@ -310,7 +319,7 @@ def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
     rows = _rows(run)
     for title, (source, caption, *names) in _PLOTS.items():
         timed = source == "time"
-        panels = _time_panels(run.metrics) if timed else _panels(rows[source], names, title)
+        panels = _time_panels(run.metrics) if timed else _panels(title, rows[source], names)
         if title == "Held-out accuracy" and (s["questions"] or 0) > 0:
             error = f"{50 / math.sqrt(s['questions']):.1f} points"
             caption += f" With {s['questions']:,} questions one standard error is at most {error}."

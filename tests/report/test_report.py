@@ -392,7 +392,7 @@ def test_comparison(tmp_path):
     mixed = _make(tmp_path / "mixed", config=_recipes("fp8", "bf16"), metrics=mixed)
     path = report.write_report(_make(tmp_path / "run"), [base, mixed])
     page = _read(path)
-    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in page.split("<tr>")]
+    rows = [re.findall(r"<td.*?>(?:<pre>)?(.*?)<", row) for row in page.split("<tr>")]
     assert ["bf16 rollout, bf16 learner (base)", "0.5", "1"] in [row[:3] for row in rows]
     assert ["fp8_blockwise rollout, fp8_blockwise learner (run)", "2"] in [row[:2] for row in rows]
     assert "FP8 is emulated" in page
@@ -479,6 +479,15 @@ def test_imports_are_light(module):
         "fp8rl_jax.base.errors", "fp8rl_jax.base.json_file", "fp8rl_jax.base.whole_file",
     }  # fmt: skip
     assert "matplotlib.pyplot" not in names
+
+
+def test_a_large_image_is_in_the_page_whole():
+    """Texts of a page are cut, images are not."""
+    values = np.random.default_rng(0).normal(size=(4, 2000))
+    panel = plots.lines_panel("x", [("loss", np.arange(2000), row) for row in values])
+    assert len(panel.svg) > 100_000
+    macros = report.html._TEMPLATES.get_template("parts.html").module
+    assert f'base64,{panel.svg}"' in macros.plots([panel], "")
 
 
 _HOSTILE = "</svg><script>alert(1)</script>--><b>\u202e]]>&x;$\\frac{$"
