@@ -45,7 +45,7 @@ def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
 
 def _section(result: dict) -> Markup:
     verdict = result["verdict"]
-    plotted = [(_of_tokens(result), "Lengths are those from which on a group of them begins.")]
+    plotted = [(_of_tokens(result), "Each length is the shortest of its group.")]
     if result.get("by_operation"):
         caption = (
             "First: operations that give other results from equal inputs, and what each adds. "
@@ -155,7 +155,7 @@ def _of_values(operations: list[dict]) -> Panel:
 
     def draw(ax: Axes) -> None:
         norm = LogNorm(min(low, high), max(low, high))
-        image = ax.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="none")
+        image = ax.imshow(grid, aspect="auto", cmap="viridis_r", norm=norm, interpolation="none")
         ax.set_yticks(range(len(names)), map(label_text, names))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("layer")
