@@ -50,26 +50,26 @@ class Panel(NamedTuple):
 
     title: str
     svg: Markup
-    legend: list[Mark]
+    legend: Sequence[Mark]
 
 
 def draw_panel(
-    title: str, draw: Callable[[Axes], None], labels: Sequence[str] = (), height: float = 2.6
+    title: str, draw: Callable[[Axes], None], legend: Sequence[Mark] = (), height: float = 2.6
 ) -> Panel:
-    """A panel of 4.2 inches by `height` in which `draw` has drawn; labels by index of a line."""
+    """A panel of 4.2 inches by `height` in which `draw` has drawn."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.2, height), layout="constrained")
         draw(figure.add_subplot())
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    legend = [Mark(*mark(i), label) for i, label in enumerate(labels)]
     image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # not to be cut
     return Panel(title, image, legend)
 
 
-def mark(index: int) -> tuple[str, str]:
-    """Colour and dash of the `index`-th line."""
-    return COLOURS[index % len(COLOURS)], _DASHES[index // len(COLOURS) % len(_DASHES)]
+def mark(index: int, label: str = "") -> Mark:
+    """The `index`-th line's row of a legend."""
+    dash = _DASHES[index // len(COLOURS) % len(_DASHES)]
+    return Mark(COLOURS[index % len(COLOURS)], dash, label[:_LONGEST_LABEL])
 
 
 def lines_panel(
@@ -81,40 +81,42 @@ def lines_panel(
 ) -> Panel | None:
     """A panel with those of the lines that have a finite value; None if there is none.
 
+    The i-th line has the same colour and dash in every panel.
+
     Args:
       x: what the lines run over.
       symlog: the scale is linear near 0 and logarithmic above; the legend counts the zeros.
       limits: of the values; None where the lines decide.
     """
-    lines = [(label, steps, drawable(values)) for label, steps, values in lines]
-    lines = [line for line in lines if np.isfinite(line[2]).any()][:MOST_LINES]
-    if not lines:
+    every = [(mark(i, line[0]), line[1], drawable(line[2])) for i, line in enumerate(lines)]
+    shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
+    if not shown:
         return None
-    labels = []
-    for label, _, values in lines:
-        zeros = _zeros(values) * symlog
-        labels.append(label[:_LONGEST_LABEL] + zeros + left_out(values, thinned(values)))
+    legend = []
+    for row, _, values in shown:
+        more = _zeros(values) * symlog + left_out(values, thinned(values))
+        legend.append(row._replace(label=row.label + more))
 
     def draw(ax: Axes) -> None:
-        for i, (_, steps, values) in enumerate(lines):
-            colour, dash = mark(i)
+        for i, (row, steps, values) in enumerate(shown):
             # Lines that coincide at 0 show, and a run of one step.
-            width = 1.5 * (1 if values.any() else len(lines) - i)
-            marker, kept = "o" if len(steps) <= 40 else None, thinned(values)
-            ax.plot(steps[kept], values[kept], color=colour, ls=dash, lw=width, marker=marker, ms=3)
+            style = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
+            style["marker"] = "o" if len(steps) <= 40 else None
+            kept = thinned(values)
+            ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
         ax.set_xlabel(x)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.set_ylim(*limits)
         if symlog:
-            every = np.concatenate([values for _, _, values in lines])
-            positive = every[np.isfinite(every) & (every > 0)]
+            values = np.concatenate([line[2] for line in shown])
+            positive = values[np.isfinite(values) & (values > 0)]
             low = 10 ** np.floor(np.log10(max(positive.min(), 1e-9))) if positive.size else 1e-6
             ax.set_yscale("symlog", linthresh=low)
             ax.set_ylim(-0.3 * low, 2 * max([low, *positive]))
         else:
             ax.yaxis.set_major_formatter("{x:.4g}")
 
-    return draw_panel(title, draw, labels)
+    return draw_panel(title, draw, legend)
 
 
 def thinned(values: np.ndarray) -> np.ndarray:

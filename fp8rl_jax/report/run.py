@@ -137,17 +137,14 @@ def _time_panels(rows: list[dict]) -> list[Panel]:
         return []
     shown = rows[1:] or rows  # the first step usually compiles
     steps = np.array([row.get("step", i) for i, row in enumerate(shown)], float)
-    stack = np.zeros((len(phases), len(shown)))
-    for name, seconds in zip(phases, stack, strict=True):
-        for i, row in enumerate(shown):
-            if isinstance(value := row.get(f"time_{name}"), int | float):
-                seconds[i] = value
-    stack = np.nan_to_num(drawable(stack))
-    kept = thinned(stack.sum(0))
+    found = ([row.get(f"time_{phase}") for row in shown] for phase in phases)
+    numbers = [[x if isinstance(x, int | float) else 0.0 for x in row] for row in found]
+    stack = np.nan_to_num(drawable(np.array(numbers, float)))
+    kept, legend = thinned(stack.sum(0)), [mark(i, phase) for i, phase in enumerate(phases)]
 
     def draw(ax: Axes) -> None:
         x = np.repeat(steps[kept], 2) + np.tile((-0.5, 0.5), len(kept))  # two edges per step
-        colours = [mark(i)[0] for i in range(len(phases))]
+        colours = [row.colour for row in legend]
         ax.stackplot(x, np.repeat(stack[:, kept], 2, axis=1), colors=colours, lw=0)
         ax.set_ylim(0, 1.05 * max(stack.sum(0).max(), 1e-9))
         ax.set_xlabel("step")
@@ -156,7 +153,7 @@ def _time_panels(rows: list[dict]) -> list[Panel]:
     title += left_out(steps, kept)
     rates = [(side, *series(rows, f"tokens_per_s_{side}")) for side in ("rollout", "learner")]
     rate = lines_panel("Tokens per second", rates, limits=(0, None))
-    return [draw_panel(title, draw, phases), *([rate] if rate else [])]
+    return [draw_panel(title, draw, legend), *([rate] if rate else [])]
 
 
 def _times(rows: list[dict]) -> list[tuple[str, str, str]]:

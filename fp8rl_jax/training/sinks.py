@@ -151,11 +151,12 @@ class MLflow:
 def _page(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first samples: prompt, response and answer, each cut after _LONGEST_TEXT characters, and
     reward (None if it was not scored)."""
-    return [
-        {name: _cut(str(sample.get(name, ""))) for name in _TEXTS}
-        | {"reward": sample.get("reward")}
-        for sample in samples[:_MOST_SAMPLES]
-    ]
+    page = []
+    for sample in samples[:_MOST_SAMPLES]:
+        texts = {name: _cut(str(sample.get(name, ""))) for name in _TEXTS}
+        reward = sample.get("reward")
+        page.append(texts | {"reward": reward if isinstance(reward, int | float) else None})
+    return page
 
 
 def _cut(text: str) -> str:

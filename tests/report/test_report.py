@@ -390,6 +390,7 @@ def test_comparison(tmp_path):
     base = _make(tmp_path / "base", config=_recipes("bf16", "bf16"), metrics=fast)
     mixed = [_metrics(i, drift=0.01) for i in range(1, _STEPS + 1)]
     mixed = _make(tmp_path / "mixed", config=_recipes("fp8", "bf16"), metrics=mixed)
+    (base / "eval.jsonl").unlink()
     path = report.write_report(_make(tmp_path / "run"), [base, mixed])
     page = _read(path)
     rows = [re.findall(r"<td.*?>(?:<pre>)?(.*?)<", row) for row in page.split("<tr>")]
@@ -406,10 +407,12 @@ def test_comparison(tmp_path):
     exact, names = ": exactly 0 at all 12 steps", ["run", "base", "mixed"]
     assert _plots(path)["Comparison"] == {
         "Reward": names,
-        "Accuracy, greedy": names,
-        "Accuracy, sampled": names,
+        "Accuracy, greedy": ["run", "mixed"],
+        "Accuracy, sampled": ["run", "mixed"],
         "|Δlogp| of a token, nats: maximum": [f"run{exact}", f"base{exact}", "mixed"],
     }
+    of_mixed = re.findall(r'border-color:(#\w+)"></i>mixed<', page)
+    assert len(of_mixed) == 4 and len(set(of_mixed)) == 1, "a run has one colour"
 
 
 def _drawn_lines(monkeypatch):
