@@ -55,6 +55,8 @@ class Display:
             name, total=total, completed=completed, status="", left=""
         )
         self._name, self._total = name, total
+        if completed < total:
+            self.note(f"{name}: {total} steps; the first one compiles, which takes up to a minute")
         self._ended = time.perf_counter()
         self._durations.clear()
 
@@ -63,9 +65,9 @@ class Display:
         now = time.perf_counter()
         self._durations.append(now - self._ended)
         self._ended = now
-        # A median: a step that compiles says nothing of the others.
-        left = statistics.median(self._durations) * (self._total - step)
-        text = f"left {datetime.timedelta(seconds=round(left))}"
+        # A median: a step that compiles says nothing of the others, as the first one does.
+        left = statistics.median_low(self._durations) * (self._total - step)
+        text = f"left {datetime.timedelta(seconds=round(left))}" if len(self._durations) > 1 else ""
         self._progress.update(self._task, completed=step, status=status, left=text)
         last = step == self._total
         if not self._live and (now - self._last_line > _PLAIN_SECONDS or last):
