@@ -190,9 +190,9 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
     write = RunLogs.write
 
     def run(resume, name=None, step=None, event=None):
-        def interrupted(self, log, record):
-            write(self, log, record)
-            if (log, record["step"]) == (name, step):
+        def interrupted(self, log, *records):
+            write(self, log, *records)
+            if (name, step) in [(log, record["step"]) for record in records]:
                 event()
 
         monkeypatch.setattr(RunLogs, "write", interrupted)
@@ -253,6 +253,9 @@ class _DyingLogger:
     def write(self, phase, numbers, step):
         if phase == "rl" and step >= 3:
             raise ConnectionError("the service is away")
+
+    def samples(self, phase, rows, step):
+        pass
 
     def close(self):
         raise ConnectionError("the service is away")
