@@ -98,6 +98,7 @@ def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device has the array."""
     return NamedSharding(mesh, PartitionSpec())
 
 

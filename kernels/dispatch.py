@@ -24,6 +24,7 @@ from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
+# Values of `implementation` of the functions below.
 IMPLEMENTATIONS = ("auto", "reference", "exact", "triton", "mosaic")
 
 

@@ -1,9 +1,18 @@
-"""The examples of the documents run, and the documents name what there is."""
+"""Examples of the documents and of docstrings run, the documents name what there is, links lead
+somewhere, the reference is complete, and the site builds."""
 
 from __future__ import annotations
 
+import configparser
+import datetime
+import doctest
+import importlib
+import inspect
 import pathlib
 import re
+import subprocess
+import sys
+import tomllib
 
 import ema_policy
 import jax
@@ -11,13 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.config import FIELDS
+from fp8rl_jax.cli.main import COMMANDS
+from fp8rl_jax.config import FIELDS, all_fields
 from fp8rl_jax.quant import recipe_names
 from fp8rl_jax.quant.scaling import check_policy
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_PAGES = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")]
-_TEXT = (_ROOT / "docs" / "recipes.md").read_text()
+_DOCS = _ROOT / "docs"
+_PAGES = [
+    *_ROOT.glob("*.md"),
+    *(path for path in _DOCS.rglob("*.md") if "_build" not in path.parts),
+]
+_TEXT = (_DOCS / "recipes.md").read_text()
 
 
 def _examples(text: str) -> list[str]:
@@ -150,10 +164,9 @@ def test_tables_name_what_there_is():
 
 def test_documents_name_files_and_tests_that_exist():
     """Paths are from the root, the package or the tests; a bare name is unique enough to find."""
-    root = _ROOT
-    bases = (root, root / "fp8rl_jax", root / "tests", root / "tests" / "kernels")
+    bases = (_ROOT, _ROOT / "fp8rl_jax", _ROOT / "tests", _ROOT / "tests" / "kernels")
     folders = [
-        root / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
+        _ROOT / name for name in ("fp8rl_jax", "kernels", "tests", "docs", "configs", "launch")
     ]
     names = {path.name for folder in folders for path in folder.rglob("*.*")}
     missing = []
@@ -171,3 +184,99 @@ def test_documents_name_files_and_tests_that_exist():
             if not known or (test and f"def {test}(" not in files[0].read_text()):
                 missing.append(f"{page.name}: {path} {test}")
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """{page of the reference: its Markdown with what is generated from the code}."""
+    sys.path.insert(0, str(_DOCS / "_ext"))
+    try:
+        generate = importlib.import_module("generated").generate
+        yield {page: generate(page.read_text()) for page in _DOCS.glob("reference/**/*.md")}
+    finally:
+        sys.path.remove(str(_DOCS / "_ext"))
+
+
+def test_reference_has_every_public_name_with_a_docstring(generated):
+    """The public surface is what mypy checks whole (setup.cfg), with kernels and report."""
+    api = importlib.import_module("api")
+    settings = configparser.ConfigParser()
+    settings.read(_ROOT / "setup.cfg")
+    public = [settings["mypy"][key].replace(" ", "").split(",") for key in ("packages", "modules")]
+    pages = "\n".join(generated.values())
+    for package in [*public[0], *public[1], "fp8rl_jax.kernels", "fp8rl_jax.report"]:
+        module = importlib.import_module(package)
+        assert inspect.getdoc(module), package
+        for name in api.public_names(package):
+            value = getattr(module, name)
+            if api.is_constant(value):
+                assert f"`{name}`" in pages and api.comment(package, name), f"{package}.{name}"
+            else:
+                text = inspect.getdoc(value) or ""
+                assert f":: {package}.{name}\n" in pages, f"{package}.{name}"
+                assert text and not text.startswith(f"{name}("), f"{package}.{name}: no docstring"
+
+
+def test_reference_has_every_field_command_and_result(generated):
+    pages = {page.stem: text for page, text in generated.items()}
+    for name, field in all_fields().items():
+        assert f"`{name}`" in pages["configuration"], name
+        assert all(repr(choice) in pages["configuration"] for choice in field.choices), name
+    for name in COMMANDS:
+        assert f"## fp8rl {name}\n" in pages["commands"], name
+    assert "`--fail-above` `X`" in pages["commands"]
+    assert "`train_rollout_logprob_abs_diff_max`" in pages["metrics"]
+    assert "`bash launch/cpu_zoo.sh`" in pages["measurements"]
+
+
+def test_results_are_complete_and_name_what_there_is():
+    """docs/results.toml; whether a result is old is for docs/scripts/stale_results.py to say."""
+    for result in tomllib.loads((_DOCS / "results.toml").read_text())["result"]:
+        name, command = result["name"], result["command"].split()
+        assert set(result) == {
+            "name", "page", "command", "measures", "commit", "cpu", "jax", "date"
+        }, name  # fmt: skip
+        assert all(result.values()), name
+        assert re.fullmatch("[0-9a-f]{7}|not recorded", result["commit"]), name
+        if result["date"] != "not recorded":
+            datetime.date.fromisoformat(result["date"])
+        for path in ("docs/" + result["page"], *result["measures"]):
+            assert (_ROOT / path).is_file(), f"{name}: {path}"
+        if command[0] == "fp8rl":
+            assert command[1] in COMMANDS or " ".join(command[1:3]) in COMMANDS, name
+        files = [word for word in command if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
+        assert files or command[0] == "fp8rl", name
+        assert all((_ROOT / file).is_file() for file in files), name
+
+
+_WITH_EXAMPLES = [
+    path
+    for folder in ("fp8rl_jax", "kernels")
+    for path in sorted((_ROOT / folder).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", _WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_of_docstrings(path):
+    parts = path.relative_to(_ROOT).with_suffix("").parts
+    module = importlib.import_module(
+        ".".join(parts if parts[0] == "fp8rl_jax" else ("fp8rl_jax", *parts))
+    )
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
+
+
+@pytest.mark.slow
+def test_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    for package in ("sphinx", "furo", "myst_nb", "sphinx_copybutton"):
+        pytest.importorskip(package, reason="extra [docs] is not installed")
+    sphinx = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run([*sphinx, _DOCS, tmp_path], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(_PAGES) - 3  # README, CHANGELOG and CONTRIBUTING are no pages
+    for page in pages:
+        remote = r"<(?:script|img|iframe)[^>]* src=.https?:|<link[^>]*stylesheet[^>]*href=.https?:"
+        assert not re.search(remote, page.read_text()), page
+    assert "saturated" in (tmp_path / "searchindex.js").read_text()

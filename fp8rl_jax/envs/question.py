@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SPLITS = ("sft", "train", "eval")
+SPLITS = ("sft", "train", "eval")  # demonstrations, questions of RL, held-out questions
 _SFT_SHARE = 0.3  # of all questions
 
 
@@ -62,7 +62,12 @@ class Question:
 
 
 def split_of(text: str, eval_fraction: float = 0.1) -> str:
-    """'eval' for this share of all texts, 'sft' for three tenths, 'train' for the rest."""
+    """'eval' for this share of all texts, 'sft' for three tenths, 'train' for the rest.
+
+    Example:
+      >>> {split_of("What is 7 + 9?") for _ in range(3)}
+      {'train'}
+    """
     digest = hashlib.sha256(text.encode()).digest()
     place = (digest[0] % 10 + int.from_bytes(digest[1:5]) / 2**32) / 10
     if place < eval_fraction:

@@ -31,7 +31,7 @@ ANSWER_KEYS = (
     _VERL_ANSWER, "answer", "solution", "target", "ground_truth", "label", "output", "completion",
     "response",
 )  # fmt: skip
-NO_ANSWER = "-"
+NO_ANSWER = "-"  # the value of env.answer_key for rows without an answer
 _TOOLS = "tools"
 _VERL_COLUMNS = ("data_source", "ability", "reward_model", "extra_info")  # no part of a prompt
 _MARK = "####"

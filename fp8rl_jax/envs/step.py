@@ -39,7 +39,7 @@ class Step(NamedTuple):
     done: bool = False
 
 
-StepFunction = Callable[[Any, str, Mapping[str, Any]], Step]  # (state, reply, row)
+StepFunction = Callable[[Any, str, Mapping[str, Any]], Step]  # (state, reply, row) -> step
 
 
 def one_reply(question: Question, terms: Sequence[Term]) -> StepFunction:

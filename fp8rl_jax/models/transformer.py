@@ -45,7 +45,7 @@ from fp8rl_jax.quant import (
 )
 from fp8rl_jax.quant.varying import share
 
-REMAT = ("none", "full")
+REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 
 

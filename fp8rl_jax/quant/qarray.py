@@ -131,6 +131,11 @@ def quantize(
 
     Raises:
       ValueError: block_shape has more axes than `x`, or a size below 1 other than -1.
+
+    Example:
+      >>> x = quantize(jnp.ones((4, 256)), block_shape=(1, 128))
+      >>> x.qvalue.dtype, x.scale.shape
+      (dtype(float8_e4m3fn), (4, 2))
     """
     policy = scaling.dynamic()
     policy = scaling.power_of_two(policy) if power_of_two else policy

@@ -182,6 +182,11 @@ def get_scaling_policy(text: str) -> ScalingPolicy:
 
     Raises:
       UserError: there is no such policy, or the function fails.
+
+    Example:
+      >>> policy = get_scaling_policy("power_of_two(static(amax=8.0))")
+      >>> float(policy.scale(policy.init(()), jnp.float32(5.0), fp8_max=448.0))  # from 448 / 8
+      32.0
     """
     if ":" in text and "(" not in text:
         return _load(text)

@@ -80,6 +80,7 @@ class StackedLayer:
         return self.stack.ndim - 1
 
 
+# What a linear layer takes as its weight.
 Weight = jax.Array | QArray | BoundWeight | StackedLayer
 
 

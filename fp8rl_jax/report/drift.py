@@ -6,35 +6,29 @@ import os
 import pathlib
 
 import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
-from fp8rl_jax.report.html import (
-    COLOURS,
-    draw_line,
-    figure_html,
-    label_text,
-    panels_of,
-    table_html,
-    text_html,
-    write_page,
-)
+from fp8rl_jax.report.html import render, write_page
+from fp8rl_jax.report.plots import COLOURS, Panel, draw_panel, label_text, lines_panel
 from fp8rl_jax.report.summary import number, share
 from fp8rl_jax.report.verdicts import LONGEST, NAME
 
 _MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
 
 
-def drift_section(directory: pathlib.Path) -> str:
+def drift_section(directory: pathlib.Path) -> Markup:
     """The section for `directory`/drift.json; empty where there is none.
 
     Raises:
       UserError: the file is damaged.
     """
     if not os.path.isfile(directory / NAME):
-        return ""
+        return Markup()
     try:
         return _section(read_json(directory / NAME, LONGEST))
     except OSError as error:
@@ -49,37 +43,33 @@ def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
     return write_page(directory / "drift.html", title, drift_section(directory))
 
 
-def _section(result: dict) -> str:
-    verdict, head = result["verdict"], result["headline"]
-    parts = [
-        f"<p>{text_html(_of_step(found))}</p><p>{text_html(found['sentence'])}</p>"
-        for found in result.get("earlier", [])
-    ]
-    advice = f"What to do: {verdict['advice']}."
-    parts += [
-        f"<p>{text_html(_of_step(result))}</p>"
-        f'<p class="lead">{text_html(verdict["sentence"])}</p><p>{text_html(advice)}</p>',
-        table_html(("Figure", "Value"), headline(head, result["logits"])),
-        figure_html(_plot_tokens(result), "Drift by place in the response, by length, and by row."),
-    ]
+def _section(result: dict) -> Markup:
+    verdict = result["verdict"]
+    plotted = [(_of_tokens(result), "Each length is the shortest of its group.")]
     if result.get("by_operation"):
         caption = (
-            "Left: operations that give other results from equal inputs, and what each adds. "
-            "Right: what is left of the drift with the rollout's values in one layer."
+            "First: operations that give other results from equal inputs, and what each adds. "
+            "Second: what is left of the drift with the rollout's values in one layer; dashed: "
+            "without them."
         )
-        parts.append(figure_html(_plot_causes(result), caption))
+        plotted.append((_of_causes(result), caption))
     if any(row["differ"] for row in result["operations"]):
         caption = "Relative difference of every value, from the first layer to the last."
-        parts.append(figure_html(_plot_values(result["operations"]), caption))
-    if result["worst"]:
-        rows = [
+        plotted.append(([_of_values(result["operations"])], caption))
+    return render(
+        "drift.html",
+        earlier=[(_of_step(found), found["sentence"]) for found in result.get("earlier", [])],
+        of_step=_of_step(result),
+        sentence=verdict["sentence"],
+        advice=verdict["advice"],
+        figures=headline(result["headline"], result["logits"]),
+        plotted=plotted,
+        worst=[
             (w["before"], w["token"], w["row"], w["slot"], f"{w['rollout_logp']:.3f}",
              f"{w['difference']:+.3g}")
             for w in result["worst"]
-        ]  # fmt: skip
-        titles = ("After", "Token", "Row", "Slot", "Log-prob of the rollout", "Difference")
-        parts.append(table_html(titles, rows, "", "<pre>{}</pre>"))
-    return "".join(parts)
+        ],
+    )  # fmt: skip
 
 
 def _of_step(result: dict) -> str:
@@ -111,43 +101,47 @@ def exact(value: float) -> str:
     return "0 exactly" if value == 0 else f"{value:.3g}"
 
 
-def _plot_tokens(result: dict) -> Figure:
-    figure, axes = panels_of(3, 3.0)
+def _of_tokens(result: dict) -> list[Panel]:
     panels = (
-        ("by_slot", "slot", "Response slot"),
-        ("by_length", "from", "Length of the sequence, from"),
-        ("by_row", "row", "Row of the batch"),
+        ("by_slot", "slot", "slot of the response"),
+        ("by_length", "from", "length of the sequence"),
+        ("by_row", "row", "row of the batch"),
     )
-    for ax, (key, x, label) in zip(axes, panels, strict=True):
-        rows = result[key]
-        for index, statistic in enumerate(("max", "mean")):
-            values = np.array([row[statistic] for row in rows])
-            steps = np.array([row[x] for row in rows])
-            draw_line(ax, steps, values, index, label=statistic)
-        ax.set_xlabel(label)
-        ax.set_title("|Δlogp|, nats", loc="left", fontsize=10.5)
-        ax.legend(framealpha=0.8, edgecolor="none", fontsize=8)
-    return figure
+    found = []
+    for key, x, label in panels:
+        places = np.array([row[x] for row in result[key]])
+        lines = [
+            (statistic, places, np.array([row[statistic] for row in result[key]]))
+            for statistic in ("max", "mean")
+        ]
+        found.append(lines_panel(f"|Δlogp|, nats, by {label}", lines, label))
+    return [panel for panel in found if panel]
 
 
-def _plot_causes(result: dict) -> Figure:
-    figure, (left, right) = panels_of(2, 4.2)
-    found = result["by_operation"][:12][::-1]
-    left.barh(
-        [label_text(row["op"]) for row in found], [row["adds"] for row in found], color=COLOURS[0]
-    )
-    left.tick_params(labelsize=8)
-    left.set_xlabel("adds to mean |Δlogp|")
-    layers = result["by_layer"]
-    right.bar([row["layer"] for row in layers], [row["left"] for row in layers], color=COLOURS[1])
-    right.axhline(result["drift_without_swaps"], color="#444444", lw=1.1, ls="--")
-    right.set_xlabel("layer")
-    right.set_title("mean |Δlogp| left; dashed: no swap", loc="left", fontsize=10.5)
-    return figure
+def _of_causes(result: dict) -> list[Panel]:
+    found, layers = result["by_operation"][:12][::-1], result["by_layer"]
+
+    def adds(ax: Axes) -> None:
+        names = [label_text(row["op"]) for row in found]
+        ax.barh(names, [row["adds"] for row in found], color=COLOURS[0])
+        ax.grid(False, axis="y")
+        ax.set_xlabel("adds to mean |Δlogp|")
+
+    def left(ax: Axes) -> None:
+        heights = [row["left"] for row in layers]
+        ax.bar([row["layer"] for row in layers], heights, color=COLOURS[1])
+        ax.axhline(result["drift_without_swaps"], color="#444444", lw=1.1, ls="--")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("layer")
+
+    return [
+        draw_panel("What an operation adds", adds),
+        draw_panel("Mean |Δlogp| that is left", left),
+    ]
 
 
-def _plot_values(operations: list[dict]) -> Figure:
-    """A map: operations from top to bottom, layers from left to right; white is bit-equal."""
+def _of_values(operations: list[dict]) -> Panel:
+    """A map: operations from top to bottom, layers from left to right; blank is bit-equal."""
     rows = [row for row in operations if row["layer"] is not None]
     names = list(dict.fromkeys(row["op"] for row in rows))
     layers = max(row["layer"] for row in rows) + 1
@@ -157,12 +151,16 @@ def _plot_values(operations: list[dict]) -> Figure:
     for row in rows:
         if row["differ"]:
             grid[names.index(row["op"]), row["layer"]] = row["relative"] or np.nan
-    figure, (ax,) = panels_of(1, 0.24 * len(names) + 1.2)
     low, high = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
-    norm = LogNorm(min(low, high), max(low, high))
-    image = ax.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="none")
-    ax.set_yticks(range(len(names)), map(label_text, names), fontsize=8)
-    ax.set_xlabel("layer")
-    ax.grid(False)
-    figure.colorbar(image, ax=ax, label="relative difference (white: equal bits)")
-    return figure
+
+    def draw(ax: Axes) -> None:
+        norm = LogNorm(min(low, high), max(low, high))
+        image = ax.imshow(grid, aspect="auto", cmap="viridis_r", norm=norm, interpolation="none")
+        ax.set_yticks(range(len(names)), map(label_text, names))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("layer")
+        ax.grid(False)
+        ax.figure.colorbar(image, ax=ax)
+
+    title = "Relative difference (blank: equal bits)"
+    return draw_panel(title, draw, height=0.17 * len(names) + 0.8)

@@ -17,24 +17,24 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.drift import drift_section
-from fp8rl_jax.report.html import (
-    COLOURS,
-    draw_line,
+from fp8rl_jax.report.html import render, write_page
+from fp8rl_jax.report.plots import (
+    MOST_LINES,
+    Panel,
+    draw_panel,
     drawable,
-    figure_html,
-    label_text,
-    panels_of,
-    table_html,
-    text_html,
-    write_page,
+    left_out,
+    lines_panel,
+    mark,
+    thinned,
 )
 from fp8rl_jax.report.summary import (
     DRIFT_MAX,
@@ -50,7 +50,6 @@ from fp8rl_jax.report.summary import (
     series,
     share,
     statistic,
-    steps_text,
     summarise_files,
     typical,
 )
@@ -58,12 +57,12 @@ from fp8rl_jax.report.summary import (
 _PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
 _NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12
-_MOST_LINES = 24  # of a plot
+_MOST_FIELDS = 200  # that differ between runs
 _LEARNING = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Learning rate", "lr"))
 # {heading: (rows, caption, (title of a plot, metric, ...), ...)}; a * stands for any ending.
 _PLOTS: dict[str, tuple] = {
     "Held-out accuracy": (
-        "eval", "Evaluations during SFT and RL.",
+        "eval", "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
         ("SFT", "sft/greedy", "sft/sampled"), ("RL", "rl/greedy", "rl/sampled"),
     ),
     "Reward": (
@@ -102,92 +101,72 @@ _PLOTS: dict[str, tuple] = {
 }  # fmt: skip
 _SYMLOG = ("Drift between rollout and learner", "FP8 health")
 _OPTIONAL = ("Experts", "Continuous batching")  # a dense model; a static rollout
-_LEGEND: dict[str, Any] = {"framealpha": 0.8, "edgecolor": "none"}
+_COMPARED = (  # title of a plot, source, metric
+    ("Reward", "rl", "running_mean"),
+    ("Accuracy, greedy", "eval", "rl/greedy"),
+    ("Accuracy, sampled", "eval", "rl/sampled"),
+    ("|Δlogp| of a token, nats: maximum", "drift", DRIFT_MAX),
+)
 
 
-def _plot(rows: list[dict], panels: Sequence[tuple[str, ...]], symlog: bool) -> Figure | None:
-    """A plot per (title, metric, ...), a line per recorded metric; None if there is none."""
-    data, recorded = {}, keys_with(rows, "")
+def _panels(section: str, rows: list[dict], panels: Sequence[tuple[str, ...]]) -> list[Panel]:
+    """A panel per (title, metric, ...), a line per recorded metric."""
+    data, recorded = [], keys_with(rows, "")
     for title, *patterns in panels:
         keys = [key for pattern in patterns for key in fnmatch.filter(recorded, pattern)]
-        found = ((key, *series(rows, key)) for key in keys[:_MOST_LINES])
-        lines = [(key, steps, drawable(values)) for key, steps, values in found]
-        if lines := [line for line in lines if np.isfinite(line[2]).any()]:
-            data[title] = lines
-    if not data:
-        return None
-    figure, axes = panels_of(len(data), 3.0 if len(data) < 4 else 2.6)
-    for ax, (title, lines) in zip(axes, data.items(), strict=True):
-        for i, (key, steps, values) in enumerate(lines):
-            width = 1.5 * (1 if values.any() else len(lines) - i)  # lines that coincide at 0 show
-            label = key.rsplit("/", 1)[-1]
-            draw_line(ax, steps, values, i, label=label + _zeros(values) * symlog, lw=width)
-        ax.set_title(title, loc="left", fontsize=10.5)
-        if symlog:
-            values = np.concatenate([x[2] for x in lines])
-            positive = values[np.isfinite(values) & (values > 0)]
-            low = 10 ** np.floor(np.log10(max(positive.min(), 1e-9))) if positive.size else 1e-6
-            ax.set_yscale("symlog", linthresh=low)
-            high = max([low, *positive])
-            ax.set_ylim(-0.3 * low, high * max(30, (high / low) ** 0.6))  # room for the legend
-        else:
-            ax.yaxis.set_major_formatter("{x:.4g}")
-        if symlog or len(lines) > 1:
-            ax.legend(**_LEGEND, fontsize=8, loc="upper right" if symlog else "best")
-    return figure
-
-
-def _zeros(values: np.ndarray) -> str:
-    zeros = int((values == 0).sum())
-    if zeros == len(values):
-        return f": exactly 0 at all {steps_text(zeros)}"
-    return f" (0 at {zeros:,} of {steps_text(len(values))})" if zeros else ""
+        lines = [(key.rsplit("/", 1)[-1], *series(rows, key)) for key in keys[:MOST_LINES]]
+        data.append((title, lines))
+    limits: tuple[float | None, float | None] = (None, None)
+    if section == "Held-out accuracy":  # SFT and RL share a scale
+        values = np.array([value for _, lines in data for line in lines for value in line[2]])
+        values = values[np.isfinite(drawable(values))]
+        if values.size:
+            margin = 0.05 * float(np.ptp(values)) or 0.05
+            limits = float(values.min()) - margin, float(values.max()) + margin
+    found = (lines_panel(*each, symlog=section in _SYMLOG, limits=limits) for each in data)
+    return [panel for panel in found if panel]
 
 
 def _phases(rows: list[dict]) -> list[str]:
     found = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
-    return ([p for p in _PHASES if p in found] + sorted(found - set(_PHASES)))[:_MOST_LINES]
+    return ([p for p in _PHASES if p in found] + sorted(found - set(_PHASES)))[:MOST_LINES]
 
 
-def _plot_time(rows: list[dict]) -> Figure | None:
+def _time_panels(rows: list[dict]) -> list[Panel]:
     if not (phases := _phases(rows)):
-        return None
-    figure, (ax, rate) = panels_of(2, 3.4)
+        return []
     shown = rows[1:] or rows  # the first step usually compiles
-    names = [f"time_{p}" for p in phases]
     steps = np.array([row.get("step", i) for i, row in enumerate(shown)], float)
-    stack = np.zeros((len(names), len(shown)))
-    for name, seconds in zip(names, stack, strict=True):
-        for i, row in enumerate(shown):
-            if isinstance(value := row.get(name), int | float):
-                seconds[i] = value
-    stack = np.nan_to_num(drawable(stack))
-    x = np.repeat(steps, 2) + np.tile((-0.5, 0.5), len(steps))  # a bar's two edges per step
-    ax.stackplot(
-        x,
-        np.repeat(stack, 2, axis=1),
-        labels=list(map(label_text, phases)),
-        colors=COLOURS,
-        alpha=0.85,
-        lw=0,
-    )
-    ax.set_ylim(0, 1.35 * max(stack.sum(0).max(), 1e-9))
-    for i, side in enumerate(("rollout", "learner")):
-        draw_line(rate, *series(rows, f"tokens_per_s_{side}"), i, label=side)
-    rate.set_ylim(0)
-    seconds = "Seconds per step, by phase" + ", without the first" * (len(rows) > 1)
-    for axis, text in ((ax, seconds), (rate, "Tokens per second")):
-        axis.set_title(text, loc="left", fontsize=10.5)
-        axis.legend(**_LEGEND, fontsize=8.5, ncols=2)
-    return figure
+    found = ([row.get(f"time_{phase}") for row in shown] for phase in phases)
+    numbers = [[x if isinstance(x, int | float) else 0.0 for x in row] for row in found]
+    stack = np.nan_to_num(drawable(np.array(numbers, float)))
+    kept, legend = thinned(stack.sum(0)), [mark(i, phase) for i, phase in enumerate(phases)]
+
+    def draw(ax: Axes) -> None:
+        x = np.repeat(steps[kept], 2) + np.tile((-0.5, 0.5), len(kept))  # two edges per step
+        colours = [row.colour for row in legend]
+        ax.stackplot(x, np.repeat(stack[:, kept], 2, axis=1), colors=colours, lw=0)
+        ax.set_ylim(0, 1.05 * max(stack.sum(0).max(), 1e-9))
+        ax.set_xlabel("step")
+
+    title = "Seconds per step, by phase" + ", without the first" * (len(rows) > 1)
+    title += left_out(steps, kept)
+    rates = [(side, *series(rows, f"tokens_per_s_{side}")) for side in ("rollout", "learner")]
+    rate = lines_panel("Tokens per second", rates, limits=(0, None))
+    return [draw_panel(title, draw, legend), *([rate] if rate else [])]
 
 
-def _time_table(rows: list[dict]) -> str:
-    cells = []
-    for phase in [*_phases(rows), "step"]:
-        first = statistic(series(rows[:1], f"time_{phase}")[1], np.max)
-        cells.append((phase, number(first), number(typical(rows, f"time_{phase}"))))
-    return table_html(("Phase", "First step, s", "Median of the others, s"), cells)
+def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
+    """(phase, first step, median of the others) as text."""
+    return [
+        (
+            phase,
+            number(statistic(series(rows[:1], f"time_{phase}")[1], np.max)),
+            number(typical(rows, f"time_{phase}")),
+        )
+        for phase in [*_phases(rows), "step"]
+        if rows
+    ]
 
 
 def _devices(run: RunFiles) -> str:
@@ -198,7 +177,7 @@ def _devices(run: RunFiles) -> str:
         return MISSING
 
 
-def _key_figures(run: RunFiles, s: dict) -> str:
+def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
     checks = f"{s['refit_checks'] - s['refit_failures']:,} of {s['refit_checks']:,} matched"
     first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
@@ -206,7 +185,7 @@ def _key_figures(run: RunFiles, s: dict) -> str:
         " → ".join(share(s[kind][when]) for when in ("sft_end", "last"))
         for kind in ("sampled", "greedy")
     )
-    rows = [
+    return [
         ("Accuracy, sampled: last of SFT → last of RL", sampled),
         ("Accuracy, greedy: last of SFT → last of RL", greedy),
         ("Best SFT accuracy, greedy", share(s["greedy"]["sft_best"])),
@@ -224,36 +203,65 @@ def _key_figures(run: RunFiles, s: dict) -> str:
         ("mismatch_kl", number(s["mismatch_kl"])),
         ("Refit checksums", checks if s["refit_checks"] else MISSING),
     ]
-    half = len(rows) // 2
-    return table_html((), [a + b for a, b in zip(rows[:half], rows[half:], strict=True)], "")
 
 
-def _samples(run: RunFiles) -> str:
+def _samples(run: RunFiles) -> dict[str, Any]:
+    """The samples of the last step that has some, and a sentence on what they are."""
     where = [(row.get("phase", "rl"), row.get("step")) for row in run.samples]
     rows = [row for row, w in zip(run.samples, where, strict=True) if w == where[-1]]
-    if not rows:
-        return figure_html(None, "")
-    keys, phase = ("prompt", "response", "answer", "reward"), where[-1][0]
+    keys = ("prompt", "response", "answer", "reward")
     shown = [[row.get(key, "") for key in keys] for row in rows[:_SAMPLES_SHOWN]]
-    step = f"{_NAMES.get(phase, phase)} step {where[-1][1]}"
-    text = f"{len(shown)} of the {len(rows)} samples of {step}."
-    table = table_html([key.capitalize() for key in keys], shown, "", "<pre>{}</pre>")
-    return f'<p class="soft">{text_html(text)}</p>{table}'
+    step = f"{_NAMES.get(where[-1][0], where[-1][0])} step {where[-1][1]}" if rows else ""
+    return {"samples": shown, "samples_of": f"{len(shown)} of the {len(rows)} samples of {step}."}
 
 
-def _comparison(runs: list[RunFiles]) -> str:
-    names = [run.path.resolve().name for run in runs]
-    figures, rows = [summarise_files(run) for run in runs], []
-    for run, name, s in zip(runs, names, figures, strict=True):
+def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
+    """Plots with a line per run, a table of figures with a row per run, and one of the fields of
+    the configuration that differ with a column per run."""
+    names, rows = [run.path.resolve().name for run in runs], []
+    if len(set(names)) < len(names):
+        names = [str(run.path) for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        s = summarise_files(run)
         accuracy = [share(s[kind]["last"]) for kind in ("greedy", "sampled")]
         drift = (drift_text(s), near_one(s["token_mult_prob_error"]))
         times = [number(s[key]) for key in TYPICAL[1:]]
         rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
     head = "Run;Rollout, s;Learner, s;Rollout tokens/s;Learner tokens/s;Greedy;Sampled"
     head += ";Drift max;Token mult. prob. error"
-    text = "Times and rates are medians without the first step. On a CPU, FP8 is emulated in wider "
-    text += "types and is slower there than BF16: CPU times say nothing about FP8 hardware."
-    return table_html(head.split(";"), rows) + f"<p>{text}</p>"
+    drawn = [_rows(run) for run in runs[:MOST_LINES]]
+    panels = (
+        lines_panel(
+            title,
+            [
+                (name, *series(found[source], metric))
+                for name, found in zip(names, drawn, strict=False)
+            ],
+            symlog=source == "drift",
+        )
+        for title, source, metric in _COMPARED
+    )
+    configs = [dict(_fields(run.config)) for run in runs]
+    fields = sorted({field for config in configs for field in config} - {"run.dir"})
+    differences = [(field, *(config.get(field, "") for config in configs)) for field in fields]
+    differences = [row for row in differences if any(value != row[1] for value in row[2:])]
+    return {
+        "panels": [panel for panel in panels if panel],
+        "head": head.split(";"),
+        "rows": rows,
+        "fields": ["Field", *names],
+        "differing": len(differences),
+        "differences": differences[:_MOST_FIELDS],
+    }
+
+
+def _fields(config: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(section.field, value) of a configuration."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def write_report(
@@ -263,19 +271,22 @@ def write_report(
 
     Args:
       run_dir: directory of a run, finished or in progress; see `summarise` for its files.
-      compare: other run directories, which add a section with one row per run.
+      compare: other run directories, which add plots and tables of all the runs together.
 
     Raises:
       ValueError: a directory does not exist, or its config.json is missing or not an object.
     """
     run, others = load_run(run_dir), [load_run(path) for path in compare]
     s = summarise_files(run)
-    notes = "".join(f"<li>{text_html(note)}</li>" for note in s["notes"])
-    body = f'<p class="lead">{text_html(s["sentence"])}</p>'
-    body += f'<ul class="notes">{notes}</ul>' if notes else ""
-    body += f"<p>{text_html(s['advice'])}</p>" if s["advice"] else ""
-    for title, content in _sections(run, others, s).items():
-        body += f"<h2>{title}</h2>{content}"
+    body = render(
+        "run.html",
+        summary=s,
+        key_figures=_key_figures(run, s),
+        sections=list(_sections(run, s)),
+        comparison=_comparison([run, *others]) if others else None,
+        config=json.dumps(run.config, indent=2, ensure_ascii=False),
+        **_samples(run),
+    )
     return write_page(run.path / "report.html", f"Run {run.path.resolve().name}", body)
 
 
@@ -289,33 +300,26 @@ def _rows(run: RunFiles) -> dict[str, list[dict]]:
     for row in drift:
         if isinstance(equal := row.get("logprob_equal_frac"), int | float):
             row["1 - logprob_equal_frac"] = 1 - equal
-    evaluations = [
-        {"step": row.get("step", i)}
-        | {f"{phase}/{kind}": row.get(f"accuracy_{kind}") for kind in ("greedy", "sampled")}
-        for phase in ("sft", "rl")
-        for i, row in enumerate(run.phase(phase))
-    ]
+    evaluations: list[dict] = []
+    of_sft, of_rl = run.phase("sft"), run.phase("rl")
+    if of_sft and of_rl and of_rl[0].get("step", 0) > 0:
+        of_rl = [of_sft[-1] | {"step": 0}, *of_rl]
+    for phase, found in (("sft", of_sft), ("rl", of_rl)):
+        for i, row in enumerate(found):
+            kinds = {f"{phase}/{k}": row.get(f"accuracy_{k}") for k in ("greedy", "sampled")}
+            evaluations.append({"step": row.get("step", i)} | kinds)
     return {"rl": rows, "sft": run.sft, "drift": drift, "eval": evaluations}
 
 
-def _sections(run: RunFiles, others: list[RunFiles], s: dict) -> dict[str, str]:
-    """{heading: what is below it}."""
-    sections, rows = {"Key figures": _key_figures(run, s)}, _rows(run)
-    for title, (source, caption, *panels) in _PLOTS.items():
-        if source == "time":
-            figure = _plot_time(run.metrics)
-        else:
-            figure = _plot(rows[source], panels, title in _SYMLOG)
+def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
+    """(heading, panels, caption, times of phases or None, analysis of drift or "")."""
+    rows = _rows(run)
+    for title, (source, caption, *names) in _PLOTS.items():
+        timed = source == "time"
+        panels = _time_panels(run.metrics) if timed else _panels(title, rows[source], names)
         if title == "Held-out accuracy" and (s["questions"] or 0) > 0:
             error = f"{50 / math.sqrt(s['questions']):.1f} points"
             caption += f" With {s['questions']:,} questions one standard error is at most {error}."
-        if figure is not None or title not in _OPTIONAL:
-            sections[title] = figure_html(figure, caption)
-    sections["Time"] += _time_table(run.metrics) if run.metrics else ""
-    sections["Drift between rollout and learner"] += drift_section(run.path)
-    if others:
-        sections["Comparison"] = _comparison([run, *others])
-    sections["Sample transcripts"] = _samples(run)
-    config = text_html(json.dumps(run.config, indent=2, ensure_ascii=False))
-    sections["Configuration"] = f"<pre>{config}</pre>"
-    return sections
+        if panels or title not in _OPTIONAL:
+            analysis = drift_section(run.path) if source == "drift" else ""
+            yield title, panels, caption, _times(run.metrics) if timed else None, analysis

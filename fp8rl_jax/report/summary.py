@@ -181,7 +181,8 @@ def summarise(run_dir: str | os.PathLike) -> dict:
         eval.jsonl and samples.jsonl.
 
     Returns:
-      A dict that `json.dumps` accepts:
+      A dict that `json.dumps` accepts::
+
         sentence: the summary sentence of the report.
         task, seed, rollout_recipe, learner_recipe: from the config, as strings.
         sft_steps, rl_steps: lines read from sft.jsonl and metrics.jsonl.

@@ -19,21 +19,21 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Metrics of D = learner_logp - rollout_logp over response tokens; d is D within +-20.
 
-    ======================================  =============================  =====================
-    name                                    formula                        also called
-    ======================================  =============================  =====================
-    token_mult_prob_error                   mean exp|d|                    (NeMo RL)
-    train_rollout_logprob_abs_diff          mean abs D                     (Miles, slime)
-    train_rollout_logprob_abs_diff_max      max abs D
-    logprob_equal_frac                      share of D == 0
-    mismatch_kl                             mean exp(d) - d - 1            k3_kl, gen_kl_error
-    mismatch_k1                             mean -D
-    chi2_token                              mean exp(2 d) - 1
-    ess_ratio                               (sum w)^2 / (n sum w^2), w = e^d
-    tis_clipfrac                            share of clip(w, 0, C) != w
-    tis_weight_mean, tis_weight_max         of clip(w, 0, C)
-    drift_tokens                            number of tokens compared
-    ======================================  =============================  =====================
+    ==================================  ================================  ===================
+    name                                formula                           also called
+    ==================================  ================================  ===================
+    token_mult_prob_error               mean exp|d|                       (NeMo RL)
+    train_rollout_logprob_abs_diff      mean abs D                        (Miles, slime)
+    train_rollout_logprob_abs_diff_max  max abs D
+    logprob_equal_frac                  share of D == 0
+    mismatch_kl                         mean exp(d) - d - 1               k3_kl, gen_kl_error
+    mismatch_k1                         mean -D
+    chi2_token                          mean exp(2 d) - 1
+    ess_ratio                           (sum w)^2 / (n sum w^2), w = e^d
+    tis_clipfrac                        share of clip(w, 0, C) != w
+    tis_weight_mean, tis_weight_max     of clip(w, 0, C)
+    drift_tokens                        number of tokens compared
+    ==================================  ================================  ===================
 
     Args:
       learner_logp, rollout_logp: (B, T) float32, of the train step and of the decode loop.
@@ -45,6 +45,12 @@ def mismatch_metrics(
 
     Raises:
       ValueError: no token is left to compare.
+
+    Example:
+      >>> logp = np.log([[0.5, 0.25]])
+      >>> found = mismatch_metrics(logp, logp, np.ones((1, 2)))
+      >>> found["train_rollout_logprob_abs_diff_max"], found["logprob_equal_frac"]
+      (0.0, 1.0)
     """
     mask = np.asarray(mask, bool)
     learner = np.asarray(learner_logp)[mask].astype(np.float64)

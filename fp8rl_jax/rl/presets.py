@@ -24,6 +24,7 @@ class Preset:
 _CLIP = "-min(r_t A, clip(r_t, 1 - low, 1 + high) A)"
 _GROUP = "A = (r - mean of the group) / (std of the group + 1e-4)"
 
+# Values of algo.preset: name -> paper, formula, and the fields that it sets.
 PRESETS: dict[str, Preset] = {
     "grpo": Preset(
         "DeepSeekMath, arXiv:2402.03300, equations 3 and 4",

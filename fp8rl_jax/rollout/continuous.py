@@ -275,7 +275,7 @@ class Progress:
     preemptions: jax.Array
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[Progress], None]  # called with what has ended while a rollout goes on
 _ALL_TURNS = 2**30
 
 

@@ -1,4 +1,4 @@
-"""Intervals and tests of the studies, in numpy, with fixed seeds.
+"""Intervals and tests of the studies, by scipy and by resampling with fixed seeds.
 
 The unit is the sequence: tokens within one are dependent, so a bootstrap draws whole sequences with
 replacement (a cluster bootstrap; Cameron, Gelbach and Miller, 2008). Intervals are percentiles of
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.scipy.special import betainc
+from scipy.stats import norm, rankdata, t
 
 DRAWS = 10_000
 LEVEL = 0.95
-_NORMAL, _POWER = 1.95996, 0.84162  # quantiles of the normal distribution at 97.5% and 80%
+_NORMAL, _POWER = norm.ppf([(1 + LEVEL) / 2, 0.8])
 _LARGE = 1000  # seeds; from there on Student's quantile is the normal one, to 0.2%
 _SEED = 0
 _AT_ONCE = 1 << 24  # numbers that are held at once
@@ -132,7 +132,7 @@ def seed_mean(
     mean, count = float(values.mean()), len(values)
     if count < 2:
         return SeedMean(mean, -math.inf, math.inf, values, least)
-    reach = _t_quantile((1 + LEVEL) / 2, count - 1) * _deviation(values, least) / math.sqrt(count)
+    reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * _deviation(values, least) / math.sqrt(count)
     low, high = max(mean - reach, within[0]), min(mean + reach, within[1])
     return SeedMean(mean, low, high, values, least)
 
@@ -147,17 +147,9 @@ def span(values: Sequence[float]) -> Range:
     return Range(max(values), min(values), max(values))
 
 
-def ranks(x: np.ndarray) -> np.ndarray:
-    """Ranks from 1 along the last axis, equal values with their mean rank."""
-    x = np.asarray(x)
-    below = (x[..., None, :] < x[..., :, None]).sum(axis=-1)
-    equal = (x[..., None, :] == x[..., :, None]).sum(axis=-1)
-    return below + (equal + 1) / 2
-
-
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Spearman's rho of x (..., N) and y (N,); 0 where either is constant."""
-    a, b = ranks(x), ranks(y)
+    a, b = rankdata(x, axis=-1), rankdata(y)
     a, b = a - a.mean(axis=-1, keepdims=True), b - b.mean()
     scale = np.sqrt((a * a).sum(axis=-1) * (b * b).sum())
     return np.divide(a @ b, scale, out=np.zeros_like(scale), where=scale > 0)
@@ -171,10 +163,8 @@ def spearman(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Trend:
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     rho = float(rank_correlation(x, y))
     rng = np.random.default_rng(_SEED)
-    shuffled = rng.permuted(np.broadcast_to(ranks(x), (draws, len(x))), axis=1)
-    b = ranks(y) - (len(y) + 1) / 2
-    scale = math.sqrt(float(((ranks(x) - (len(x) + 1) / 2) ** 2).sum() * (b * b).sum()))
-    found = shuffled @ b / scale if scale else np.zeros(draws)
+    shuffled = rng.permuted(np.broadcast_to(x, (draws, len(x))), axis=1)
+    found = rank_correlation(shuffled, y)
     extreme = int((np.abs(found) >= abs(rho) - 1e-12).sum())
     return Trend(rho, (extreme + 1) / (draws + 1))
 
@@ -232,10 +222,8 @@ def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:
     error = _deviation(sample, least) / math.sqrt(len(sample))
     if error == 0:
         return 0.0 if abs(distance) < margin else 1.0
-    return max(
-        _t_above((distance + margin) / error, len(sample) - 1),
-        _t_above((margin - distance) / error, len(sample) - 1),
-    )
+    nearest = (margin - abs(distance)) / error
+    return float(t.sf(nearest, len(sample) - 1))
 
 
 def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> int:
@@ -255,24 +243,7 @@ def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> 
     count = max(math.ceil(((_NORMAL + _POWER) * deviation / effect) ** 2), 2)
     while (
         count < _LARGE
-        and count < ((_t_quantile((1 + LEVEL) / 2, count - 1) + _POWER) * deviation / effect) ** 2
+        and count < ((t.ppf((1 + LEVEL) / 2, count - 1) + _POWER) * deviation / effect) ** 2
     ):
         count += 1
     return count
-
-
-def _t_above(t: float, freedom: int) -> float:
-    """P(T > t) of Student's distribution."""
-    tail = 0.5 * float(betainc(freedom / 2, 0.5, freedom / (freedom + t * t)))
-    return tail if t > 0 else 1 - tail
-
-
-def _t_quantile(level: float, freedom: int) -> float:
-    """t with P(T <= t) = level, above one half: by halving."""
-    low, high = 0.0, 1.0
-    while _t_above(high, freedom) > 1 - level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_above(middle, freedom) > 1 - level else (low, middle)
-    return (low + high) / 2

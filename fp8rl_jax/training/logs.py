@@ -161,8 +161,7 @@ class RunLogs:
         written = {name: read_log(writer.path) for name, writer in self._writers.items()}
         self._sinks = open_sinks(directory, config, note)
         for name, records in written.items():
-            for record in records:
-                self._show(name, record, again=True)
+            self._show(name, records, again=True)
 
     def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
         """The directory that the files of a former run are in now; None if there were none."""
@@ -178,35 +177,33 @@ class RunLogs:
             path.rename(target / path.name)
         return target
 
-    def write(self, name: str, record: dict[str, Any]) -> None:
-        """Appends a record to one of NAMES; its numbers go to the loggers too."""
+    def write(self, name: str, *records: dict[str, Any]) -> None:
+        """Appends records to one of NAMES; their numbers or samples go to the loggers too."""
         if not processes.first():
             return
-        self._writers[name].write(record)
-        self._show(name, record)
+        for record in records:
+            self._writers[name].write(record)
+        self._show(name, records)
 
     def write_evaluations(self, evaluations: Iterable[tuple[dict[str, Any], list[dict]]]) -> None:
         """Appends what `evaluate` returns."""
         for record, samples in evaluations:
             self.write("eval", record)
-            for sample in samples:
-                self.write("samples", sample)
+            self.write("samples", *samples)
 
-    def _show(self, name: str, record: dict[str, Any], again: bool = False) -> None:
-        """Hands a record's numbers to the loggers; `again`: it was written before a resumption."""
-        if name == "samples":
-            return
-        prefix = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
-        if "set" in record:
-            prefix += f"/{record['set']}"
-        numbers = {
-            f"{prefix}/{key}": value
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float)
-        }
-        for sink in self._sinks:
-            if not again or sink.writes_anew:
-                sink.write(prefix, numbers, record["step"])
+    def _show(self, name: str, records: Iterable[dict[str, Any]], again: bool = False) -> None:
+        """Hands records to the loggers, samples of one evaluation together; `again`: they were
+        written before a resumption."""
+        sinks = [sink for sink in self._sinks if sink.writes_anew or not again]
+        steps = itertools.groupby(records, lambda record: (_phase(name, record), record["step"]))
+        for (phase, step), group in steps:
+            rows = list(group)
+            for sink in sinks:
+                if name == "samples":
+                    sink.samples(phase, rows, step)
+                    continue
+                for row in rows:
+                    sink.write(phase, _numbers(phase, row), step)
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files, all of it on disk."""
@@ -217,3 +214,17 @@ class RunLogs:
         with contextlib.ExitStack() as stack:
             for each in reversed((*self._writers.values(), *self._sinks)):
                 stack.callback(each.close)
+
+
+def _phase(name: str, record: dict[str, Any]) -> str:
+    """What the loggers call the phase of a record of NAMES."""
+    phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
+    return f"{phase}/{record['set']}" if "set" in record else phase
+
+
+def _numbers(phase: str, record: dict[str, Any]) -> dict[str, int | float]:
+    return {
+        f"{phase}/{key}": value
+        for key, value in record.items()
+        if key != "step" and isinstance(value, int | float)
+    }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import statistics
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 _PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluations
+_RECENT = 20  # steps
 
 
 class Display:
@@ -22,14 +26,14 @@ class Display:
             BarColumn(bar_width=20),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=self._console,
             disable=not self._live,
         )
         self._task = None
         self._last_line = 0.0
-        self._started = time.perf_counter()
-        self._steps_seen = 0
+        self._ended = time.perf_counter()
+        self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._accuracy = "-"
 
     def __enter__(self) -> Display:
@@ -47,20 +51,26 @@ class Display:
         """Starts a bar of `total` steps."""
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(name, total=total, completed=completed, status="")
+        self._task = self._progress.add_task(
+            name, total=total, completed=completed, status="", left=""
+        )
         self._name, self._total = name, total
-        self._started, self._steps_seen = time.perf_counter(), 0
+        self._ended = time.perf_counter()
+        self._durations.clear()
 
     def _update(self, step: int, status: str) -> None:
         assert self._task is not None
-        self._progress.update(self._task, completed=step, status=status)
-        self._steps_seen += 1
         now = time.perf_counter()
+        self._durations.append(now - self._ended)
+        self._ended = now
+        # A median: a step that compiles says nothing of the others.
+        left = statistics.median(self._durations) * (self._total - step)
+        text = f"left {datetime.timedelta(seconds=round(left))}"
+        self._progress.update(self._task, completed=step, status=status, left=text)
         last = step == self._total
         if not self._live and (now - self._last_line > _PLAIN_SECONDS or last):
             self._last_line = now
-            left = (now - self._started) / self._steps_seen * (self._total - step)
-            self.note(f"{self._name} {step}/{self._total}  {status}  left {left:.0f} s")
+            self.note(f"{self._name} {step}/{self._total}  {status}  {text}")
 
     def sft_step(self, record: dict) -> None:
         self._update(record["step"], f"loss {record['loss']:.3f}  accuracy {self._accuracy}")

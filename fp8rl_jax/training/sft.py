@@ -99,8 +99,7 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     finally:
         checkpoints.close()
     for name, records in written.items():
-        for record in records:
-            logs.write(name, record)
+        logs.write(name, *records)
     return kept["params"], kept["scaling_state"]
 
 

@@ -1,4 +1,5 @@
-"""Places that a run's numbers go to beside its JSON lines: TensorBoard, Weights & Biases, MLflow.
+"""Places that a run's numbers and samples go to beside its JSON lines: TensorBoard, Weights &
+Biases, MLflow.
 
 None of them decides anything: a run resumes from its own files, and whatever a logger does, raises
 or waits for, the run goes on (`Outside`). TensorBoard's events are written anew at each start; the
@@ -13,25 +14,32 @@ import os
 import pathlib
 import queue
 import shutil
+import textwrap
 import threading
 import time
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, raised, visible
 from fp8rl_jax.base.json_file import plain, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
 
 _END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
+_TEXTS = ("prompt", "response", "answer")  # of a sample
+_MOST_SAMPLES = 12  # of an evaluation; samples.jsonl has them all
+_LONGEST_TEXT = 2000  # characters
 
 
 class Sink(Protocol):
-    """A place for numbers."""
+    """A place for numbers and samples."""
 
     writes_anew: ClassVar[bool]  # whether it starts empty, also when a run is resumed
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         """Adds numbers, by 'phase/name', of a step of that phase."""
+
+    def samples(self, phase: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Adds samples, as `_page` returns them, of a step of that phase."""
 
     def close(self) -> None:
         """Hands over everything."""
@@ -56,13 +64,20 @@ class TensorBoard:
         self._events = EventsWriter(str(place / "events"))
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
-        now = time.time()
         for name, value in numbers.items():
-            summary = scalar(name, value)
-            self._events.write_event(Event(wall_time=now, step=step, summary=summary))
+            self._add(scalar(name, value), step)
+
+    def samples(self, phase: str, rows: list[dict[str, Any]], step: int) -> None:
+        from tensorboardX.summary import text
+
+        self._add(text(f"{phase}/samples", _markdown(rows)), step)
+
+    def _add(self, summary, step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._events.close()
@@ -85,6 +100,12 @@ class Wandb:
         # Steps count within a phase; wandb's own count goes on over all of them.
         self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         self._run.log({**numbers, f"{phase}/step": step})
+
+    def samples(self, phase: str, rows: list[dict[str, Any]], step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+        self.write(phase, {f"{phase}/samples": table}, step)
 
     def close(self) -> None:
         self._run.finish()
@@ -113,12 +134,44 @@ class MLflow:
             mlflow.log_params(flat)
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        # MLflow's names hold no '@', and of some systems no ':'.
-        named = {k.replace("@", "_at_").replace(":", "_"): v for k, v in numbers.items()}
-        self._mlflow.log_metrics(named, step=step)
+        self._mlflow.log_metrics({self._name(k): v for k, v in numbers.items()}, step=step)
+
+    def samples(self, phase: str, rows: list[dict[str, Any]], step: int) -> None:
+        self._mlflow.log_text(_markdown(rows), f"samples/{self._name(phase)}/step_{step}.md")
+
+    @staticmethod
+    def _name(name: str) -> str:
+        """A name for MLflow, which takes no '@', and on some systems no ':'."""
+        return name.replace("@", "_at_").replace(":", "_")
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _page(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first samples: prompt, response and answer, each cut after _LONGEST_TEXT characters, and
+    reward (None if it was not scored)."""
+    page = []
+    for sample in samples[:_MOST_SAMPLES]:
+        texts = {name: _cut(str(sample.get(name, ""))) for name in _TEXTS}
+        reward = sample.get("reward")
+        page.append(texts | {"reward": reward if isinstance(reward, int | float) else None})
+    return page
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - _LONGEST_TEXT
+    end = f" ... {left_out:,} characters left out" if left_out > 0 else ""
+    return visible(text[:_LONGEST_TEXT]) + end
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    """Samples for a reader of Markdown, who sees their texts as they are: indented, as code."""
+    return "\n\n".join(
+        f"**{name}**\n\n" + textwrap.indent(str(value), "    ", lambda line: True)
+        for row in rows
+        for name, value in row.items()
+    )
 
 
 def _identity(directory: pathlib.Path) -> str:
@@ -189,8 +242,15 @@ class Outside:
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         """As `Sink.write`; returns at once."""
+        self._give("write", phase, numbers, step)
+
+    def samples(self, phase: str, samples: Sequence[dict[str, Any]], step: int) -> None:
+        """As `Sink.samples`, of samples as samples.jsonl has them; returns at once."""
+        self._give("samples", phase, _page(samples), step)
+
+    def _give(self, *record) -> None:
         self._given += 1
-        self._records.put((phase, numbers, step))
+        self._records.put(record)
 
     def close(self) -> None:
         """Waits until everything is handed over, or for `_END_SECONDS`; says what is missing."""
@@ -209,12 +269,15 @@ class Outside:
     def _serve(self) -> None:
         sink = self._try("cannot be opened", lambda: self._kind(self._directory, self._config))
         while record := self._records.get():
+            method, *what = record
             # At the end a service that is away is not waited for again and again.
             gone = sink is None or (self._failing and self._ends.is_set())
-            if not gone and self._try("fails", lambda r=record: sink.write(*r) or True):
+            if not gone and self._try(
+                "fails", lambda m=method, w=what: getattr(sink, m)(*w) or True
+            ):
                 self._taken += 1
             elif not self._first_missed:
-                self._first_missed = f"{record[0]} step {record[2]}"
+                self._first_missed = f"{what[0]} step {what[2]}"
         if sink is not None:
             self._try("fails at its end", sink.close)
 

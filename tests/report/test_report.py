@@ -1,19 +1,23 @@
 """The report says what the files say: nothing invented, nothing hidden, nothing executed."""
 
 import ast
+import base64
 import html
 import json
 import math
 import os
 import pathlib
 import re
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from fuzz import time_limit
+from matplotlib.figure import Figure
 
 from fp8rl_jax import report
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.report import summary
+from fp8rl_jax.report import plots, summary
 
 _STEPS = 12
 _CONFIG = {
@@ -79,28 +83,28 @@ def _recipes(rollout, learner):
 def _read(path):
     """The page without its image data and with entities resolved."""
     text = path.read_text(encoding="utf-8")
-    return html.unescape(re.sub(r"data:image/png;base64,[^\"]*", "", text))
+    return html.unescape(re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", text))
+
+
+def _plots(path):
+    """{heading: {title of a plot: [labels of its legend]}}."""
+    found = {}
+    for section in _read(path).split("<h2>")[1:]:
+        figures = re.findall(r"<figcaption>(.*?)</figcaption>(.*?)</figure>", section, re.S)
+        found[section.partition("</h2>")[0]] = {
+            title: re.findall(r"</i>(.*?)</li>", rest) for title, rest in figures
+        }
+    return found
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """Legend labels and titles of every figure, in the place of encoding it, which takes long."""
-    texts = []
-
-    def figure(plot, caption):
-        if plot is None:
-            return encode(plot, caption)
-        for ax in plot.axes:
-            texts.append(ax.get_title(loc="left"))
-            texts.extend(x.get_text() for x in (ax.get_legend().texts if ax.get_legend() else ()))
-        return "<img>"
-
-    encode = report.run.figure_html
-    monkeypatch.setattr(report.run, "figure_html", figure)
-    return texts
+def quick(monkeypatch):
+    """No plot is turned into an image, which takes long."""
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
 
 
-def test_complete_run(tmp_path, drawn):
+@pytest.mark.usefixtures("quick")
+def test_complete_run(tmp_path):
     root = _make(tmp_path / "run")
     path = report.write_report(root)
     assert path == root / "report.html"
@@ -121,34 +125,41 @@ def test_complete_run(tmp_path, drawn):
     assert "best SFT evaluation 30 %, at step 20" in page
     assert "drift over 7,800 tokens of 12 steps: max |Δlogp| = 0 exactly" in page
     assert "100 % of log-probs bit-equal" in page
-    assert page.count("<img") == 7
+    assert page.count("<img") == 19
     assert 'class="notes"' not in page
     assert "r12" in page and "r6" not in page  # the last step's transcripts only
     assert "Comparison" not in page
-    label = "train_rollout_logprob_abs_diff_max: exactly 0 at all 12 steps"
-    assert label in drawn
-    assert {"SFT", "RL", "greedy", "sampled"} <= set(drawn)
+    plots = _plots(path)
+    (drift,) = (
+        plots["Drift between rollout and learner"][x] for x in ("|Δlogp| of a token, nats",)
+    )
+    assert drift[0] == "train_rollout_logprob_abs_diff_max: exactly 0 at all 12 steps"
+    assert plots["Held-out accuracy"] == {x: ["greedy", "sampled"] for x in ("SFT", "RL")}
 
 
-def test_experts_are_drawn_where_there_are_some(tmp_path, drawn):
+@pytest.mark.usefixtures("quick")
+def test_experts_are_drawn_where_there_are_some(tmp_path):
     root = _make(tmp_path / "run")
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     load = {"expert_load_max": 3.0, "expert_load_entropy": 0.9, "experts_unused_frac": 0.0}
     _write(root / "metrics.jsonl", [row | load for row in rows])
-    headings = re.findall(r"<h2>(.*?)</h2>", _read(report.write_report(root)))
-    assert headings.index("Experts") == headings.index("FP8 health") + 1
-    assert "Largest load over the mean" in drawn and "Experts without a token" in drawn
+    plots = _plots(report.write_report(root))
+    assert [*plots].index("Experts") == [*plots].index("FP8 health") + 1
+    assert {"Largest load over the mean", "Experts without a token"} < plots["Experts"].keys()
 
 
-def test_continuous_batching_is_drawn_where_it_was_used(tmp_path, drawn):
+@pytest.mark.usefixtures("quick")
+def test_continuous_batching_is_drawn_where_it_was_used(tmp_path):
     root = _make(tmp_path / "run")
     page = _read(report.write_report(root))
     assert "Continuous batching" not in page and "lost their pages" not in page
     rows = [_metrics(i) | {"rollout_slots_used": 0.8} for i in range(1, _STEPS + 1)]
     _write(root / "metrics.jsonl", [row | {"rollout_preemptions": 0} for row in rows])
-    page = _read(report.write_report(root))
-    assert "<h2>Continuous batching</h2>" in page and "lost their pages" not in page
-    assert "Share of slots that drew" in drawn and "Responses computed anew" in drawn
+    page = report.write_report(root)
+    assert "lost their pages" not in _read(page)
+    assert [*_plots(page)["Continuous batching"]] == [
+        *("Share of slots that drew", "Responses computed anew")
+    ]
     _write(root / "metrics.jsonl", [row | {"rollout_preemptions": 100} for row in rows])
     assert "lost their pages and were computed anew 1,200 times" in _read(report.write_report(root))
     assert summary.summarise(root)["rollout_preemptions"] == 1200
@@ -156,10 +167,12 @@ def test_continuous_batching_is_drawn_where_it_was_used(tmp_path, drawn):
 
 def test_page_is_self_contained_and_replaced_whole(tmp_path):
     root = _make(tmp_path / "run")
-    report.write_report(root)
+    (root / "report.html").write_text("older")
     raw = report.write_report(root).read_text(encoding="utf-8")
     assert not re.search(r"<script|<link|@import|https?://|url\(", raw)
-    assert set(re.findall(r'src="(data:image/png;base64,)?', raw)) == {"data:image/png;base64,"}
+    start = "data:image/svg+xml;base64,"
+    assert {address[: len(start)] for address in re.findall(r'src="([^"]*)', raw)} == {start}
+    assert raw == report.write_report(root).read_text(encoding="utf-8"), "it depends on the time"
     assert not [name for name in os.listdir(root) if name.endswith(".tmp")]
     assert str(tmp_path) not in raw
 
@@ -186,18 +199,21 @@ def test_of_several_evaluation_sets_the_first_is_shown(tmp_path):
     assert summary.summarise(run) == alone
 
 
-def test_drift_in_one_step_forbids_the_word_exactly(tmp_path, drawn):
+@pytest.mark.usefixtures("quick")
+def test_drift_in_one_step_forbids_the_word_exactly(tmp_path):
     rows = [_metrics(i, drift=1e-9 if i == 5 else 0.0) for i in range(1, _STEPS + 1)]
     root = _make(tmp_path / "run", metrics=rows)
-    page, s = _read(report.write_report(root)), summary.summarise(root)
+    path, s = report.write_report(root), summary.summarise(root)
+    page, plots = _read(path), _plots(path)["Drift between rollout and learner"]
     assert "max |Δlogp| = 1e-08" in page
     assert "0 exactly" not in page
     assert "all but 6e-09 % of log-probs bit-equal" in page
     assert "1 + 6.41e-11" in page
     assert s["drift_exactly_zero"] is False
     assert s["drift_mean"] == pytest.approx(1e-9 * 500 / 7800)  # weighted by drift_tokens
-    assert not [x for x in drawn if "logprob" in x and "exactly" in x]
-    assert "train_rollout_logprob_abs_diff_max (0 at 11 of 12 steps)" in drawn
+    labels = [label for labels in plots.values() for label in labels]
+    assert "train_rollout_logprob_abs_diff_max (0 at 11 of 12 steps)" in labels
+    assert not [label for label in labels if "exactly" in label]
 
 
 def _verdict(culprit, step=None, **more):
@@ -266,9 +282,9 @@ def test_without_drift_there_is_nothing_to_do(tmp_path):
     assert summary.summarise(_make(tmp_path / "run"))["advice"] is None
 
 
-def test_an_analysis_of_another_sample_says_so(tmp_path, drawn, monkeypatch):
+@pytest.mark.usefixtures("quick")
+def test_an_analysis_of_another_sample_says_so(tmp_path):
     """Under the plot of a run that drifted, an analysis without drift speaks of itself alone."""
-    monkeypatch.setattr(report.drift, "figure_html", lambda figure, caption: "")
     parts = {key: [] for key in ("by_slot", "by_length", "by_row", "operations", "worst")}
     names = ("drift_tokens", "logprob_equal_frac", "token_mult_prob_error", "mismatch_kl")
     names += ("tis_clipfrac", summary.DRIFT_MAX, summary.DRIFT_MEAN)
@@ -286,7 +302,7 @@ def test_an_analysis_of_another_sample_says_so(tmp_path, drawn, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, None, math.inf])
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_drift_that_is_not_a_number_is_not_zero(tmp_path, value):
     rows = [_metrics(i) for i in range(1, _STEPS + 1)]
     rows[3]["train_rollout_logprob_abs_diff_max"] = value
@@ -318,7 +334,7 @@ def test_faults_are_named(tmp_path):
     ("name", "empty"),
     [("sft", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
 )
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_one_missing_or_empty_file(tmp_path, name, empty):
     root = _make(tmp_path / "run")
     file = root / f"{name}.jsonl"
@@ -337,14 +353,14 @@ def test_only_a_config(tmp_path):
     assert "<img" not in page and "exactly" not in page
 
 
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_a_run_of_one_step(tmp_path):
     page = _read(report.write_report(_make(tmp_path / "run", metrics=[_metrics(1)])))
     assert "tokens of 1 step:" in page
     assert "33.5 s; not recorded" in page  # no step but the first, so no median
 
 
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_truncated_last_line(tmp_path):
     root = _make(tmp_path / "run")
     with (root / "metrics.jsonl").open("a") as file:
@@ -354,7 +370,7 @@ def test_truncated_last_line(tmp_path):
     assert "12 steps of RL" in page
 
 
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_samples_are_text_not_markup(tmp_path):
     attack = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x00\ud800"
     sample = {"phase": "eval<b>", "step": 1, "prompt": attack, "response": attack, "answer": attack}
@@ -367,18 +383,70 @@ def test_samples_are_text_not_markup(tmp_path):
     assert "&amp;amp;\\x00" in raw
 
 
-@pytest.mark.usefixtures("drawn")
+@pytest.mark.usefixtures("quick")
 def test_comparison(tmp_path):
-    """A row of each run, and what times on a CPU are worth."""
+    """Curves and a row of each run, what differs, and what times on a CPU are worth."""
     fast = [_metrics(i, time_rollout=0.5) for i in range(1, _STEPS + 1)]
     base = _make(tmp_path / "base", config=_recipes("bf16", "bf16"), metrics=fast)
     mixed = [_metrics(i, drift=0.01) for i in range(1, _STEPS + 1)]
     mixed = _make(tmp_path / "mixed", config=_recipes("fp8", "bf16"), metrics=mixed)
-    page = _read(report.write_report(_make(tmp_path / "run"), [base, mixed]))
-    assert "<td>bf16 rollout, bf16 learner (base)</td><td>0.5</td><td>1</td>" in page
-    assert "<td>fp8_blockwise rollout, fp8_blockwise learner (run)</td><td>2</td>" in page
+    (base / "eval.jsonl").unlink()
+    path = report.write_report(_make(tmp_path / "run"), [base, mixed])
+    page = _read(path)
+    rows = [re.findall(r"<td.*?>(?:<pre>)?(.*?)<", row) for row in page.split("<tr>")]
+    assert ["bf16 rollout, bf16 learner (base)", "0.5", "1"] in [row[:3] for row in rows]
+    assert ["fp8_blockwise rollout, fp8_blockwise learner (run)", "2"] in [row[:2] for row in rows]
     assert "FP8 is emulated" in page
     assert "fp8 rollout, bf16 learner (mixed)" in page and "1 + 0.01" in page
+    assert [
+        row for row in rows if row[:1] and row[0].startswith(("precision.", "env.", "run."))
+    ] == [
+        ["precision.learner", "fp8_blockwise", "bf16", "bf16"],
+        ["precision.rollout", "fp8_blockwise", "bf16", "fp8"],
+    ]
+    exact, names = ": exactly 0 at all 12 steps", ["run", "base", "mixed"]
+    assert _plots(path)["Comparison"] == {
+        "Reward": names,
+        "Accuracy, greedy": ["run", "mixed"],
+        "Accuracy, sampled": ["run", "mixed"],
+        "|Δlogp| of a token, nats: maximum": [f"run{exact}", f"base{exact}", "mixed"],
+    }
+    of_mixed = re.findall(r'border-color:(#\w+)"></i>mixed<', page)
+    assert len(of_mixed) == 4 and len(set(of_mixed)) == 1, "a run has one colour"
+
+
+def _drawn_lines(monkeypatch):
+    """[(steps, values, limits of the values)] of the lines that are drawn from here on."""
+    lines = []
+
+    def keep(figure, *args, **kwargs):
+        for ax in figure.axes:
+            lines.extend((*line.get_data(), ax.get_ylim()) for line in ax.lines)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return lines
+
+
+def test_rl_begins_where_sft_ended(tmp_path, monkeypatch):
+    """Step 0 of RL has the last accuracy of SFT, and both have one scale."""
+    lines = _drawn_lines(monkeypatch)
+    report.write_report(_make(tmp_path / "run"))
+    of_sft, _, greedy, sampled = lines[:4]
+    assert [list(x) for x in greedy[:2]] == [[0, 6, 12], [0.25, 0.4, 0.5]]
+    assert list(sampled[1]) == [0.2, 0.35, 0.45]
+    assert of_sft[2] == greedy[2] == sampled[2]
+
+
+def test_of_a_long_run_few_points_are_drawn(monkeypatch):
+    """The largest and the least are among them, and the legend counts them."""
+    lines = _drawn_lines(monkeypatch)
+    values = np.random.default_rng(0).normal(size=30_000)
+    values[[777, 20_001, 20_002]] = 50, -40, np.nan
+    panel = plots.lines_panel("x", [("loss", np.arange(30_000), values)])
+    (steps, drawn, _), = lines  # fmt: skip
+    assert len(steps) <= 2000 and {777, 20_001} < set(steps)
+    assert (drawn == values[steps.astype(int)]).all() and (np.diff(steps) > 0).all()
+    assert panel.legend[0].label == f"loss ({len(steps):,} of 30,000 points drawn)"
 
 
 def test_errors_are_one_sentence(tmp_path):
@@ -401,7 +469,7 @@ def test_shares_round_to_certainty_only_when_certain():
     ]
 
 
-@pytest.mark.parametrize("module", [report.run, report.html, report.drift, summary])
+@pytest.mark.parametrize("module", [report.run, report.html, report.drift, plots, summary])
 def test_imports_are_light(module):
     """No jax: a report opens at once."""
     tree = ast.parse(pathlib.Path(module.__file__).read_text(encoding="utf-8"))
@@ -416,21 +484,54 @@ def test_imports_are_light(module):
     assert "matplotlib.pyplot" not in names
 
 
-def test_hostile_records_are_shown_as_they_are(tmp_path, drawn):
+def test_a_large_image_is_in_the_page_whole():
+    """Texts of a page are cut, images are not."""
+    values = np.random.default_rng(0).normal(size=(4, 2000))
+    panel = plots.lines_panel("x", [("loss", np.arange(2000), row) for row in values])
+    assert len(panel.svg) > 100_000
+    macros = report.html._TEMPLATES.get_template("parts.html").module
+    assert f'base64,{panel.svg}"' in macros.plots([panel], "")
+
+
+_HOSTILE = "</svg><script>alert(1)</script>--><b>\u202e]]>&x;$\\frac{$"
+
+
+def test_hostile_records_are_shown_as_they_are(tmp_path):
     """Marks of direction, controls, halves of pairs and a very long line; names that are TeX."""
     attack = "a\u202eb\x9b31m\x7f\r\u2066\ud800<b>" + "x" * 3_000_000
     samples = [{"phase": "rl", "step": 1, "prompt": attack, "response": [attack], "answer": None}]
-    rows = [_metrics(i) | {"fp8_saturated_frac/$\\frac{$": 0.1} for i in (1, 2)]
-    rows[1] |= {"loss": 1e308, "reward_mean": 10**400, "time_$x": 1.0, "time_rollout": "soon"}
+    rows = [_metrics(i) | {f"fp8_saturated_frac/{_HOSTILE}": 0.1} for i in (1, 2)]
+    rows[1] |= {"loss": 1e308, "reward_mean": 10**400, "time_$x<b>": 1.0, "time_rollout": "soon"}
     root = _make(tmp_path / "run", samples=samples, metrics=rows)
-    page = report.write_report(root)
+    other = _make(tmp_path / "<b>$", config={"<b>": {"\x1b": attack}})
+    page = report.write_report(root, [other])
     assert page.stat().st_size < 2_000_000
     raw = page.read_text(encoding="utf-8")
-    text = re.sub(r"data:image/png;base64,[^\"]*", "", raw)
+    text = re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", raw)
     assert r"a\u202eb\x9b31m\x7f\r\u2066\ud800&lt;b&gt;" in text
-    assert "characters left out" in text and "<b>" not in text
+    assert "characters left out" in text and "<b>" not in text and "<script" not in text
     assert all(c.isprintable() or c == "\n" for c in text)
-    assert [label for label in drawn if r"\$\frac{\$" in label]
+    assert [x for x in _plots(page)["FP8 health"]["Saturated share"] if x.endswith("$\\frac{$")]
+
+
+def test_hostile_names_stay_text_in_an_image(tmp_path):
+    """Of operations, which are the only names in it: well-formed, and no more than shapes."""
+    rows = [{"op": _HOSTILE, "layer": i, "differ": 1, "relative": 0.1} for i in (0, 1)]
+    panels = [report.drift._of_values(rows)]
+    panels += report.drift._of_causes(
+        {"by_operation": [{"op": _HOSTILE, "adds": 0.1}], "by_layer": [{"layer": 0, "left": 0.1}],
+         "drift_without_swaps": 0.1}
+    )  # fmt: skip
+    for panel in panels:
+        tags = [*ElementTree.fromstring(base64.b64decode(panel.svg)).iter()]
+        names = {tag.tag.rpartition("}")[2] for tag in tags}
+        assert names <= {
+            *("svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title"),
+            *("defs", "style", "g", "path", "use", "clipPath", "rect", "image"),
+        }
+        links = {v for tag in tags for k, v in tag.attrib.items() if k.endswith("href")}
+        assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
+        assert not any(k.startswith("on") for tag in tags for k in tag.attrib)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import resource
@@ -10,6 +11,7 @@ import time
 from typing import ClassVar
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
@@ -19,6 +21,12 @@ from fp8rl_jax.training.sinks import logger_names, open_sinks
 
 _RECORDS = {"metrics": {"step": 1, "loss": 0.25, "note": "text"},
             "eval": {"phase": "rl", "step": 1, "pass@1": 0.5}}  # fmt: skip
+_SAMPLES = [
+    {"phase": "rl", "step": 1, "prompt": f"1 + {i}\n| <b>", "response": f"seen {i}\x1b" + "z" * i,
+     "answer": "2", "reward": (1.0, None)[i % 2]}
+    for i in (0, 1, *range(3000, 3020))
+]  # fmt: skip
+_LAST_SHOWN = 3009
 
 
 def _written(directory, loggers: str):
@@ -28,6 +36,7 @@ def _written(directory, loggers: str):
     logs = RunLogs(directory, None, config)
     for name, record in _RECORDS.items():
         logs.write(name, record)
+    logs.write("samples", *_SAMPLES)
     offsets = logs.offsets()
     logs.close()
     RunLogs(directory, offsets, config).close()
@@ -43,8 +52,12 @@ def test_wandb_offline(tmp_path, monkeypatch):
     files = [path for path in _written(tmp_path, "wandb") if path.suffix == ".wandb"]
     assert len(files) == 2 and len({path.name for path in files}) == 1
     content = [path.read_bytes() for path in sorted(files)]
-    for name in (b"rl/loss", b"eval_rl/pass@1"):
+    for name in (b"rl/loss", b"eval_rl/pass@1", b"eval_rl/samples", b"table-file"):
         assert name in b"".join(content)
+    (table,) = (json.loads(path.read_text()) for path in tmp_path.rglob("samples*.table.json"))
+    assert table["columns"] == ["prompt", "response", "answer", "reward"]
+    assert table["data"][1] == ["1 + 1\n| <b>", "seen 1\\x1bz", "2", None]
+    assert [row[0].split()[2] for row in table["data"]][-1] == str(_LAST_SHOWN)
 
 
 @pytest.mark.slow
@@ -58,6 +71,36 @@ def test_mlflow_files(tmp_path, monkeypatch):
     assert {name: line[1:3] for name, line in metrics.items()} == {
         "loss": ["0.25", "1"], "pass_at_1": ["0.5", "1"],
     }  # fmt: skip
+    (page,) = (path for path in files if path.suffix == ".md")
+    assert page.parts[-3:] == ("samples", "eval_rl", "step_1.md")
+    _check_page(page.read_text())
+
+
+def _check_page(text: str) -> None:
+    """Twelve samples as indented text, the long ones cut and said to be, nothing that a terminal
+    obeys."""
+    assert len(text) < 12 * 2500
+    assert text.startswith(
+        "**prompt**\n\n    1 + 0\n    | <b>\n\n**response**\n\n    seen 0\\x1b\n"
+    )
+    assert text.count("**prompt**") == 12 and str(_LAST_SHOWN) in text
+    assert "z ... 1,010 characters left out\n" in text
+    assert "\x1b" not in text
+
+
+def test_tensorboard_samples(tmp_path):
+    """Read back from the event file that a resumed run has written anew: each evaluation once."""
+    _written(tmp_path, "tensorboard")
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), []
+    while data:  # a record: 8 bytes of length, 4 of checksum, the event, 4 of checksum
+        end = 12 + int.from_bytes(data[:8], "little")
+        found.extend(Event.FromString(data[12:end]).summary.value)
+        data = data[end + 4 :]
+    assert [value.tag for value in found][-1] == "eval_rl/samples/text_summary"
+    (text,) = found[-1].tensor.string_val
+    assert len(found) == 3 and found[-1].metadata.plugin_data.plugin_name == "text"
+    _check_page(text.decode())
 
 
 def test_a_disk_that_is_full(tmp_path):
@@ -95,6 +138,10 @@ class _Service:
     def write(self, phase, numbers, step):
         self._at(step)
         self.wrote.append(step)
+
+    def samples(self, phase, rows, step):
+        self._at(f"{len(rows)} samples")
+        self.wrote.append((phase, rows[-1]["prompt"]))
 
     def close(self):
         self._at("close")
@@ -138,6 +185,29 @@ def test_a_service_that_is_away(fails, wrote, said, tmp_path, monkeypatch):
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, 7)]
     assert _Service.wrote == wrote
     assert all(word in note for word, note in zip(said, notes, strict=True))
+
+
+@pytest.mark.parametrize("fails", [set(), {"2 samples"}])
+def test_samples_of_an_evaluation_go_together(fails, tmp_path, monkeypatch):
+    """A record for each evaluation and set; one that the service refuses stops nothing."""
+    monkeypatch.setattr(_Service, "fails", fails)
+    monkeypatch.setattr(_Service, "wrote", [])
+    monkeypatch.setitem(sinks._SINKS, "wandb", (_Service, "json"))
+    config = default_config()
+    config.run.loggers = "wandb"
+    notes: list[str] = []
+    logs = RunLogs(tmp_path, None, config, notes.append)
+    where = [("sft", "a", 1), ("sft", "a", 1), ("sft", "b", 1), ("rl", "b", 1)]
+    keys = ("phase", "set", "step")
+    rows = [dict(zip(keys, w, strict=True)) | {"prompt": i} for i, w in enumerate(where)]
+    logs.write_evaluations([(rows[0], rows)])
+    while logs._sinks[0]._records.qsize():
+        time.sleep(0.001)
+    logs.close()
+    pages = [("eval_sft/a", "1"), ("eval_sft/b", "2"), ("eval_rl/b", "3")]
+    assert _Service.wrote == [1, *pages[bool(fails):]]  # fmt: skip
+    assert len(notes) == 2 * len(fails)
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4
 
 
 @pytest.mark.parametrize("name", ["s3:x", "gs:x", "hdfs:x", "[a]", "a b"])

@@ -135,7 +135,7 @@ class Parallel:
         return total(x)
 
 
-ONE_DEVICE = Parallel()
+ONE_DEVICE = Parallel()  # no mesh
 
 
 def check_context(parallel: Parallel) -> None:

@@ -1,0 +1,28 @@
+"""Markdown of the table of metrics (fp8rl_jax/report/metrics.py), file by file."""
+
+from __future__ import annotations
+
+from fields import row
+
+from fp8rl_jax.report.metrics import FILES
+
+_HEADINGS = {
+    "metrics": "metrics.jsonl: RL steps",
+    "sft": "sft.jsonl: supervised fine-tuning",
+    "eval": "eval.jsonl: evaluations",
+    "samples": "samples.jsonl: transcripts",
+}
+
+
+def table(_: str = "") -> str:
+    """A section with a table for each file of a run."""
+    lines = []
+    for file, metrics in FILES.items():
+        lines += [f"## {_HEADINGS[file]}", "", row("key", "unit", "meaning"), row(*["---"] * 3)]
+        for metric in metrics:
+            notes = [f"only with {metric.when}"] * bool(metric.when)
+            notes += [f"plotted under “{metric.panel}”"] * bool(metric.panel)
+            meaning = metric.meaning + "<br>" * bool(notes) + "; ".join(notes)
+            lines.append(row(f"`{metric.name}`", metric.unit, meaning))
+        lines.append("")
+    return "\n".join(lines)

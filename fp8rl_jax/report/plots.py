@@ -1,0 +1,151 @@
+"""Plots as SVG images, one for each panel of a page.
+
+An image holds numbers, and names of operations as shapes of letters; titles and legends are text of
+the page. A page shows it in an <img>, where a browser runs nothing of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fp8rl_jax.base.errors import visible
+from fp8rl_jax.report.summary import steps_text
+
+# Okabe and Ito's palette: distinct to colour-blind readers.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
+_DASHES = ("solid", "dashed", "dotted")
+MOST_LINES = 21  # of a panel: each has a colour and a dash of its own
+_MOST_POINTS = 2000  # of a line
+_LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
+_LARGEST = 1e30
+_STYLE = {
+    "font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "fp8rl_jax",
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.7,
+}  # fmt: skip
+
+Line = tuple[str, np.ndarray, np.ndarray]  # label, steps (N,), values (N,)
+
+
+class Mark(NamedTuple):
+    """A row of a legend; `dash` is a border's style in CSS."""
+
+    colour: str
+    dash: str
+    label: str
+
+
+class Panel(NamedTuple):
+    """A plot: its title, its image in base64, and its legend."""
+
+    title: str
+    svg: Markup
+    legend: Sequence[Mark]
+
+
+def draw_panel(
+    title: str, draw: Callable[[Axes], None], legend: Sequence[Mark] = (), height: float = 2.6
+) -> Panel:
+    """A panel of 4.2 inches by `height` in which `draw` has drawn."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.2, height), layout="constrained")
+        draw(figure.add_subplot())
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # not to be cut
+    return Panel(title, image, legend)
+
+
+def mark(index: int, label: str = "") -> Mark:
+    """The `index`-th line's row of a legend."""
+    dash = _DASHES[index // len(COLOURS) % len(_DASHES)]
+    return Mark(COLOURS[index % len(COLOURS)], dash, label[:_LONGEST_LABEL])
+
+
+def lines_panel(
+    title: str,
+    lines: Sequence[Line],
+    x: str = "step",
+    symlog: bool = False,
+    limits: tuple[float | None, float | None] = (None, None),
+) -> Panel | None:
+    """A panel with those of the lines that have a finite value; None if there is none.
+
+    The i-th line has the same colour and dash in every panel.
+
+    Args:
+      x: what the lines run over.
+      symlog: the scale is linear near 0 and logarithmic above; the legend counts the zeros.
+      limits: of the values; None where the lines decide.
+    """
+    every = [(mark(i, line[0]), line[1], drawable(line[2])) for i, line in enumerate(lines)]
+    shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
+    if not shown:
+        return None
+    legend = []
+    for row, _, values in shown:
+        more = _zeros(values) * symlog + left_out(values, thinned(values))
+        legend.append(row._replace(label=row.label + more))
+
+    def draw(ax: Axes) -> None:
+        for i, (row, steps, values) in enumerate(shown):
+            # Lines that coincide at 0 show, and a run of one step.
+            style = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
+            style["marker"] = "o" if len(steps) <= 40 else None
+            kept = thinned(values)
+            ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
+        ax.set_xlabel(x)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        ax.set_ylim(*limits)
+        if symlog:
+            values = np.concatenate([line[2] for line in shown])
+            positive = values[np.isfinite(values) & (values > 0)]
+            low = 10 ** np.floor(np.log10(max(positive.min(), 1e-9))) if positive.size else 1e-6
+            ax.set_yscale("symlog", linthresh=low)
+            ax.set_ylim(-0.3 * low, 2 * max([low, *positive]))
+        else:
+            ax.yaxis.set_major_formatter("{x:.4g}")
+
+    return draw_panel(title, draw, legend)
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """Indices of the values (N,) that are drawn: all, or the least and the largest of every few."""
+    if len(values) <= _MOST_POINTS:
+        return np.arange(len(values))
+    groups = np.array_split(np.arange(len(values)), _MOST_POINTS // 2)
+    low, high = (np.where(np.isnan(values), x, values) for x in (np.inf, -np.inf))
+    return np.unique([g[i] for g in groups for i in (low[g].argmin(), high[g].argmax())])
+
+
+def left_out(values: np.ndarray, kept: np.ndarray) -> str:
+    """How many of the values are drawn, where it is not all of them."""
+    few = f" ({len(kept):,} of {len(values):,} points drawn)"
+    return few if len(kept) < len(values) else ""
+
+
+def drawable(values: np.ndarray) -> np.ndarray:
+    """The values, NaN in the place of those whose axis could not be divided."""
+    return np.where(np.abs(values) < _LARGEST, values, np.nan)
+
+
+def label_text(text: str) -> str:
+    """A name beside an axis, not as TeX, which matplotlib would read between two $."""
+    return visible(text)[:_LONGEST_NAME].replace("$", r"\$")
+
+
+def _zeros(values: np.ndarray) -> str:
+    zeros = int((values == 0).sum())
+    if zeros == len(values):
+        return f": exactly 0 at all {steps_text(zeros)}"
+    return f" (0 at {zeros:,} of {steps_text(len(values))})" if zeros else ""
