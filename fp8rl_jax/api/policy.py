@@ -388,6 +388,9 @@ def train_step(
 ) -> tuple[Policy, dict[str, Any]]:
     """One update of GRPO, or of what section `algo` chooses. Provisional.
 
+    It has the bits of an RL step of the main job with the same prompt slots: blocks of a weight's
+    gradient span the tokens of a batch, padding among them.
+
     Args:
       policy: to train. It stays usable, with its own parameters.
       samples: of this policy, in groups of several responses.

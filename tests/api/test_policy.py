@@ -110,8 +110,12 @@ def test_train_step_has_the_bits_of_the_main_job(tmp_path):
     """An RL step of the main job, and the same questions by sample and train_step."""
     fields = {
         "dir": str(tmp_path / "run"), "steps": 1, "sft__steps": 0, "prompts_per_step": 8,
-        "group_size": 4, "max_prompt_tokens": 96, "max_new_tokens": 5, "eval__questions": 16,
-        "train_questions": 64, "checkpoint_every": 1, "loggers": "", **_SMALL,
+        "group_size": 4, "max_prompt_tokens": 32, "max_new_tokens": 5, "eval__questions": 16,
+        "task_options": {
+            "max_terms": 2, "max_digits": 1, "allow_parentheses": False, "allow_negation": False,
+        },
+        "train_questions": 64, "checkpoint_every": 1,
+        "loggers": "", **_SMALL,
     }  # fmt: skip
     reward = lambda prompt, response, answer: len({*response}) + 0.25 * (response < "a")
     job = fp8rl_jax.grpo(questions="basic_arithmetic", reward=reward, **fields)
