@@ -3,15 +3,41 @@
 Packages: `base` (errors, files, processes), `kernels` (products and attention in fixed order),
 `quant` (FP8 numerics), `models` (the one forward), `rollout` (the jitted sampler), `rl` (GRPO and
 drift metrics), `envs` and `data` (prompts and rewards), `config`, `training` (parts of a run),
-`policy` (a trained one), `drift`, `report`, `bench` and `cli`. `train` is the main job, `learner`
-its train step.
+`policy` (a trained one), `drift`, `report`, `study`, `bench` and `cli`. `train` is the main job,
+`learner` its train step. `api` holds what this package offers by name, as below; it is imported,
+and JAX with it, when a name is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 import pathlib
+from typing import TYPE_CHECKING, Any
 
 from fp8rl_jax.base.version import __version__
+
+if TYPE_CHECKING:
+    from fp8rl_jax.api import compare, grpo, load, run, sample, score, train_step
+    from fp8rl_jax.config import load_config
+
+__all__ = (
+    "__version__", "compare", "grpo", "load", "load_config", "run", "sample", "score", "train_step",
+)  # fmt: skip
+
+
+if not TYPE_CHECKING:  # checkers see the imports above, and report other names
+
+    def __getattr__(name: str) -> Any:
+        """A name of `__all__`, on its first use."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = "fp8rl_jax.config" if name == "load_config" else "fp8rl_jax.api"
+        return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 # In a checkout the kernels are beside the package, in an installed package inside it (setup.cfg,
 # package_dir). Beside an installed package, a folder `kernels` is another project's.

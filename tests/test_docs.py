@@ -76,9 +76,12 @@ def test_model_example_trains(model_example):
 
 @pytest.mark.slow
 def test_stateful_example_runs(model_example):
-    """States passed by hand: histories fill, scales follow."""
+    """States in a linen model and by hand: histories fill, scales follow."""
     names = dict(model_example)
-    exec(_BLOCKS[2], names)
+    for block in _BLOCKS[2:]:
+        exec(block, names)
+    assert float(names["value"]) < 1.2  # about 1.5 at the start
+    assert (names["scaling"]["Fp8DotGeneral_0"]["site"].site.weight.age == 0).all()
     for operand in ("weight", "activation", "gradient"):
         state = getattr(names["site"], operand).state
         assert (np.asarray(state["history"])[:3] > 0).all()

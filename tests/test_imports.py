@@ -37,9 +37,10 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"deviceless", "train"},
     "study": _PROGRAM | {"policy", "train"},
+    "api": _PROGRAM | {"drift", "policy", "train"},
     "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
     "__main__": {"cli"},
-    _PACKAGE: set(),
+    _PACKAGE: {"api", "config"},  # when a name is first used
 }
 # What a program asks of its surroundings, by the last name of a call or an attribute; and the files
 # that may, beside the rooms `base` and `cli`.

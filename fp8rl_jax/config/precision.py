@@ -63,12 +63,11 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
 
 def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
     """A recipe that quantises, with the section's policies, layers and modules in bf16."""
-    for name, operand in recipe.operands.items():
+    for name in recipe.operands:
         policy = precision[f"{name}_policy"]
         if policy:
             with _field(f"{name}_policy"):
-                changed = dataclasses.replace(operand, policy=get_scaling_policy(policy))
-                recipe = dataclasses.replace(recipe, **{name: changed})
+                recipe = recipe.with_policies(**{name: get_scaling_policy(policy)})
     for end in ("first_layers", "last_layers"):
         count = precision[f"{end}_bf16"]
         if count:

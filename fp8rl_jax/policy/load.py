@@ -79,7 +79,7 @@ def load_policy(
         for text in prompts
     ]
     longest = max(map(len, rows))
-    runtime = runtime.with_prompt_slots(_round_slots(longest))
+    runtime = runtime.with_slots(max_prompt_tokens=round_slots(longest))
     if released:
         params = runtime.engine.initial_params()
         state, phase = runtime.engine.new_state(params, optax.identity()), "rl"
@@ -171,7 +171,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     return dataclasses.replace(loaded, **kept), found.phase
 
 
-def _round_slots(length: int) -> int:
+def round_slots(length: int) -> int:
     """Prompt slots for prompts of up to `length` tokens."""
     return -(-length // _ROUND) * _ROUND
 
@@ -181,4 +181,4 @@ def pad(runtime: Runtime, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray
     until B divides over the mesh."""
     count = len(rows) + -len(rows) % batch_divisor(runtime.mesh)
     rows = rows + rows[-1:] * (count - len(rows))
-    return pad_rows(rows, _round_slots(max(map(len, rows))), runtime.tokenizer.pad_id)
+    return pad_rows(rows, round_slots(max(map(len, rows))), runtime.tokenizer.pad_id)

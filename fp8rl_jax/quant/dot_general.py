@@ -55,38 +55,53 @@ def make_dot_general(
     ):
         del precision, out_sharding
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-        quantised = isinstance(rhs, QArray | BoundWeight | StackedLayer)
-        if not quantised and 0 in (*lhs.shape, *rhs.shape):  # as in nn.Dense(0): nothing to do
-            return jax.lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=dtype)
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
-        rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
-        batch = [lhs.shape[a] for a in lhs_batch]
-        depth = math.prod(lhs.shape[a] for a in lhs_contract)
-        height = math.prod(lhs.shape[a] for a in lhs_free)
-        x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
-        if not quantised:
-            matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
-            matrix = matrix.reshape(*batch, math.prod(rhs.shape[a] for a in rhs_contract), -1)
-            w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
-        elif rhs.ndim == len(batch) + 2 and [*rhs_batch, *rhs_contract] == [*range(len(batch) + 1)]:
-            w = rhs
-        else:
-            raise ValueError(
-                f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
-                f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
-            )
-        multiply = functools.partial(matmul, recipe, rows=Rows(devices), dtype=dtype)
-        if batch:
-            product = jax.vmap(multiply)
-            weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), w)
-            y = product(x.reshape(-1, height, depth), weights)
-        else:
-            y = multiply(x.reshape(height, depth), w)
-        free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
-        return y.reshape(batch + free)
+        dimensions = tuple(tuple(map(tuple, axes)) for axes in dimension_numbers)  # hashable
+        return _follow(recipe, devices, dimensions, dtype, lhs, rhs, state, probe)
 
     return dot_general
+
+
+def matrix_shape(shape: tuple[int, ...], dimension_numbers) -> tuple[int, ...]:
+    """(batch axes..., K, N): the matrices that a right operand of this shape is taken as."""
+    (_, contract), (_, batch) = dimension_numbers
+    free = [size for axis, size in enumerate(shape) if axis not in (*contract, *batch)]
+    depth = math.prod(shape[a] for a in contract)
+    return (*(shape[a] for a in batch), depth, math.prod(free))
+
+
+# So that a call outside of a jit compiles one program, not one for each of its operations.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, probe):
+    quantised = isinstance(rhs, QArray | BoundWeight | StackedLayer)
+    if not quantised and 0 in (*lhs.shape, *rhs.shape):  # as in nn.Dense(0): nothing to do
+        return jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimensions
+    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
+    batch = [lhs.shape[a] for a in lhs_batch]
+    depth = math.prod(lhs.shape[a] for a in lhs_contract)
+    height = math.prod(lhs.shape[a] for a in lhs_free)
+    x = jnp.transpose(lhs, [*lhs_batch, *lhs_free, *lhs_contract])
+    if not quantised:
+        matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
+        matrix = matrix.reshape(matrix_shape(rhs.shape, dimensions))
+        w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
+    elif rhs.ndim == len(batch) + 2 and [*rhs_batch, *rhs_contract] == [*range(len(batch) + 1)]:
+        w = rhs
+    else:
+        raise ValueError(
+            f"a quantised weight is a matrix [in, out] contracted on axis 0 (with batch axes "
+            f"in front), got shape {rhs.shape} contracted on {tuple(rhs_contract)}"
+        )
+    multiply = functools.partial(matmul, recipe, rows=Rows(devices), dtype=dtype)
+    if batch:
+        product = jax.vmap(multiply)
+        weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), w)
+        y = product(x.reshape(-1, height, depth), weights)
+    else:
+        y = multiply(x.reshape(height, depth), w)
+    free = [lhs.shape[a] for a in lhs_free] + [rhs.shape[a] for a in rhs_free]
+    return y.reshape(batch + free)
 
 
 def keep_dtypes(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

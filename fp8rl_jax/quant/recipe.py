@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -67,9 +68,16 @@ class Operand:
         return self.block[0] == 1 or not self.policy.reads_amax
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Recipe:
     """Numerics of one side (rollout or learner).
+
+    `print(recipe)` shows what it does to every GEMM. One of your own is a call with other
+    operands, or a named one with some of its fields replaced::
+
+        mine = Recipe("mine", activation=Operand(block=(1, 64)), gradient=None)
+        headroom = get_recipe("fp8_delayed").with_policies(gradient=delayed(history=16, margin=1))
+        headroom = dataclasses.replace(headroom, name="headroom", first_layers=1)
 
     Attributes:
       name: the recipe's name.
@@ -146,6 +154,14 @@ class Recipe:
                     "all rows, as fp8_delayed does"
                 )
 
+    def __repr__(self) -> str:
+        return f"Recipe({self.name!r})"
+
+    def __str__(self) -> str:
+        from fp8rl_jax.quant.table import text_of  # which imports this module
+
+        return text_of(self)
+
     @property
     def quantized(self) -> bool:
         """Whether linear layers quantise their operands."""
@@ -172,6 +188,30 @@ class Recipe:
         """Whether no activation's scale depends on another row. If one does, drift is certain:
         the scale then depends on which other tokens share the batch."""
         return self.activation is None or self.activation.row_local
+
+    def with_policies(self, **policies: scaling.ScalingPolicy) -> Recipe:
+        """The same with other scaling policies.
+
+        Args:
+          policies: of 'weight', 'activation' or 'gradient'.
+
+        Raises:
+          UserError: the recipe does not quantise such an operand, or its blocks do not suit the
+            policy.
+        """
+        operands: dict[str, Any] = {}
+        for name, policy in policies.items():
+            if name not in self.operands:
+                raise UserError(
+                    f"recipe {self.name!r} quantises no {name!r}: write a policy for one of "
+                    f"{', '.join(self.operands) or 'the operands of another recipe'}"
+                )
+            if not isinstance(policy, scaling.ScalingPolicy):
+                raise UserError(
+                    f"the policy of {name} is {policy!r}: write a ScalingPolicy, such as dynamic()"
+                )
+            operands[name] = dataclasses.replace(self.operands[name], policy=policy)
+        return dataclasses.replace(self, **operands)
 
     def unquantized(self) -> Recipe:
         """The same with linear layers in the compute dtype."""

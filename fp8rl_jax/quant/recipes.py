@@ -89,11 +89,16 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise UserError(
+            f"a recipe is a Recipe or a name, not {recipe!r}: write one of "
+            + ", ".join(recipe_names())
+        )
     if ":" in recipe:
         return _load(recipe)
     name = _ALIASES.get(recipe, recipe)
     if name not in _RECIPES:
-        near = difflib.get_close_matches(str(recipe), recipe_names(), 1)
+        near = difflib.get_close_matches(recipe, recipe_names(), 1)
         hint = f"did you mean {near[0]!r}?" if near else "write one of " + ", ".join(recipe_names())
         raise UserError(f"unknown recipe {recipe!r}; {hint}")
     return _RECIPES[name]

@@ -40,7 +40,7 @@ from fp8rl_jax.quant import formats
 State = Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScalingPolicy:
     """Three pure functions; see the module. `name` is what tables show.
 
@@ -55,6 +55,9 @@ class ScalingPolicy:
     scale: Callable[[State, jax.Array, float], jax.Array]
     update: Callable[[State, jax.Array], State]
     name: str = "user"
+
+    def __repr__(self) -> str:
+        return f"ScalingPolicy({self.name})"
 
     @functools.cached_property
     def stateful(self) -> bool:

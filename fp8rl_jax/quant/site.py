@@ -73,6 +73,12 @@ class SiteProbe:
     activation: OperandProbe | None = None
     gradient: OperandProbe | None = None
 
+    @property
+    def amaxes(self) -> dict[str, jax.Array]:
+        """{operand: what was observed of it}, as `update_site` takes it."""
+        probes = {name: getattr(self, name) for name in OPERAND_CLASSES}
+        return {n: p.amax for n, p in probes.items() if p is not None and p.amax is not None}
+
 
 def _scale_shape(name: str, operand: Operand, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of an operand of ``(M, K) @ (K, N)``, with 1 for M."""

@@ -114,16 +114,11 @@ def rl_step(
         assert (samples.versions[rollout.mask] == step).all()  # drawn by this state's weights
         batch = engine.batch(rollout, samples.prompts)
         with record.timed("old_logprobs"):
-            if not rt.takes_rollout_logprobs(run.drifted):
-                old = np.where(rollout.mask, engine.score(state, batch), 0.0)
-                batch = dataclasses.replace(batch, old_logprobs=old)
-            if reference is not None:
-                found = engine.score_reference(reference, batch)
-                batch = dataclasses.replace(batch, ref_logprobs=found)
+            batch = scored(rt, state, reference, batch, run.drifted)
 
         # 3. Advantages and weights.
         hold_settings()
-        batch = _weighed(rt, samples, batch, record)
+        batch = weighed(rt, samples, batch, record)
 
         # 4. Update; the sampler's weights make room.
         hold_settings()
@@ -145,8 +140,29 @@ def rl_step(
     return StepResult(state, served, samples, logp, record)
 
 
-def _weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> Batch:
-    """The batch with advantages and weights of its tokens."""
+def scored(
+    rt: Runtime, state: TrainState, reference: TrainState | None, batch: Batch, drifted: bool
+) -> Batch:
+    """The batch with log-probabilities before the update and under the reference policy.
+
+    Args:
+      rt: whose engine scores.
+      state: before the update.
+      reference: as for `rl_step`.
+      batch: with those of the sampler, which are kept where they serve.
+      drifted: whether an update has shown drift where there must be none.
+    """
+    if not rt.takes_rollout_logprobs(drifted):
+        old = np.where(batch.mask > 0, rt.engine.score(state, batch), 0.0)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if reference is not None:
+        found = rt.engine.score_reference(reference, batch)
+        batch = dataclasses.replace(batch, ref_logprobs=found)
+    return batch
+
+
+def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> Batch:
+    """The batch with advantages and weights of its tokens; their metrics go into the record."""
     rollout = samples.rollout
     prepared = prepare(
         rt.algorithm, samples.rewards, rollout.mask, rollout.finished,

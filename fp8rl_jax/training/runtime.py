@@ -69,14 +69,14 @@ class Runtime(Resolved):
         slots = rollout.max_prompt_tokens, rollout.max_new_tokens
         return Text(self.tokenizer, self.chat, *slots)
 
-    def with_prompt_slots(self, slots: int) -> Runtime:
-        """The same with other `rollout.max_prompt_tokens`, checked again.
+    def with_slots(self, **slots: int) -> Runtime:
+        """The same with other `rollout.max_prompt_tokens` or `max_new_tokens`, checked again.
 
         Raises:
           UserError: the configuration cannot work with them.
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
-        config.rollout.max_prompt_tokens = slots
+        config.rollout.update(slots)
         resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))

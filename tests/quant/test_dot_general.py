@@ -357,3 +357,13 @@ def test_sizes_of_zero(recipe):
         assert y.shape == (x[0], w[1]) and not y.any()
         dx, dw = jax.grad(loss, (0, 1))(jnp.ones(x), jnp.ones(w))
         assert (dx.shape, dw.shape) == (x, w) and not dw.any()
+
+
+def test_eager_calls_compile_whole_products(caplog):
+    """Outside of any jit: forward and backward are a program each, not one for each operation."""
+    x, w = jnp.ones((9, 131)), jnp.ones((131, 5))
+    with jax.log_compiles():
+        jax.grad(lambda w: make_dot_general("fp8")(x, w, MATRIX).sum())(w)
+    programs = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
+    assert sum("jit(_follow)" in text for text in programs) == 2
+    assert len(programs) < 10

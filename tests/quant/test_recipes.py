@@ -26,10 +26,13 @@ from hypothesis import strategies as st
 from marks import slow
 from oracles import quant_oracle as oracle
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.quant import (
     Operand,
     Recipe,
+    delayed,
+    dynamic,
     gemm_table,
     get_recipe,
     get_scaling_policy,
@@ -413,3 +416,21 @@ def test_any_dimension_numbers_in_fp8(case, seed):
     # A block of one element is stored without an error, so the lower bound is for larger ones.
     if ours[0].size >= 64 and x.size * w.size // ours[0].size >= 32**2:
         assert oracle.calc_diff(ours[0], theirs[0]) > 1e-4
+
+
+def test_a_policy_of_ones_own():
+    """`with_policies` changes the policies it is given; `print` shows them, `repr` stays short."""
+    recipe = get_recipe("fp8_delayed")
+    mine = recipe.with_policies(gradient=delayed(history=16, margin=1))
+    assert mine.gradient.policy is delayed(history=16, margin=1)
+    assert (mine.weight, mine.gradient.block) == (recipe.weight, recipe.gradient.block)
+    assert repr(mine) == "Recipe('fp8_delayed')"
+    assert "history=16" in str(mine) and "TransformerEngine" not in str(mine).splitlines()[0]
+    for policies, words in (
+        ({"weights": dynamic()}, "'weights'.*weight, activation, gradient"),
+        ({"weight": "dynamic"}, "ScalingPolicy"),
+    ):
+        with pytest.raises(UserError, match=words):
+            recipe.with_policies(**policies)
+    with pytest.raises(UserError, match="a Recipe or a name, not None: write one of fp8_blockwise"):
+        make_dot_general(None)

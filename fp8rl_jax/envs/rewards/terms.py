@@ -188,9 +188,9 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
             f"env.reward is {name!r}; write one of auto, {', '.join(_BUILT_IN)}, or "
             "'module:function'"
         )
-    function = user_code.load(name, "env.reward:")
     module = name.partition(":")[0]
-    if module == "__main__" or getattr(sys.modules.get(module), "__spec__", None) is None:
+    function = None if module == "__main__" else user_code.load(name, "env.reward:")
+    if function is None or getattr(sys.modules.get(module), "__spec__", None) is None:
         raise UserError(
             f"env.reward: {name!r} is not in a module that a worker process can import: write the "
             "function in a file of its own, and name it 'FILE_WITHOUT_PY:FUNCTION'"

@@ -1,0 +1,67 @@
+"""Fields of a configuration as keywords of Python: `learning_rate=1e-4`, `sft__steps=0`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
+
+_SECOND = ("sft", "eval")  # sections whose fields have the names of other sections' fields
+
+
+def path_of(name: str) -> str:
+    """'section.field' of a keyword.
+
+    A field is named by its last name; `section__field` names it in full. A last name of several
+    sections is not that of `sft` or `eval`: `learning_rate` is the optimiser's.
+
+    Raises:
+      UserError: no field has that name, or several have.
+    """
+    if "__" in name or "." in name:
+        return name.replace("__", ".")
+    found = [path for path in all_fields() if path.partition(".")[2] == name]
+    first = [path for path in found if path.partition(".")[0] not in _SECOND] or found
+    if len(first) == 1:
+        return first[0]
+    if found:
+        names = " or ".join(path.replace(".", "__") for path in first)
+        raise UserError(f"several sections have a field {name!r}: write {names}")
+    leaves = [path.partition(".")[2] for path in all_fields()]
+    near = difflib.get_close_matches(name, leaves, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "`fp8rl train --help` lists every field"
+    raise UserError(f"there is no config field {name!r}; {hint}")
+
+
+def with_fields(
+    base: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any], where: str
+) -> ml_collections.ConfigDict:
+    """A configuration with defaults, then `base`, then `fields`.
+
+    Args:
+      base: {section: {field: value}}.
+      fields: {keyword: value}, as for `path_of`.
+      where: the call, for the sentence of an error.
+
+    Raises:
+      UserError: an unknown field, or a value of the wrong type.
+    """
+    content = {section: dict(values) for section, values in base.items()}
+    named = {path_of(name): value for name, value in fields.items()}
+    if "algo.preset" in named:
+        content.pop("algo", None)  # the preset decides its fields anew
+    for path, value in named.items():
+        section, _, field = path.partition(".")
+        if section not in FIELDS or not field:
+            raise UserError(
+                f"{where}: there is no config field {path!r}; the sections are {', '.join(FIELDS)}"
+            )
+        content.setdefault(section, {})[field] = value
+    config = saved_config(content, where)
+    override(config, ())  # `~` in paths
+    return config

@@ -1,0 +1,502 @@
+"""A policy as a value: load it, sample from it, score, train, compare.
+
+Each call runs the programs of the main job (`training.engine`), on the policy's own mesh. Prompts
+take a multiple of 16 slots and batches a power of two of prompts, so that calls of about the same
+size compile once. What is padded counts nowhere and changes no bit of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fp8rl_jax import learner
+from fp8rl_jax.api.fields import with_fields
+from fp8rl_jax.base.compilation_cache import use_compilation_cache
+from fp8rl_jax.base.errors import NonFiniteError, UserError
+from fp8rl_jax.base.jax_settings import hold_settings
+from fp8rl_jax.base.json_file import plain
+from fp8rl_jax.data import (
+    Prompt,
+    Tokenizer,
+    encode_demonstration,
+    encode_prompt,
+    join,
+    pad_rows,
+)
+from fp8rl_jax.drift.compare import by_row
+from fp8rl_jax.learner import Batch, TrainState
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.policy.load import load_trained, round_slots
+from fp8rl_jax.policy.source import directory_config, is_released
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rl import mismatch_metrics
+from fp8rl_jax.rollout import Rollout, is_fresh
+from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training import rl, sample_step
+from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.optimizer import updates_made
+from fp8rl_jax.training.runtime import Runtime, make_runtime
+from fp8rl_jax.training.step_record import StepRecord
+
+# One update takes all samples of a call, in a rollout without continuous batching.
+_PLAIN = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
+
+
+class _Programs:
+    """The compiled programs of a configuration, by the sizes of their arrays."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._sized: dict[tuple[int, int], Runtime] = {}
+        self._made: dict[tuple, Callable] = {}
+
+    def sized(self, prompt_slots: int, response_slots: int) -> Runtime:
+        """The runtime with these slots."""
+        key = prompt_slots, response_slots
+        if key not in self._sized:
+            slots = dict(zip(("max_prompt_tokens", "max_new_tokens"), key, strict=True))
+            self._sized[key] = self.runtime.with_slots(**slots)
+        return self._sized[key]
+
+    def sampler(self, runtime: Runtime, group_size: int) -> Callable:
+        """The sampler of a sized runtime."""
+        rollout = runtime.config.rollout
+        key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
+        if key not in self._made:
+            engine = runtime.engine
+            taps = engine.replayed_taps
+            self._made[key] = engine.make_sampler(group_size, rollout.top_k, rollout.top_p, taps)
+        return self._made[key]
+
+    def update(self, runtime: Runtime) -> Callable:
+        """The train step of a sized runtime, which leaves the old state usable."""
+        rollout, engine = runtime.config.rollout, runtime.engine
+        key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
+        if key not in self._made:
+            parts = runtime.config.learner.gradient_accumulation_steps
+            optimizer, _ = engine.rl_optimizer
+            self._made[key] = engine.train_step(optimizer, engine.loss, parts, donate=False)
+        return self._made[key]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """A policy under a recipe. It is never changed: `train_step` returns a new one.
+
+    Attributes:
+      programs: of its configuration; a policy after an update shares them.
+      state: parameters, the optimiser's state (none before the first update), states of scaling.
+    """
+
+    programs: _Programs
+    state: TrainState
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Float32 parameters."""
+        return self.state.params
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shapes."""
+        return self.programs.runtime.model
+
+    @property
+    def config(self):
+        """Every field of the configuration; it cannot be changed."""
+        return self.programs.runtime.config
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of the learner; `rollout_recipe` is the sampler's."""
+        return self.programs.runtime.learner_recipe
+
+    @property
+    def rollout_recipe(self) -> Recipe:
+        return self.programs.runtime.rollout_recipe
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.programs.runtime.tokenizer
+
+    @property
+    def step(self) -> int:
+        """Updates that it has had."""
+        return int(self.state.step)
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """What the sampler takes: the parameters, quantised."""
+        return self.programs.runtime.engine.refit(self.state).weights
+
+    def __repr__(self) -> str:
+        size = sum(x.size for x in jax.tree.leaves(self.params))
+        recipes = dict.fromkeys((self.rollout_recipe.name, self.recipe.name))
+        return f"Policy({size / 1e6:.2f}M parameters, {'/'.join(recipes)}, step {self.step})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Samples:
+    """P prompts with G responses each, prompt-major: row p * G + g is response g of prompt p.
+
+    Attributes:
+      prompts: as they were given.
+      texts: of the B = P * G responses.
+      asked: prompt tokens, temperatures and random key.
+      rollout: the responses on the host: see its tokens, mask, logprobs and finished.
+    """
+
+    prompts: list[Prompt]
+    texts: list[str]
+    asked: Prompts
+    rollout: Rollout
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(B, R) int32."""
+        return self.rollout.tokens
+
+    @property
+    def mask(self) -> np.ndarray:
+        """(B, R) bool, tokens of the responses."""
+        return self.rollout.mask
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """(B, R) float32, recorded when each token was drawn; 0 where there is none."""
+        return self.rollout.logprobs
+
+    @property
+    def group_size(self) -> int:
+        return len(self.texts) // len(self.prompts)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.prompts)} prompts x {self.group_size}"
+        return f"Samples({sizes}, {int(self.mask.sum())} tokens)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far the learner's log-probabilities are from the sampler's, over the same tokens.
+
+    Attributes:
+      max: largest |difference|; 0.0 only if all are equal bit for bit.
+      equal: share of tokens whose log-probabilities are equal.
+      tokens: number of tokens.
+      by_sequence: {'row', 'tokens', 'mean', 'max'} of each response, of |difference|.
+      metrics: all of `rl.mismatch_metrics`, as metrics.jsonl has them.
+    """
+
+    max: float
+    equal: float
+    tokens: int
+    by_sequence: list[dict[str, float]] = dataclasses.field(repr=False)
+    metrics: dict[str, float] = dataclasses.field(repr=False)
+
+
+def load(
+    source: str | os.PathLike | None = None,
+    recipe: str | None = None,
+    *,
+    allow_import: Collection[str] = (),
+    **fields: Any,
+) -> Policy:
+    """A policy. Provisional: its arguments may change.
+
+    Args:
+      source: directory of a run (its newest checkpoint) or of a Hugging Face model; the name of a
+        published model, for its shapes with random weights; None for the library's tiny model,
+        random too.
+      recipe: name of the recipe of sampler and learner; None for the run's own, else 'fp8'. For
+        two recipes write `rollout="fp8", learner="bf16"`.
+      allow_import: functions or modules that a run's configuration names and that may be imported.
+      fields: fields of the configuration by name, such as `learning_rate=1e-5` or `seed=1`.
+
+    Raises:
+      UserError: the source is nothing of these, or a field cannot work.
+    """
+    if recipe is not None:
+        if not isinstance(recipe, str):
+            raise UserError(
+                f"load: recipe is {recipe!r}; write its name, or 'module:function' that returns it"
+            )
+        fields = {"rollout": recipe, "learner": recipe, **fields}
+    source = os.fspath(source) if source is not None else None
+    base: dict[str, dict[str, Any]] = {}
+    if source is None or source in PRESETS:
+        base = {"model": {"name": source or ""}}
+    elif os.path.exists(os.path.join(source, "config.json")):
+        base = plain(directory_config(source, allow_import).to_dict())
+    else:
+        raise UserError(
+            f"load: {source!r} is neither the directory of a run or of a Hugging Face model (it "
+            f"has no config.json), nor a published model: {', '.join(PRESETS)}"
+        )
+    config = with_fields(base, fields, "load")
+    for path, value in _PLAIN.items():
+        section, _, field = path.partition(".")
+        config[section][field] = value
+    keep_programs(config)
+    runtime = make_runtime(config, with_questions=False)
+    if base.get("run") and not is_released(config):
+        state, _ = load_trained(runtime, pathlib.Path(config.run.dir), lambda text: None)
+    else:
+        state = runtime.engine.new_state(runtime.engine.initial_params(), optax.identity())
+    return Policy(_Programs(runtime), state)
+
+
+def keep_programs(config) -> None:
+    """Keeps compiled programs from one start to the next, as the commands do."""
+    if problem := use_compilation_cache(config.run.compilation_cache):
+        warnings.warn(problem, stacklevel=3)
+
+
+def sample(
+    policy: Policy,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    group_size: int = 1,
+    seed: int | None = None,
+) -> Samples:
+    """Responses of a policy. Provisional: its arguments may change.
+
+    Args:
+      policy: of `load` or `train_step`.
+      prompts: questions, as in training: a text, or with `data.chat` a conversation too.
+      max_tokens: of a response at most; None for `rollout.max_new_tokens`.
+      temperature: 0 for greedy; None for `rollout.temperature`.
+      group_size: responses of each prompt.
+      seed: of the random bits; None for those of the policy's next RL step.
+
+    Returns:
+      The samples, with the log-probability of each token.
+
+    Raises:
+      UserError: a prompt has no token, or is no text.
+    """
+    runtime = policy.programs.runtime
+    asked = [prompts] if isinstance(prompts, str | Mapping) else [*prompts]
+    if not asked:
+        raise UserError("sample: there is no prompt; write one or several")
+    rollout = runtime.config.rollout
+    rows = [encode_prompt(prompt, runtime.tokenizer, runtime.chat) for prompt in asked]
+    sized = policy.programs.sized(
+        round_slots(max(map(len, rows))), max_tokens or rollout.max_new_tokens
+    )
+    state = policy.state
+    if not is_fresh(state.kv_scales, policy.step):
+        raise UserError(
+            "sample: this policy has no calibrated scales of its KV cache: load it with "
+            "kv_cache='fp8', or from a run that has them"
+        )
+    key = jax.random.key(seed or 0, impl="threefry2x32")
+    if seed is None:
+        rng = np.asarray(state.rng)
+        key = jax.random.wrap_key_data(rng, impl="threefry2x32")
+        key = jax.random.fold_in(key, policy.step)
+    rows += rows[-1:] * (_padded(sized, len(rows), group_size) - len(rows))
+    tokens, lengths = pad_rows(
+        rows, sized.config.rollout.max_prompt_tokens, runtime.tokenizer.pad_id
+    )
+    heat = rollout.temperature if temperature is None else temperature
+    temperatures = np.full(len(rows) * group_size, heat, np.float32)
+    sampler = policy.programs.sampler(sized, group_size)
+    hold_settings()
+    out = sized.engine.sample(
+        policy.weights, Prompts.numbered(tokens, lengths, key, temperatures), sampler=sampler
+    )
+    count = len(asked) * group_size
+    out = Rollout(
+        *(x[:count] for x in (out.tokens, out.mask, out.logprobs, out.finished)),
+        taps={name: x[:, :count] for name, x in out.taps.items()},
+    )
+    kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
+    return Samples(asked, sized.text.decode(out.tokens, out.mask), kept, out)
+
+
+def score(
+    policy: Policy,
+    prompts: Samples | Sequence[Prompt],
+    responses: Sequence[str] | None = None,
+    *,
+    temperature: float = 1.0,
+) -> np.ndarray:
+    """Log-probabilities of responses, by the learner's forward pass. Provisional.
+
+    Where zero drift holds, ``score(policy, samples)`` equals ``samples.logprobs`` bit for bit.
+
+    Args:
+      policy: of `load` or `train_step`.
+      prompts: samples of any policy, or questions with `responses`.
+      responses: a text for each question; what ends a response is scored too.
+      temperature: of these; samples have their own.
+
+    Returns:
+      (B, R) float32, 0 behind the end of a response; of texts R is that of the longest.
+
+    Raises:
+      UserError: other than one response for each question.
+    """
+    if isinstance(prompts, Samples):
+        sized, batch = _batch(policy, prompts)
+        longest = batch.mask.shape[1]
+    else:
+        sized, batch = _text_batch(policy, [*prompts], responses, temperature)
+        longest = int(batch.mask.sum(1).max())
+    rows = len(batch.mask)
+    hold_settings()
+    logp = sized.engine.score(policy.state, _with_rows(sized, batch, 1))
+    return np.where(batch.mask > 0, logp[:rows], np.float32(0))[:, :longest]
+
+
+def compare(policy: Policy, samples: Samples) -> Drift:
+    """Drift of samples: the learner's log-probabilities (`score`) beside those recorded while they
+    were sampled. Provisional.
+
+    `train_step` compares with its own forward pass, under which gradients are taken; its metrics
+    have that drift.
+
+    Args:
+      policy: that sampled them, or one of other recipes with the same parameters.
+      samples: of `sample`.
+    """
+    logp = score(policy, samples)
+    metrics = mismatch_metrics(logp, samples.logprobs, samples.mask)
+    rows = by_row("row", logp.astype(np.float64) - samples.logprobs, samples.mask)
+    return Drift(
+        metrics["train_rollout_logprob_abs_diff_max"], metrics["logprob_equal_frac"],
+        int(metrics["drift_tokens"]), rows, metrics,
+    )  # fmt: skip
+
+
+def train_step(
+    policy: Policy, samples: Samples, rewards: Any, *, reference: Policy | None = None
+) -> tuple[Policy, dict[str, Any]]:
+    """One update of GRPO, or of what section `algo` chooses. Provisional.
+
+    It has the bits of an RL step of the main job with the same prompt slots: blocks of a weight's
+    gradient span the tokens of a batch, padding among them.
+
+    Args:
+      policy: to train. It stays usable, with its own parameters.
+      samples: of this policy, in groups of several responses.
+      rewards: (P, G), or (B,) in the order of `samples.texts`; nan leaves a response out.
+      reference: the policy whose divergence `kl_coef` weighs.
+
+    Returns:
+      The new policy, and the metrics of the update, as metrics.jsonl has them.
+
+    Raises:
+      UserError: rewards of another shape, or a reference is missing.
+      NonFiniteError: loss or gradients are not finite.
+    """
+    shape = len(samples.prompts), samples.group_size
+    values = np.asarray(rewards, np.float64)
+    if values.shape not in (shape, (math.prod(shape),)):
+        raise UserError(
+            f"train_step: rewards have the shape {values.shape}; write {shape}, or "
+            f"({math.prod(shape)},)"
+        )
+    sized, batch = _batch(policy, samples)
+    if sized.algorithm.needs_reference and reference is None:
+        raise UserError(
+            f"train_step: algo.kl_coef is {sized.config.algo.kl_coef}: write reference=POLICY, or "
+            "load the policy with kl_coef=0.0"
+        )
+    engine, step = sized.engine, policy.step
+    state, (optimizer, schedule) = policy.state, engine.rl_optimizer
+    if not jax.tree.leaves(state.opt_state):
+        begun = engine.new_state(state.params, optimizer, state.scaling_state)
+        state = dataclasses.replace(state, opt_state=begun.opt_state)
+    record = StepRecord(step + 1)
+    record["lr"] = float(schedule(updates_made(state.opt_state)))
+    hold_settings()
+    rows = len(batch.mask)
+    groups = sample_step.Samples(
+        [], samples.rollout, np.where(samples.mask, step, -1), samples.asked,
+        values.reshape(shape), {}, np.ones(shape[0], bool),
+    )  # fmt: skip
+    batch = rl.scored(
+        sized, state, reference and reference.state, _with_rows(sized, batch, shape[1]), False
+    )
+    of_rows = jax.tree.map(lambda x: x[:rows], batch)
+    weighed = _with_rows(sized, rl.weighed(sized, groups, of_rows, record), shape[1])
+    weighed.weights[rows:] = 0
+    with record.timed("learner"):
+        update = policy.programs.update(sized)
+        state, logp, metrics = update(state, engine.layout.by_rows(weighed), engine.rope)
+        metrics = jax.device_get(metrics)
+    if not metrics["good"]:
+        raise NonFiniteError(
+            f"train_step: loss {float(metrics['loss'])}, gradient norm "
+            f"{float(metrics['grad_norm'])}; the policy is as it was"
+        )
+    counts = {"counts": weighed.weights != 0}
+    record.add_updates(
+        [metrics | counts], float(of_rows.mask.sum()), sized.model, sized.learner_recipe
+    )
+    record |= mismatch_metrics(np.asarray(logp)[:rows], samples.logprobs, samples.mask)
+    record["reward_mean"] = float(np.nanmean(values))
+    state = engine.calibrate(state, weighed.tokens, weighed.lengths)
+    state = engine.advance(state, step + 1, int(state.data_state))
+    return dataclasses.replace(policy, state=state), dict(record)
+
+
+def _batch(policy: Policy, samples: Samples) -> tuple[Runtime, Batch]:
+    """Samples as a training batch, and the runtime of its size."""
+    slots = samples.asked.tokens.shape[1], samples.tokens.shape[1]
+    sized = policy.programs.sized(*slots)
+    return sized, sized.engine.batch(samples.rollout, samples.asked)
+
+
+def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple[Runtime, Batch]:
+    """Questions with responses as a training batch, and the runtime of its size."""
+    if responses is None or isinstance(responses, str) or len(responses) != len(prompts):
+        count = "none" if responses is None else len(responses)
+        raise UserError(
+            f"score: {len(prompts)} prompts and {count} responses; write a list with one for each"
+        )
+    tokenizer, chat = policy.tokenizer, policy.programs.runtime.chat
+    asked = zip(prompts, responses, strict=True)
+    pairs = [encode_demonstration(prompt, text, tokenizer, chat) for prompt, text in asked]
+    slots = [round_slots(max(map(len, side))) for side in zip(*pairs, strict=True)]
+    (tokens, lengths), (targets, taught) = (
+        pad_rows(side, count, tokenizer.pad_id)
+        for side, count in zip(zip(*pairs, strict=True), slots, strict=True)
+    )
+    mask = np.arange(slots[1]) < taught[:, None]
+    rows = join(tokens, lengths, targets, tokenizer.pad_id)
+    heat = np.full(len(rows), temperature, np.float32)
+    batch = learner.make_batch(rows, lengths, targets, mask, heat)
+    return policy.programs.sized(*slots), batch
+
+
+def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
+    """Prompts of a batch that holds so many: a power of two, and more until rows divide over
+    devices and micro-batches."""
+    parts = batch_divisor(runtime.mesh) * runtime.config.learner.gradient_accumulation_steps
+    count = 1 << (prompts - 1).bit_length()
+    while count * group_size % parts:
+        count += 1
+    return count
+
+
+def _with_rows(runtime: Runtime, batch: Batch, group_size: int) -> Batch:
+    """The batch with its last row repeated, up to the size of `_padded`."""
+    rows = len(batch.mask)
+    more = _padded(runtime, rows // group_size, group_size) * group_size - rows
+    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, 0)]), batch)

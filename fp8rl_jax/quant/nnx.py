@@ -1,0 +1,84 @@
+"""FP8 layers in Flax nnx, with states of scaling policies as variables of the model.
+
+::
+
+    dot_general = Fp8DotGeneral("fp8_delayed", (64, 256))
+    model = nnx.Linear(64, 256, dot_general=dot_general, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, Probe)))(model, x)
+        grads, seen = nnx.split_state(grads, nnx.Param, Probe)
+        optimizer.update(model, grads)
+        update_scaling(model, seen)
+
+States are frozen within an optimiser step. Probes are zeros and stay so: their gradient is what the
+step observed (quant/site.py). Under a recipe without states a model has neither variable.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.quant.dot_general import make_dot_general
+from fp8rl_jax.quant.recipe import Recipe
+from fp8rl_jax.quant.recipes import get_recipe
+from fp8rl_jax.quant.site import init_probe, init_site, update_site
+
+
+class Scaling(nnx.Variable):
+    """States of a layer's policies: a `SiteScaling`."""
+
+
+class Probe(nnx.Variable):
+    """Zeros whose gradient is what a layer observed: a `SiteProbe`."""
+
+
+class Fp8DotGeneral(nnx.Module):
+    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and what is built of them; one for
+    each layer."""
+
+    def __init__(self, recipe: Recipe | str = "fp8", weight_shape: tuple[int, ...] | None = None):
+        """
+        Args:
+          recipe: a Recipe or its name.
+          weight_shape: (in, out) of the layer's weight as a matrix, with batch axes in front if it
+            has any; needed if the recipe keeps a state.
+
+        Raises:
+          UserError: it is needed and missing.
+        """
+        self.recipe = get_recipe(recipe)
+        if self.recipe.stateful:
+            if weight_shape is None or len(weight_shape) < 2:
+                raise UserError(
+                    f"recipe {self.recipe.name!r} keeps a state for each weight: write its shape "
+                    f"(in, out) as weight_shape, not {weight_shape}"
+                )
+            self.scaling = Scaling(init_site(self.recipe, weight_shape))
+            self.probe = Probe(init_probe(self.recipe, weight_shape, health=False, weight=True))
+
+    def __call__(self, lhs, rhs, dimension_numbers, **options) -> jax.Array:
+        """`make_dot_general(recipe)` with the states of this layer."""
+        site = probe = None
+        if self.recipe.stateful:
+            site, probe = self.scaling.get_value(), self.probe.get_value()
+        return make_dot_general(self.recipe, site, probe)(lhs, rhs, dimension_numbers, **options)
+
+
+def update_scaling(model: nnx.Module, seen: nnx.State) -> None:
+    """Moves the states of all layers of a model on, after an optimiser step.
+
+    Args:
+      model: whose layers were used in the step.
+      seen: the step's gradient with respect to all `Probe`; of micro-batches their `merge_probes`.
+    """
+    probes = dict(nnx.to_flat_state(seen))
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Fp8DotGeneral) and module.recipe.stateful:
+            found = probes[(*path, "probe")].get_value()
+            site = update_site(module.recipe, module.scaling.get_value(), found.amaxes)
+            module.scaling.set_value(site)

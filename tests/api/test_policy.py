@@ -1,0 +1,137 @@
+"""A policy from Python: the sampler's bits from `score`, the main job's bits from `train_step`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from marks import slow
+
+import fp8rl_jax
+from fp8rl_jax.api.fields import with_fields
+from fp8rl_jax.api.policy import Policy
+from fp8rl_jax.base.errors import NonFiniteError, UserError
+from fp8rl_jax.config import override
+from fp8rl_jax.data import Stream
+from fp8rl_jax.training.runtime import make_runtime
+
+_SMALL = {
+    "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+_PROMPTS = ["3 + 4?", "12 + 30?", "5?"]
+
+
+def _bits(x) -> np.ndarray:
+    return np.asarray(x, np.float32).view(np.int32)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return fp8rl_jax.load(recipe="fp8", learning_rate=1e-3, **_SMALL)
+
+
+def _samples(policy: Policy, prompts=_PROMPTS):
+    return fp8rl_jax.sample(policy, prompts, group_size=2, max_tokens=5)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", slow("bf16"), slow("fp8_delayed")])
+def test_score_has_the_bits_of_the_sampler(recipe, policy):
+    """Of padded batches too: three prompts in the programs of four."""
+    if recipe != "fp8":
+        policy = fp8rl_jax.load(recipe=recipe, **_SMALL)
+    samples = _samples(policy)
+    assert len(samples.texts) == 6 and samples.logprobs.dtype == np.float32
+    assert (samples.logprobs[samples.mask] < 0).all()
+    np.testing.assert_array_equal(_bits(fp8rl_jax.score(policy, samples)), _bits(samples.logprobs))
+    drift = fp8rl_jax.compare(policy, samples)
+    assert (drift.max, drift.equal, drift.tokens) == (0.0, 1.0, samples.mask.sum())
+    assert [row["row"] for row in drift.by_sequence] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_train_step_learns_and_compiles_once(policy, caplog):
+    """Responses with a reward become likelier; other samples of the size compile nothing."""
+    samples = _samples(policy)
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    new, metrics = fp8rl_jax.train_step(policy, samples, rewards)
+    assert metrics["train_rollout_logprob_abs_diff_max"] == 0.0 and metrics["reward_mean"] == 0.5
+    assert (policy.step, new.step) == (0, 1)
+    before, after = (fp8rl_jax.score(p, samples).sum(1).reshape(3, 2) for p in (policy, new))
+    gained = after - before
+    assert ((gained * (2 * rewards - 1)).sum(1) > 0).all()
+    assert fp8rl_jax.compare(new, samples).max > 0
+    other = ["1?", "2?", "4 + 44?", "6?"]
+    fp8rl_jax.sample(new, other, group_size=2, max_tokens=5)
+    with jax.log_compiles():
+        samples = fp8rl_jax.sample(new, other, group_size=2, max_tokens=5)
+        fp8rl_jax.train_step(new, samples, np.arange(8))
+        fp8rl_jax.score(new, samples)
+    programs = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
+    assert not [text for text in programs if "train_step" in text or "score" in text], programs
+
+
+def test_texts_are_scored_with_their_end(policy):
+    logp = fp8rl_jax.score(policy, ["3 + 4?", "1 + 1?"], ["7", "12"])
+    assert logp.shape == (2, 3) and (logp[logp != 0] < 0).all()
+    assert (logp != 0).tolist() == [[True, True, False], [True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: fp8rl_jax.load("nowhere"), "'nowhere' is neither the directory.*qwen3_0p6b"),
+        (lambda p: fp8rl_jax.load(recipe="fp9"), "unknown recipe 'fp9'"),
+        (lambda p: fp8rl_jax.load(recipe=p.recipe), "write its name"),
+        (lambda p: fp8rl_jax.load(lerning_rate=1.0), "did you mean 'learning_rate'"),
+        (lambda p: fp8rl_jax.sample(p, []), "there is no prompt"),
+        (lambda p: fp8rl_jax.score(p, ["a", "b"], ["c"]), "2 prompts and 1 responses"),
+        (lambda p: fp8rl_jax.score(p, ["a"]), "1 prompts and none"),
+        (lambda p: fp8rl_jax.train_step(p, _samples(p), [1.0]), r"write \(3, 2\), or \(6,\)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(call, words, policy):
+    with pytest.raises(UserError, match=words):
+        call(policy)
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_refused(policy):
+    params = jax.tree.map(lambda x: x * np.float32(np.nan), policy.params)
+    broken = dataclasses.replace(policy, state=dataclasses.replace(policy.state, params=params))
+    with pytest.raises(NonFiniteError, match="the policy is as it was"):
+        fp8rl_jax.train_step(broken, _samples(policy), [1.0, 0.0, 3.0, 0.0, 1.0, 1.0])
+
+
+@pytest.mark.slow
+def test_train_step_has_the_bits_of_the_main_job(tmp_path):
+    """An RL step of the main job, and the same questions by sample and train_step."""
+    fields = {
+        "dir": str(tmp_path / "run"), "steps": 1, "sft__steps": 0, "prompts_per_step": 8,
+        "group_size": 4, "max_prompt_tokens": 32, "max_new_tokens": 5, "eval__questions": 16,
+        "task_options": {
+            "max_terms": 2, "max_digits": 1, "allow_parentheses": False, "allow_negation": False,
+        },
+        "train_questions": 64, "checkpoint_every": 1,
+        "loggers": "", **_SMALL,
+    }  # fmt: skip
+    reward = lambda prompt, response, answer: len({*response}) + 0.25 * (response < "a")
+    job = fp8rl_jax.grpo(questions="basic_arithmetic", reward=reward, **fields)
+
+    config = with_fields({}, fields, "test")
+    override(config, ["--config.env.task=basic_arithmetic"])
+    questions = Stream(make_runtime(config).questions["train"], 8, 0).next()
+    policy = fp8rl_jax.load(**fields)
+    samples = fp8rl_jax.sample(policy, [q.prompt for q in questions], group_size=4)
+    new, metrics = fp8rl_jax.train_step(
+        policy, samples, [reward("", text, "") for text in samples.texts]
+    )
+    (record,) = job.metrics
+    assert record["reward_mean"] == metrics["reward_mean"] and record["loss"] == metrics["loss"]
+    assert job.policy.step == new.step == 1
+    for ours, theirs in zip(*map(jax.tree.leaves, (new.params, job.policy.params)), strict=True):
+        np.testing.assert_array_equal(_bits(ours), _bits(theirs))
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), new.params, policy.params)
+    assert max(jax.tree.leaves(moved)) > 0
