@@ -13,15 +13,17 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from fp8rl_jax import learner
 from fp8rl_jax.api.fields import with_fields
+from fp8rl_jax.api.programs import Programs
 from fp8rl_jax.base.compilation_cache import use_compilation_cache
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
@@ -54,43 +56,6 @@ from fp8rl_jax.training.step_record import StepRecord
 _PLAIN = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
 
 
-class _Programs:
-    """The compiled programs of a configuration, by the sizes of their arrays."""
-
-    def __init__(self, runtime: Runtime):
-        self.runtime = runtime
-        self._sized: dict[tuple[int, int], Runtime] = {}
-        self._made: dict[tuple, Callable] = {}
-
-    def sized(self, prompt_slots: int, response_slots: int) -> Runtime:
-        """The runtime with these slots."""
-        key = prompt_slots, response_slots
-        if key not in self._sized:
-            slots = dict(zip(("max_prompt_tokens", "max_new_tokens"), key, strict=True))
-            self._sized[key] = self.runtime.with_slots(**slots)
-        return self._sized[key]
-
-    def sampler(self, runtime: Runtime, group_size: int) -> Callable:
-        """The sampler of a sized runtime."""
-        rollout = runtime.config.rollout
-        key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
-        if key not in self._made:
-            engine = runtime.engine
-            taps = engine.replayed_taps
-            self._made[key] = engine.make_sampler(group_size, rollout.top_k, rollout.top_p, taps)
-        return self._made[key]
-
-    def update(self, runtime: Runtime) -> Callable:
-        """The train step of a sized runtime, which leaves the old state usable."""
-        rollout, engine = runtime.config.rollout, runtime.engine
-        key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
-        if key not in self._made:
-            parts = runtime.config.learner.gradient_accumulation_steps
-            optimizer, _ = engine.rl_optimizer
-            self._made[key] = engine.train_step(optimizer, engine.loss, parts, donate=False)
-        return self._made[key]
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """A policy under a recipe. It is never changed: `train_step` returns a new one.
@@ -100,7 +65,7 @@ class Policy:
       state: parameters, the optimiser's state (none before the first update), states of scaling.
     """
 
-    programs: _Programs
+    programs: Programs
     state: TrainState
 
     @property
@@ -166,17 +131,17 @@ class Samples:
     @property
     def tokens(self) -> np.ndarray:
         """(B, R) int32."""
-        return self.rollout.tokens
+        return np.asarray(self.rollout.tokens)
 
     @property
     def mask(self) -> np.ndarray:
         """(B, R) bool, tokens of the responses."""
-        return self.rollout.mask
+        return np.asarray(self.rollout.mask)
 
     @property
     def logprobs(self) -> np.ndarray:
         """(B, R) float32, recorded when each token was drawn; 0 where there is none."""
-        return self.rollout.logprobs
+        return np.asarray(self.rollout.logprobs)
 
     @property
     def group_size(self) -> int:
@@ -254,7 +219,7 @@ def load(
         state, _ = load_trained(runtime, pathlib.Path(config.run.dir), lambda text: None)
     else:
         state = runtime.engine.new_state(runtime.engine.initial_params(), optax.identity())
-    return Policy(_Programs(runtime), state)
+    return Policy(Programs(runtime), state)
 
 
 def keep_programs(config) -> None:
@@ -289,7 +254,8 @@ def sample(
       UserError: a prompt has no token, or is no text.
     """
     runtime = policy.programs.runtime
-    asked = [prompts] if isinstance(prompts, str | Mapping) else [*prompts]
+    one = isinstance(prompts, str | Mapping)
+    asked = cast(list[Prompt], [prompts] if one else [*prompts])
     if not asked:
         raise UserError("sample: there is no prompt; write one or several")
     rollout = runtime.config.rollout
@@ -305,8 +271,7 @@ def sample(
         )
     key = jax.random.key(seed or 0, impl="threefry2x32")
     if seed is None:
-        rng = np.asarray(state.rng)
-        key = jax.random.wrap_key_data(rng, impl="threefry2x32")
+        key = jax.random.wrap_key_data(jnp.asarray(state.rng), impl="threefry2x32")
         key = jax.random.fold_in(key, policy.step)
     rows += rows[-1:] * (_padded(sized, len(rows), group_size) - len(rows))
     tokens, lengths = pad_rows(
@@ -321,11 +286,12 @@ def sample(
     )
     count = len(asked) * group_size
     out = Rollout(
-        *(x[:count] for x in (out.tokens, out.mask, out.logprobs, out.finished)),
-        taps={name: x[:, :count] for name, x in out.taps.items()},
-    )
+        out.tokens[:count], out.mask[:count], out.logprobs[:count], out.finished[:count],
+        {name: x[:, :count] for name, x in out.taps.items()},
+    )  # fmt: skip
+    texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
-    return Samples(asked, sized.text.decode(out.tokens, out.mask), kept, out)
+    return Samples(asked, texts, kept, out)
 
 
 def score(
@@ -430,9 +396,8 @@ def train_step(
         [], samples.rollout, np.where(samples.mask, step, -1), samples.asked,
         values.reshape(shape), {}, np.ones(shape[0], bool),
     )  # fmt: skip
-    batch = rl.scored(
-        sized, state, reference and reference.state, _with_rows(sized, batch, shape[1]), False
-    )
+    before = None if reference is None else reference.state
+    batch = rl.scored(sized, state, before, _with_rows(sized, batch, shape[1]), False)
     of_rows = jax.tree.map(lambda x: x[:rows], batch)
     weighed = _with_rows(sized, rl.weighed(sized, groups, of_rows, record), shape[1])
     weighed.weights[rows:] = 0

@@ -1,0 +1,44 @@
+"""The compiled programs of a policy, made once for each size of their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fp8rl_jax.training.runtime import Runtime
+
+
+class Programs:
+    """The compiled programs of a configuration, by the sizes of their arrays."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._sized: dict[tuple[int, int], Runtime] = {}
+        self._made: dict[tuple, Callable] = {}
+
+    def sized(self, prompt_slots: int, response_slots: int) -> Runtime:
+        """The runtime with these slots."""
+        key = prompt_slots, response_slots
+        if key not in self._sized:
+            slots = dict(zip(("max_prompt_tokens", "max_new_tokens"), key, strict=True))
+            self._sized[key] = self.runtime.with_slots(**slots)
+        return self._sized[key]
+
+    def sampler(self, runtime: Runtime, group_size: int) -> Callable:
+        """The sampler of a sized runtime."""
+        rollout = runtime.config.rollout
+        key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
+        if key not in self._made:
+            engine = runtime.engine
+            taps = engine.replayed_taps
+            self._made[key] = engine.make_sampler(group_size, rollout.top_k, rollout.top_p, taps)
+        return self._made[key]
+
+    def update(self, runtime: Runtime) -> Callable:
+        """The train step of a sized runtime, which leaves the old state usable."""
+        rollout, engine = runtime.config.rollout, runtime.engine
+        key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
+        if key not in self._made:
+            parts = runtime.config.learner.gradient_accumulation_steps
+            optimizer, _ = engine.rl_optimizer
+            self._made[key] = engine.train_step(optimizer, engine.loss, parts, donate=False)
+        return self._made[key]
