@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
+from fp8rl_jax.config.names import field_meant
 
 _SECOND = ("sft", "eval")  # sections whose fields have the names of other sections' fields
 
@@ -32,9 +32,8 @@ def path_of(name: str) -> str:
     if found:
         names = " or ".join(path.replace(".", "__") for path in first)
         raise UserError(f"several sections have a field {name!r}: write {names}")
-    leaves = [path.partition(".")[2] for path in all_fields()]
-    near = difflib.get_close_matches(name, leaves, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "`fp8rl train --help` lists every field"
+    meant = field_meant(name)
+    hint = f"did you mean {meant}?" if meant else "`fp8rl train --help-config` lists every field"
     raise UserError(f"there is no config field {name!r}; {hint}")
 
 

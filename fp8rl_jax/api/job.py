@@ -20,14 +20,8 @@ from fp8rl_jax.api.kept_reward import reward_name
 from fp8rl_jax.api.policy import Policy, keep_programs, load
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.whole_file import write_whole
-from fp8rl_jax.data import encode_demonstration, encode_prompt
-from fp8rl_jax.envs import load_questions
-from fp8rl_jax.models.presets import PRESETS
-from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.training.starter import starter
 
-_NEW_TOKENS = 256  # of a response, where nothing says how long answers are
-_MOST_TOKENS = 1024  # of a prompt that others make room for
-_SIZES = ("max_prompt_tokens", "max_new_tokens")
 _ROOT = pathlib.Path("runs")
 
 
@@ -101,9 +95,8 @@ def grpo(
 ) -> Job:
     """Trains a model on questions with GRPO, or with `preset=` of `fp8rl algo list`. Provisional.
 
-    Some defaults are others than those of `fp8rl train`: a directory of its own for each run;
-    slots for prompts and responses as the questions need them; supervised fine-tuning only for a
-    model that begins with random weights.
+    Defaults are those of `fp8rl init`, in a new directory for each run: lengths and batch sizes
+    come from the questions, and supervised fine-tuning is only for a model of random weights.
 
     Args:
       model: directory of a Hugging Face model; the name of a published one, for its shapes; None
@@ -120,18 +113,11 @@ def grpo(
       RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
     """
     given = {path_of(name): value for name, value in fields.items()}
-    base: dict[str, dict[str, Any]] = {"run": {"dir": str(_new_directory())}}
-    if model is not None and os.fspath(model) in PRESETS:
-        base["model"] = {"name": os.fspath(model)}
-    elif model is not None:
-        base |= {"model": {"checkpoint": os.fspath(model)}, "data": {"tokenizer": "checkpoint"}}
-        base["sft"] = {"steps": 0}
-    config = with_fields(base, given, "grpo")
-    config.env.task = _task(questions, pathlib.Path(config.run.dir))
-    sizes = {name for name in _SIZES if f"rollout.{name}" not in given}
-    if sizes:
-        config.rollout.update({k: v for k, v in _slots(config).items() if k in sizes})
-    return run(config, reward=reward, resume=resume)
+    directory = pathlib.Path(given.setdefault("run.dir", str(_new_directory())))
+    task, name = _task(questions, directory), reward_name(reward, directory, resume)
+    model = "" if model is None else os.fspath(model)
+    sections = starter(model, task, name, given, "grpo")
+    return run(with_fields(sections, {}, "grpo"), resume=resume)
 
 
 def _new_directory() -> pathlib.Path:
@@ -168,18 +154,3 @@ def _row(question: Any) -> dict[str, Any]:
         f"grpo: a question is {question!r}; write {{'question': ..., 'answer': ...}}, or the pair "
         "(question, answer)"
     )
-
-
-def _slots(config: ml_collections.ConfigDict) -> dict[str, int]:
-    """Fields of section `rollout` with room for all questions of at most `_MOST_TOKENS`."""
-    runtime = make_runtime(config, with_questions=False)
-    counts = {"sft": config.sft.questions if config.sft.steps else 0}
-    counts |= {"train": config.env.train_questions, "eval": config.eval.questions}
-    found = load_questions(config.env, counts, config.run.seed).questions
-    tokenizer, chat = runtime.tokenizer, runtime.chat
-    prompts = [encode_prompt(q.prompt, tokenizer, chat) for part in found.values() for q in part]
-    taught = [
-        encode_demonstration(q.prompt, q.demonstration, tokenizer, chat)[1] for q in found["sft"]
-    ]
-    longest = max(map(len, prompts), default=2), max(map(len, taught), default=_NEW_TOKENS)
-    return dict(zip(_SIZES, (min(longest[0], _MOST_TOKENS), longest[1]), strict=True))

@@ -42,7 +42,8 @@ def _init(values: argparse.Namespace) -> int:
     from fp8rl_jax.base.whole_file import write_whole
     from fp8rl_jax.training.starter import starter
 
-    sections = starter(values.model, values.data, values.reward, f"runs/{path.stem}")
+    fields = {"run.dir": f"runs/{path.stem}"}
+    sections = starter(values.model, values.data, values.reward, fields, "fp8rl init")
     title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
             "from a small decoder that learns the answers of the questions first.")  # fmt: skip
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.config import saved_config
+from fp8rl_jax.config import FIELDS, saved_config
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
-from fp8rl_jax.envs import Question, check_source, is_generated, load_questions
-from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.envs import Question, check_source, load_questions
+from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-# Of a generator; a data set gives what it has.
-_QUESTIONS = {"sft": 4096, "train": 4096, "eval": 256}
+_HELD_OUT = 256  # questions of an evaluation, where there are as many
 _NEW_TOKENS = 256  # of a pretrained model's answer
 _SHARE = 0.99  # of the prompts that have room; longer ones are rare and cost memory in every row
 
 
-def starter(model: str, questions: str, reward: str, directory: str) -> dict[str, dict[str, Any]]:
+def starter(
+    model: str, questions: str, reward: str, fields: Mapping[str, Any], where: str
+) -> dict[str, dict[str, Any]]:
     """{section: {field: value}} of a run that starts as it is.
 
     Args:
@@ -29,57 +31,60 @@ def starter(model: str, questions: str, reward: str, directory: str) -> dict[str
         random weights; '' for a small decoder that learns from the answers first.
       questions: as `env.task`.
       reward: as `env.reward`.
-      directory: of the run.
+      fields: {'section.field': value} that are given, `run.dir` among them.
+      where: what asks, for the sentence of an error.
 
     Raises:
       UserError: one of them cannot be used.
     """
     pretrained = os.path.isdir(model) or "/" in model
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"dir": directory, "steps": 100},
-        "precision": {"rollout": "fp8", "learner": "fp8"},
-        "env": {"task": questions, "reward": reward},
-        "optimizer": {"learning_rate": 1e-6 if pretrained else 3e-4},
-    }
+    sections: dict[str, dict[str, Any]] = {name: {} for name in FIELDS}
+    for path, value in fields.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+
+    def usual(section: str, **values: Any) -> None:
+        sections[section] = values | sections[section]
+
+    usual("run", steps=100)
+    usual("precision", rollout="fp8", learner="fp8")
+    usual("env", task=questions, reward=reward)
+    usual("optimizer", learning_rate=1e-6 if pretrained else 3e-4)
     if model:
-        sections["model"] = {"checkpoint" if pretrained else "name": model}
+        usual("model", **{"checkpoint" if pretrained else "name": model})
     if pretrained:
-        sections["data"] = {"tokenizer": "checkpoint"}
-    config = saved_config(sections, "fp8rl init")
+        usual("data", tokenizer="checkpoint")
+        usual("sft", steps=0)
+    given = "questions" in sections["eval"]
+    usual("eval", questions=_HELD_OUT)
+    config = saved_config(sections, where)
     read_model(config)
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     if tokenizer.chat_template is not None:
-        sections["data"]["chat"] = True
+        usual("data", chat=True)
     check_source(config.env)
-    counts = _QUESTIONS | ({"sft": 0} if pretrained else {})
+    counts = {"train": config.env.train_questions, "eval": config.eval.questions}
+    counts["sft"] = config.sft.questions if config.sft.steps else 0
     found = load_questions(config.env, counts, config.run.seed).questions
-    sections["rollout"] = _rollout(sections, found, pretrained)
-    if is_generated(questions):
-        sections["env"]["train_questions"] = _QUESTIONS["train"]
-    sections["eval"] = {"questions": min(_QUESTIONS["eval"], max(1, len(found["eval"])))}
-    if pretrained:
-        sections["sft"] = {"steps": 0}
-    else:
-        batch = _batch(32, found["sft"])
-        sections["sft"] = {"steps": 400, "questions": _QUESTIONS["sft"], "batch_size": batch}
-    make_runtime(saved_config(sections, "fp8rl init"))
-    return sections
+    usual("rollout", group_size=8, prompts_per_step=_batch(16, found["train"]))
+    if not given:
+        sections["eval"]["questions"] = min(_HELD_OUT, max(1, len(found["eval"])))
+    if found["sft"]:
+        usual("sft", steps=400, batch_size=_batch(32, found["sft"]))
+    runtime = make_runtime(saved_config(sections, where), with_questions=False)
+    usual("rollout", **_lengths(found, runtime))
+    make_runtime(saved_config(sections, where))
+    return {section: values for section, values in sections.items() if values}
 
 
-def _rollout(sections, found: dict[str, list[Question]], pretrained: bool) -> dict[str, int]:
-    """The section `rollout`: rooms for prompts and responses, from the questions' own lengths."""
-    runtime = make_runtime(saved_config(sections, "fp8rl init"), with_questions=False)
+def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, int]:
+    """Tokens of a prompt and of a response, from those of the questions and their answers."""
     text, questions = (runtime.tokenizer, runtime.chat), [*found["train"], *found["sft"]]
     prompts, new = [len(encode_prompt(q.prompt, *text)) for q in questions], _NEW_TOKENS
-    if not pretrained:
-        answers = (encode_demonstration(q.prompt, q.demonstration, *text)[1] for q in questions)
+    if found["sft"]:
+        answers = (encode_demonstration(q.prompt, q.demonstration, *text)[1] for q in found["sft"])
         new = _rounded([len(answer) for answer in answers], 4)
-    return {
-        "prompts_per_step": _batch(16, found["train"]),
-        "group_size": 8,
-        "max_prompt_tokens": _rounded(prompts, 8),
-        "max_new_tokens": new,
-    }
+    return {"max_prompt_tokens": _rounded(prompts, 16), "max_new_tokens": new}
 
 
 def _batch(most: int, questions: list[Question]) -> int:

@@ -85,7 +85,7 @@ def test_texts_are_scored_with_their_end(policy):
         (lambda p: fp8rl_jax.load("nowhere"), "'nowhere' is neither the directory.*qwen3_0p6b"),
         (lambda p: fp8rl_jax.load(recipe="fp9"), "unknown recipe 'fp9'"),
         (lambda p: fp8rl_jax.load(recipe=p.recipe), "write its name"),
-        (lambda p: fp8rl_jax.load(lerning_rate=1.0), "did you mean 'learning_rate'"),
+        (lambda p: fp8rl_jax.load(lerning_rate=1.0), "did you mean optimizer.learning_rate"),
         (lambda p: fp8rl_jax.sample(p, []), "there is no prompt"),
         (lambda p: fp8rl_jax.score(p, ["a", "b"], ["c"]), "2 prompts and 1 responses"),
         (lambda p: fp8rl_jax.score(p, ["a"]), "1 prompts and none"),

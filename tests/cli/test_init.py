@@ -33,7 +33,7 @@ def test_a_config_of_ones_own(place, capsys):
     runtime = make_runtime(load_config("mine.py"))
     config = runtime.config
     assert config.run.dir.endswith("runs/mine") and config.env.reward == "scores_of_mine:score"
-    assert config.rollout.max_prompt_tokens == 24 and config.rollout.max_new_tokens == 8
+    assert config.rollout.max_prompt_tokens == 32 and config.rollout.max_new_tokens == 8
     assert sum(map(len, runtime.questions.values())) > 50
     assert cli.run(words) == 2
     assert "mine.py is there already" in capsys.readouterr().err
