@@ -32,7 +32,13 @@ if not TYPE_CHECKING:  # checkers see the imports above, and report other names
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = "fp8rl_jax.config" if name == "load_config" else "fp8rl_jax.api"
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(__name__):
+                raise
+            needs = f"fp8rl_jax.{name} needs {error.name}: pip install 'fp8rl_jax[train]'"
+            raise ImportError(needs) from error
 
 
 def __dir__() -> list[str]:

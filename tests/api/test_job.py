@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -118,3 +119,11 @@ def test_names_of_the_package():
     assert {"load", "grpo", "run", "load_config"} <= {*dir(fp8rl_jax)}
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         _ = fp8rl_jax.lod
+    code = (
+        "import sys, fp8rl_jax; assert not {'jax', 'numpy'} & {*sys.modules}\n"
+        "sys.modules['ml_collections'] = None; fp8rl_jax.load"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stderr.splitlines()[-1] == (
+        "ImportError: fp8rl_jax.load needs ml_collections: pip install 'fp8rl_jax[train]'"
+    )

@@ -73,6 +73,7 @@ def test_train_step_learns_and_compiles_once(policy, caplog):
     assert not [text for text in programs if "train_step" in text or "score" in text], programs
 
 
+@pytest.mark.slow
 def test_texts_are_scored_with_their_end(policy):
     logp = fp8rl_jax.score(policy, ["3 + 4?", "1 + 1?"], ["7", "12"])
     assert logp.shape == (2, 3) and (logp[logp != 0] < 0).all()
