@@ -56,7 +56,7 @@ def test_what_is_in_the_wheel(wheel):
         assert {f"fp8rl_jax/{package}{path}" for path in here} <= names
     assert "fp8rl_jax/py.typed" in names
     assert all(name.startswith("fp8rl_jax/") for name in names)
-    assert {pathlib.Path(name).suffix for name in names} <= {".py", ".typed"}
+    assert {pathlib.Path(name).suffix for name in names} == {".html", ".py", ".typed"}
     assert not any("test" in pathlib.Path(name).parts for name in names)
 
 
