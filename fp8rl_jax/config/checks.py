@@ -18,6 +18,7 @@ from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import check_scales, same_forward
 from fp8rl_jax.rl import Algorithm
+from fp8rl_jax.rl.losses import LOSSES
 
 _ESTIMATOR = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
 
@@ -32,7 +33,10 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
         if field.is_free:
             check_options(path, value)
         if field.choices and value not in field.choices:
-            raise UserError(f"{path} is {value!r}; write one of {', '.join(field.choices)}")
+            known = ", ".join(filter(None, field.choices))
+            loss = path == "algo.preset" and value in LOSSES
+            hint = f"for that loss write algo.loss={value}, else " if loss else ""
+            raise UserError(f"{path} is {value!r}; {hint}write one of {known}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
