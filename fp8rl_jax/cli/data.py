@@ -125,7 +125,12 @@ def _cut(value: object) -> str:
 
 COMMANDS = (
     Command("data", "data sets: list, prepare NAME, show TASK", group=True),
-    Command("data list", "tasks and data sets by name, those that are prepared first", _list),
+    Command(
+        "data list",
+        "tasks and data sets by name, those that are prepared first",
+        _list,
+        starts="asks reasoning_gym for its tasks; a few seconds",
+    ),
     Command(
         "data prepare",
         "downloads a data set of tensorflow-datasets, or makes one of files; prints its directory",
@@ -142,6 +147,7 @@ COMMANDS = (
                 help="where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
             ),
         ),
+        starts="reads or downloads the rows; seconds from files, minutes from a network",
     ),
     Command(
         "data show",
@@ -152,5 +158,6 @@ COMMANDS = (
             argument("--rows", type=whole(1), default=3, metavar="N", help="of each split"),
         ),
         config=True,
+        starts="reads the rows; a few seconds",
     ),
 )  # fmt: skip

@@ -200,6 +200,7 @@ COMMANDS = (
         ),
         config=True,
         processes=True,
+        starts="loads the weights, compiles and answers the questions; a minute or more",
     ),
     Command(
         "sample",
@@ -219,5 +220,6 @@ COMMANDS = (
                      help="sample from this much probability; 1.0 for all"),
         ),
         config=True,
+        starts="loads the weights and compiles; about half a minute to the first token",
     ),
 )  # fmt: skip

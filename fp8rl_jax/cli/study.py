@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import pathlib
@@ -250,7 +251,7 @@ _RL_STEPS = argument("--steps", type=whole(1), metavar="N",
 _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 
-COMMANDS = (
+_COMMANDS = (
     Command(
         "study",
         "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
@@ -312,3 +313,5 @@ COMMANDS = (
         config=True,
     ),
 )  # fmt: skip
+_STARTS = "trains and scores models; minutes with --quick, hours without"
+COMMANDS = tuple(dataclasses.replace(command, starts=_STARTS) for command in _COMMANDS)

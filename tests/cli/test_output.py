@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import pathlib
 import resource
 import signal
@@ -265,3 +266,17 @@ def test_a_function_that_ends_the_process(status, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("error: a function that the configuration")
     assert printed.err.count("\n") == 1 and "SystemExit" in printed.err
+
+
+def test_a_command_says_at_once_what_it_does():
+    """Each that takes longer than about a second, on standard error, before JAX is imported."""
+    quick = {"recipe list", "recipe show", "algo list", "algo show", "completion"}
+    assert {c.name for c in main.COMMANDS.values() if c.run and not c.starts} == quick
+    script = (
+        "import sys\nfrom fp8rl_jax.cli import main\n"
+        "def starting(line):\n"
+        "    print(line, 'jax' in sys.modules)\n    raise KeyboardInterrupt\n"
+        "try:\n    main.run(['plan', 'nothing.py'], starting)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert re.fullmatch(r"fp8rl plan: [^\n]+ False\n", done.stdout), done
