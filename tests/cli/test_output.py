@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import re
 import pathlib
+import re
 import resource
 import signal
 import subprocess
