@@ -276,7 +276,8 @@ def test_a_command_says_at_once_what_it_does():
         "import sys\nfrom fp8rl_jax.cli import main\n"
         "def starting(line):\n"
         "    print(line, 'jax' in sys.modules)\n    raise KeyboardInterrupt\n"
-        "try:\n    main.run(['plan', 'nothing.py'], starting)\nexcept KeyboardInterrupt:\n    pass\n"
+        "try:\n    main.run(['plan', 'nothing.py'], starting)\n"
+        "except KeyboardInterrupt:\n    pass\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert re.fullmatch(r"fp8rl plan: [^\n]+ False\n", done.stdout), done
