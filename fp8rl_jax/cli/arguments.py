@@ -120,6 +120,8 @@ class Command:
         hyphenated = [_hyphenated(word) for word in rest]
         parse = parser.parse_known_args if self.group else parser.parse_known_intermixed_args
         values, unknown = parse(hyphenated)
+        if self.group and values.below:
+            parser.error(f"write `fp8rl {self.name} {values.below}` and options after that")
         if overrides and not self.config:
             unknown = overrides + unknown
         if self.takes_file and values.file is not None:

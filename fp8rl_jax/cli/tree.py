@@ -35,7 +35,7 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
         if group not in below:
             above = found.get(group, root)
             below[group] = above.add_subparsers(
-                title="commands", metavar="COMMAND", parser_class=Parser
+                title="commands", metavar="COMMAND", dest="below", parser_class=Parser
             )
         found[name] = below[group].add_parser(
             word, help=command.summary, description=command.summary, allow_abbrev=False,

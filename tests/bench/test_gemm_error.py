@@ -217,7 +217,7 @@ def count_compilations():
         (["gemm-error", "--out=file"], ["--out=file", "another directory"]),
         (["gemm-error", "--out=file/below"], ["--out=file/below", "another directory"]),
         (["gemm-error", "--out="], ["--out", "directory"]),
-        (["gemm_error"], ["gemm_error", "gemm-error", "--config FILE"]),
+        (["gemm_error"], ["gemm_error", "gemm-error", "--help"]),
         (["--recipes=fp8", "gemm-error"], ["fp8rl bench gemm-error", "options after"]),
     ],
 )

@@ -144,7 +144,7 @@ def test_command(tmp_path, capsys, monkeypatch):
         (["--models=qwen3_4p5m", "--batch=4", "--group=3"], "--batch=4 counts sequences"),
         (["--models=qwen3_4p5m", "--repeats=0"], "--repeats is 0"),
         (["--models=qwen3_4p5m", "--out="], "--out: it is empty"),
-        (["--models=qwen3_4p5m", "fast"], "'fast' is not understood"),
+        (["--models=qwen3_4p5m", "fast"], "either by --config FILE or by --models"),
     ],
 )
 def test_bad_input_is_one_sentence(options, said, capsys):

@@ -14,6 +14,8 @@ import zipfile
 
 import pytest
 
+import fp8rl_jax
+
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _SETUPTOOLS = 77  # the first major version that pyproject.toml allows
 _SHOW = """
@@ -63,7 +65,7 @@ def _show(paths: list, directory: pathlib.Path) -> list[str]:
 def _checkout(copy: pathlib.Path) -> pathlib.Path:
     """Copies what a build needs."""
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("fp8rl_jax", "kernels"):
+    for name in ("fp8rl_jax", "configs", "kernels"):
         shutil.copytree(_ROOT / name, copy / name, ignore=ignore)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         if (_ROOT / name).is_file():
@@ -217,6 +219,5 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     assert "fp8rl = fp8rl_jax.cli:entry" in entry
     assert "Requires-Python: >=3.11" in fields
     assert "Requires-Dist: jax<0.12,>=0.10.2" in fields
-    version = (_ROOT / "fp8rl_jax" / "base" / "version.py").read_text().split('"')[-2]
-    assert f"Version: {version}\n" in fields
+    assert f"Version: {fp8rl_jax.__version__}\n" in fields
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -16,7 +16,7 @@ from marks import slow
 from fp8rl_jax.quant import get_recipe, init_probe, init_site, make_dot_general, update_site
 from fp8rl_jax.quant.linen import PROBES, SCALING, Fp8DotGeneral, update_scaling
 
-_X = jax.random.normal(jax.random.key(0), (32, 24))
+_X = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (32, 24))
 _Y = jnp.sin(2 * _X[:, :8])
 _MATRIX = (((1,), (0,)), ((), ()))
 
@@ -55,7 +55,7 @@ def assert_same(one, other) -> None:
 
 def test_same_bits_as_by_hand():
     layer = _dense(8, "fp8_delayed")
-    variables = jax.jit(layer.init)(jax.random.key(1), _X)
+    variables = jax.jit(layer.init)(jax.random.key(1, impl="threefry2x32"), _X)
     params, scaling, probes = (variables[name] for name in ("params", SCALING, PROBES))
 
     @jax.jit
@@ -79,7 +79,7 @@ def test_same_bits_as_by_hand():
 @pytest.mark.parametrize("recipe", [slow("fp8_delayed"), "fp8"])
 def test_two_layers_train(recipe):
     model = nn.Sequential([_dense(48, recipe), nn.gelu, _dense(8, recipe)])
-    variables = jax.jit(model.init)(jax.random.key(1), _X)
+    variables = jax.jit(model.init)(jax.random.key(1, impl="threefry2x32"), _X)
     assert (SCALING in variables) == (PROBES in variables) == (recipe == "fp8_delayed")
     optimizer = optax.adam(1e-2)
     state = optimizer.init(variables["params"])
@@ -109,7 +109,7 @@ def test_two_layers_train(recipe):
 
 def test_states_that_are_missing():
     layer = _dense(8, "fp8_delayed")
-    params = layer.init(jax.random.key(1), _X)["params"]
+    params = layer.init(jax.random.key(1, impl="threefry2x32"), _X)["params"]
     with pytest.raises(ScopeCollectionNotFound, match=SCALING):
         layer.apply({"params": params}, _X)
 
@@ -118,7 +118,7 @@ def test_axes_of_the_batch_have_states_of_their_own():
     layer = nn.DenseGeneral(
         6, axis=-1, batch_dims=(0,), dot_general_cls=functools.partial(Fp8DotGeneral, "fp8_delayed")
     )
-    variables = jax.jit(layer.init)(jax.random.key(1), jnp.ones((3, 4, 24)))
+    variables = jax.jit(layer.init)(jax.random.key(1, impl="threefry2x32"), jnp.ones((3, 4, 24)))
     (site,) = (found["site"].site for found in variables[SCALING].values())
     assert site.weight.age.shape == (3,)
     assert layer.apply(variables, jnp.ones((3, 4, 24))).shape == (3, 4, 6)
