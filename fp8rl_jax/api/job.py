@@ -112,6 +112,11 @@ def grpo(
       UserError: something that you can fix, in one sentence.
       RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
     """
+    if not isinstance(model, str | os.PathLike | None):
+        raise UserError(
+            f"grpo: model is a {type(model).__name__}; write a directory or a name, and give the "
+            "others by name: grpo(questions=..., reward=...)"
+        )
     given = {path_of(name): value for name, value in fields.items()}
     directory = pathlib.Path(given.setdefault("run.dir", str(_new_directory())))
     task, name = _task(questions, directory), reward_name(reward, directory, resume)

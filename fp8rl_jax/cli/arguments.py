@@ -88,7 +88,7 @@ class Command:
         for names, settings in self.arguments:
             parser.add_argument(*names, **settings)
 
-    def _takes(self, word: str) -> str:
+    def _takes(self, word: str, overrides: Sequence[str]) -> str:
         """What may be written in the place of a word that is not understood."""
         name, equals, value = word.partition("=")
         if self.config and name.startswith("-"):
@@ -97,6 +97,8 @@ class Command:
             if field := field_meant(name.lstrip("-")):
                 return f"write --config.{field}={value if equals else 'VALUE'}"
         if self.config and not word.startswith("-"):
+            for field in (o for o in overrides if "=" not in o):  # its value stands behind a blank
+                return f"write {field}={word}"
             return "config fields are written --config.SECTION.FIELD=VALUE"
         names = [
             settings.get("metavar", names[0]) if names[0][0] != "-" else names[0]
@@ -130,7 +132,7 @@ class Command:
             values.config = values.config or values.file
         if unknown:
             word = dict(zip(hyphenated, rest, strict=True)).get(unknown[0], unknown[0])
-            parser.error(f"{word!r} is not understood; {self._takes(word)}")
+            parser.error(f"{word!r} is not understood; {self._takes(word, overrides)}")
         values.overrides = overrides
         return values
 
@@ -245,7 +247,8 @@ def found_programs() -> str | None:
 def note(text: str) -> None:
     """A line on standard error, which holds no results; of several processes, the first's."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
-    if processes is None or processes.first():
+    number = os.environ.get("FP8RL_PROCESS_ID") or os.environ.get("SLURM_PROCID") or "0"
+    if number == "0" if processes is None else processes.first():
         print(text, file=sys.stderr, flush=True)
 
 

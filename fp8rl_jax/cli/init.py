@@ -40,10 +40,14 @@ def _init(values: argparse.Namespace) -> int:
     if os.path.lexists(path):
         raise UserError(f"fp8rl init: {path} is there already; delete it, or write another name")
     from fp8rl_jax.base.whole_file import write_whole
-    from fp8rl_jax.training.starter import starter
+    from fp8rl_jax.training.starter import paid, starter
 
     fields = {"run.dir": f"runs/{path.stem}"}
+    for name in ("question_key", "answer_key"):
+        if getattr(values, name) is not None:
+            fields[f"env.{name}"] = getattr(values, name)
     sections = starter(values.model, values.data, values.reward, fields, "fp8rl init")
+    reward = paid(sections, "fp8rl init")
     title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
             "from a small decoder that learns the answers of the questions first.")  # fmt: skip
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
@@ -61,7 +65,7 @@ def _init(values: argparse.Namespace) -> int:
     print(
         f"{path}: prompts of up to {rollout['max_prompt_tokens']} tokens, responses of up to "
         f"{rollout['max_new_tokens']}, {rollout['prompts_per_step']} x {rollout['group_size']} "
-        "samples a step\n"
+        f"samples a step; {reward}\n"
         f"look at the questions:  fp8rl data show --config {path}\n"
         f"train:                  fp8rl train {path}"
     )
@@ -87,6 +91,8 @@ INIT = Command(
                  help="a .jsonl, .json, .csv or .parquet file, or what else env.task may be"),
         argument("--reward", default="auto", metavar="NAME",
                  help="exact_match, math_equal, ..., or module:function (default: auto)"),
+        argument("--question-key", metavar="COLUMN", help="as env.question_key"),
+        argument("--answer-key", metavar="COLUMN", help="as env.answer_key"),
     ),
     starts="reads the questions and the tokenizer; about ten seconds",
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -36,6 +38,8 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
             known = ", ".join(filter(None, field.choices))
             loss = path == "algo.preset" and value in LOSSES
             hint = f"for that loss write algo.loss={value}, else " if loss else ""
+            if near := difflib.get_close_matches(value.lower(), filter(None, field.choices), 1):
+                hint = hint or f"did you mean {near[0]!r}? "
             raise UserError(f"{path} is {value!r}; {hint}write one of {known}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:

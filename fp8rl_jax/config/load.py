@@ -178,7 +178,7 @@ def _unknown(path: str, where: str) -> UserError:
     meant = field_meant(path)
     hint = f"did you mean {meant}?" if meant else "`fp8rl train --help-config` lists the sections"
     if "." not in path:
-        near = difflib.get_close_matches(path, FIELDS, 1)
+        near = difflib.get_close_matches(path, FIELDS, 1, 0.8 if meant else 0.6)
         hint = f"did you mean {near[0]}?" if near else hint
         return UserError(f"{where}: there is no config section {path!r}; {hint}")
     return UserError(f"{where}: there is no config field {path!r}; {hint}")

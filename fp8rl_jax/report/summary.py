@@ -26,6 +26,7 @@ TYPICAL = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
 _MOST_STEPS = 8  # that a note names
+_MOST_FLAT = 0.5  # share of groups without a gradient that is not worth a word
 # Culprits of drift whose advice is a field of the configuration.
 _SET_BY_THE_USER = ("recipe", "layers", "kv", "scaling")
 _MOST_KEYS = 10_000  # of a record, which has about a hundred
@@ -85,6 +86,8 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         first = "warmup"  # its former name
     names = (first, "metrics", "eval", "samples")
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
+    if run.field("sft", "steps") == "0":
+        notes[:] = [note for note in notes if not note.startswith("sft.jsonl")]
     # Of several held-out sets the first is shown.
     first_set = run.eval[0].get("set") if run.eval else None
     run.eval[:] = [row for row in run.eval if row.get("set") == first_set]
@@ -269,6 +272,13 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
         notes.append(_drift_note(run, s))
     if s["reward_errors"]:
         notes.append(f"{s['reward_errors']} calls of rewards failed, and were left out.")
+    flat = series(run.metrics, "group_zero_std_frac")[1]
+    flat = flat[-max(1, len(flat) // 5) :]
+    if (mean := statistic(flat, np.mean)) is not None and mean > _MOST_FLAT:
+        notes.append(
+            f"All rewards were equal in {share(mean)} of the groups of the last "
+            f"{steps_text(len(flat))}: such a group gives no gradient (docs/guides/trouble.md)."
+        )
     if count := s["rollout_preemptions"]:
         notes.append(
             f"Responses lost their pages and were computed anew {count:,} times: a larger "
@@ -372,6 +382,13 @@ def drift_text(s: dict) -> str:
     return "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.3g}"
 
 
+def _is_graded(run: RunFiles) -> bool:
+    """Whether a reward is more than right or wrong: its mean is not the share of right answers."""
+    pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in run.eval]
+    numbers = [p for p in pairs if all(isinstance(value, int | float) for value in p)]
+    return any(abs(mean - right) > 1e-6 for mean, right in numbers)
+
+
 def _sentence(run: RunFiles, s: dict) -> str:
     kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
     names = {"sft_end": "the last SFT evaluation"}
@@ -380,7 +397,8 @@ def _sentence(run: RunFiles, s: dict) -> str:
     if ends:
         values = (f"{x} {' → '.join(share(s[x][k]) for k in ends)}" for x in kinds)
         where = " and at ".join(names[k] for k in ends)
-        parts = [f"held-out accuracy at {where}: {', '.join(values)}"]
+        name = "mean held-out reward" if _is_graded(run) else "held-out accuracy"
+        parts = [f"{name} at {where}: {', '.join(values)}"]
     if (best := s["greedy"])["sft_best"] is not None:
         parts[0] += f" (best SFT evaluation {share(best['sft_best'])},"
         parts[0] += f" at step {best['sft_best_step']:,})"

@@ -13,11 +13,12 @@ import numpy as np
 from fp8rl_jax.config import FIELDS, saved_config
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
-from fp8rl_jax.envs import Question, check_source, load_questions
+from fp8rl_jax.envs import Question, Scoring, Tally, check_source, load_questions
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _HELD_OUT = 256  # questions of an evaluation, where there are as many
 _NEW_TOKENS = 256  # of a pretrained model's answer
+_EPOCHS = 10  # of fine-tuning at most: what knows its answers by heart shows RL no variety
 _SHARE = 0.99  # of the prompts that have room; longer ones are rare and cost memory in every row
 
 
@@ -70,11 +71,30 @@ def starter(
     if not given:
         sections["eval"]["questions"] = min(_HELD_OUT, max(1, len(found["eval"])))
     if found["sft"]:
-        usual("sft", steps=400, batch_size=_batch(32, found["sft"]))
+        batch = _batch(32, found["sft"])
+        steps = max(20, min(400, _EPOCHS * len(found["sft"]) // batch))
+        usual("sft", steps=steps, batch_size=batch)
     runtime = make_runtime(saved_config(sections, where), with_questions=False)
     usual("rollout", **_lengths(found, runtime))
     make_runtime(saved_config(sections, where))
     return {section: values for section, values in sections.items() if values}
+
+
+def paid(sections: dict[str, dict[str, Any]], where: str) -> str:
+    """A sentence that says what the reward of `starter`'s sections pays for the first question.
+
+    Raises:
+      RewardError: it fails.
+    """
+    runtime = make_runtime(saved_config(sections, where))
+    question, tally = runtime.questions["train"][0], Tally(where)
+    scoring = Scoring(runtime.rewards, [question, question], [str(question.answer), ""])
+    values, _ = scoring.result(tally)
+    tally.check()
+    return (
+        f"{runtime.config.env.reward} pays {values[0]:g} for the answer {str(question.answer)!r} "
+        f"of the first question, and {values[1]:g} for an empty response"
+    )
 
 
 def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, int]:

@@ -57,3 +57,16 @@ def test_what_it_refuses(words, said, place, capsys):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not (place / "mine.py").exists()
+
+
+def test_the_reward_is_tried(place, capsys):
+    """On the first question's own answer and on nothing; one that fails ends the command."""
+    words = ["--data=rows.jsonl", "--question-key=question", "--answer-key=answer"]
+    assert cli.run(["init", "mine.py", *words, "--reward=scores_of_mine:score"]) == 0
+    said = capsys.readouterr().out
+    assert "scores_of_mine:score pays 1 for the answer" in said
+    assert "and 0 for an empty response" in said
+    (place / "fails_at_once.py").write_text("def score(prompt, response, answer): return 1 / 0\n")
+    assert cli.run(["init", "other.py", *words, "--reward=fails_at_once:score"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert not (place / "other.py").exists()

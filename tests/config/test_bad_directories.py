@@ -204,7 +204,8 @@ def test_checkpoint_of_another_model(run_dir):
     (run_dir / "config.json").unlink()
     process = python(*train_command("model.hidden_size=64"), "--resume", JAX_PLATFORMS="cpu")
     assert process.returncode == 2, process.stderr
-    assert re.fullmatch(r"error: [^\n]+\n", process.stderr), process.stderr
+    said = r"fp8rl train: [^\n]+\nerror: [^\n]+\n"
+    assert re.fullmatch(said, process.stderr), process.stderr
     assert "checkpoints" in process.stderr
 
 

@@ -112,7 +112,7 @@ _ARGUMENTS = {
     "positional for bench": (["bench", "--config", "tiny.py", "junk"], ["junk"]),
     "value after a blank": (
         ["train", "--config", "tiny.py", "--config.run.steps", "3"],
-        ["--config.SECTION.FIELD=VALUE"],
+        ["write --config.run.steps=3"],
     ),
     "unknown option": (["train", "--config", "tiny.py", "--junk=3"], ["junk", "--help"]),
     "option of another command": (["eval", "--config", "tiny.py", "--resume"], ["resume"]),
@@ -587,7 +587,7 @@ def test_mesh_of_four_devices(fields, words, tmp_path):
     flags = "--xla_force_host_platform_device_count=4"
     process = python(*arguments, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     assert process.returncode == 2, process.stderr
-    assert re.fullmatch(r"error: [^\n]+\n", process.stderr)
+    assert re.fullmatch(r"fp8rl eval: [^\n]+\nerror: [^\n]+\n", process.stderr)
     assert_words(process.stderr, words)
     assert not (tmp_path / "run").exists()
 

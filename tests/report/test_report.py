@@ -330,6 +330,20 @@ def test_faults_are_named(tmp_path):
     ]
 
 
+def test_what_a_user_should_look_at(tmp_path):
+    """Groups without a gradient; a mean reward that is no share of right answers; no SFT."""
+    rows = [_metrics(i) | {"group_zero_std_frac": 0.9} for i in range(1, _STEPS + 1)]
+    root = _make(tmp_path / "run", metrics=rows, config=_CONFIG | {"sft": {"steps": 0}})
+    (root / "sft.jsonl").write_text("")
+    graded = [row | {"pass@1": row["accuracy_sampled"] - 0.1} for row in _evaluations()]
+    s = summary.summarise(root)
+    (note,) = s["notes"]
+    assert note.startswith("All rewards were equal in 90 % of the groups of the last 2 steps")
+    assert "held-out accuracy at" in s["sentence"]
+    _write(root / "eval.jsonl", graded)
+    assert "mean held-out reward at" in summary.summarise(root)["sentence"]
+
+
 @pytest.mark.parametrize(
     ("name", "empty"),
     [("sft", True), ("metrics", False), ("metrics", True), ("eval", False), ("samples", True)],
