@@ -18,8 +18,7 @@ def all_commands(_: str = "") -> str:
         lines += [f"## fp8rl {name}", "", plain(" ".join((parser.description or "").split())), ""]
         if COMMANDS[name].config:
             lines += [
-                "Takes every [field of the configuration](configuration.md) as "
-                "`--config.SECTION.FIELD=VALUE`.",
+                "Takes a config, and [fields](configuration.md) as `--config.SECTION.FIELD=VALUE`.",
                 "",
             ]
         if arguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fp8rl_jax.config import FIELDS
+from fp8rl_jax.config.names import MEANT
 
 
 def row(*cells: str) -> str:
@@ -25,6 +26,16 @@ def all_sections(_: str = "") -> str:
             lines.append(row(f"`{section}.{name}`", default, meaning))
         lines.append("")
     return "\n".join(lines)
+
+
+def other_names(_: str = "") -> str:
+    """A table of other libraries' names, and the fields that they stand for."""
+    by_field: dict[str, list[str]] = {}
+    for name, field in MEANT.items():
+        by_field.setdefault(field, []).append(f"`{name}`")
+    lines = [row("field", "other names"), row("---", "---")]
+    lines += [row(f"`{field}`", ", ".join(by_field[field])) for field in sorted(by_field)]
+    return "\n".join(lines) + "\n"
 
 
 def plain(text: str) -> str:

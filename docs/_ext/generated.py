@@ -22,6 +22,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "commands": commands.all_commands,
     "fields": fields.all_sections,
     "metrics": metrics.table,
+    "names": fields.other_names,
     "results": results.table,
 }
 MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.]*) -->$", re.M)

@@ -82,9 +82,10 @@ FIELDS: dict[str, dict[str, Field]] = {
     "precision": {
         "rollout": Field("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
         "learner": Field("fp8", "recipe of the learner; equal recipes give zero drift"),
-        "zero_drift": Field("auto", "required: refuse what cannot be exact, and end after a step "
-                            "that drifts, with exit status 3; auto: refuse and warn if the two "
-                            "recipes have the same forward pass; report: neither",
+        "zero_drift": Field("auto", "required: refuse settings under which drift cannot be zero, "
+                            "and end after a step that drifts, with exit status 3; auto: with "
+                            "equal recipes refuse such settings, and warn of a step that drifts; "
+                            "report: neither",
                             choices=("auto", "required", "report")),
         "weight_policy": Field("", "scaling policy of weights: dynamic, delayed(history=1024), "
                                "static(amax=8.0), power_of_two(...), 'package.module:function'; "
@@ -191,8 +192,8 @@ FIELDS: dict[str, dict[str, Field]] = {
                       "or 'module:function'"),
         "clip_low": Field(0.2, "ratio bound 1 - clip_low"),
         "clip_high": Field(0.2, "ratio bound 1 + clip_high"),
-        "dual_clip": Field(0.0, "with ppo: a negative advantage's loss is at most this often the "
-                           "advantage; above 1, or 0 for no bound"),
+        "dual_clip": Field(0.0, "with ppo: the loss of a negative advantage is at most this many "
+                           "times |advantage|; above 1, or 0 for no bound"),
         "loss_aggregation": Field("token_mean", "how the losses of an update's tokens are added",
                                   choices=(*AGGREGATIONS,)),
         "loss_length": Field(0, "constant divisor of seq_mean_token_sum_norm; 0 for "

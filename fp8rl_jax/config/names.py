@@ -12,7 +12,7 @@ import difflib
 from fp8rl_jax.config.fields import FIELDS, all_fields
 
 # Last word of another name -> our field.
-_MEANT = {
+MEANT = {
     # what people type
     "lr": "optimizer.learning_rate",
     "batch_size": "rollout.prompts_per_step",
@@ -126,7 +126,7 @@ def field_meant(path: str) -> str | None:
     if path in fields:
         return path
     section, last = path.partition(".")[0], path.rpartition(".")[2]
-    meant = _MEANT.get(last, "")
+    meant = MEANT.get(last, "")
     if section in FIELDS:
         if (own := f"{section}.{meant.partition('.')[2]}") in fields:
             return own
@@ -136,6 +136,6 @@ def field_meant(path: str) -> str | None:
         return same[0] if len(same) == 1 or not meant else meant
     if meant:
         return meant
-    by_leaf = {name.partition(".")[2]: name for name in reversed(fields)} | _MEANT
+    by_leaf = {name.partition(".")[2]: name for name in reversed(fields)} | MEANT
     near = difflib.get_close_matches(last, by_leaf, 1, 0.75)
     return by_leaf[near[0]] if near else None

@@ -71,7 +71,14 @@ def export_run(
     also = functools.partial(_copy_tokenizer, tokenizer, config.data)
     if tokenizer == "byte":
         also = None
-        note("without a tokenizer: that of the run is 'byte', which has no file")
+        note(
+            "without a tokenizer: that of the run is 'byte', which has no file; "
+            "`fp8rl sample --config.data.tokenizer=byte` goes with the directory"
+        )
+    if not config.data.chat:
+        note(
+            "its prompts end with a line feed: other programs must write it too (docs/sampling.md)"
+        )
     params = jax.tree_util.tree_map_with_path(
         lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
         runtime.layout.param_shapes,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fp8rl_jax.config import all_fields
-from fp8rl_jax.config.names import _MEANT, field_meant
+from fp8rl_jax.config.names import MEANT, field_meant
 
 
 def test_the_table_names_fields_and_no_field_needs_it():
     """Every entry leads to a field that exists; a field's own name leads to itself."""
     fields = all_fields()
-    assert set(_MEANT.values()) <= set(fields)
+    assert set(MEANT.values()) <= set(fields)
     assert all(field_meant(path) == path for path in fields)
 
 
