@@ -57,6 +57,13 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
     return found
 
 
+def _same_file(one: str | None, other: str) -> bool:
+    """Whether two tasks are one file or directory of questions."""
+    return bool(
+        one and os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+    )
+
+
 def _policy_config(command: str, values: argparse.Namespace):
     """The configuration of --checkpoint or --config, and the options beside it."""
     from fp8rl_jax.config import load_config, override, set_options
@@ -84,6 +91,8 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
     fields = _FIELD_OF
+    # Of the file that a run was trained on, the questions are asked that it has held out.
+    held_out = _same_file(given.get("task"), config.env.task)
     if command == "eval":
         fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
     for name, path in fields.items():
@@ -92,7 +101,7 @@ def _policy_config(command: str, values: argparse.Namespace):
             config[section][field] = given[name]
     if values.precision is not None:
         config.precision.rollout = config.precision.learner = values.precision
-    if command == "eval":
+    if command == "eval" and not held_out:
         task = values.task or any("config.env.task=" in word for word in values.overrides)
         if is_released(config) and not task:
             raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")

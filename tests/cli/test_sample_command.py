@@ -265,3 +265,26 @@ def test_refused(case, model, tmp_path, monkeypatch, capsys):
     for word in words:
         assert word in error, error
     assert tiny_checkpoint.LOADED == []
+
+
+@pytest.mark.parametrize("task", ["rows.jsonl", "./rows.jsonl"])
+def test_eval_of_a_runs_own_file_asks_what_it_has_held_out(task, tmp_path, monkeypatch):
+    """Another file is asked completely; the run's own is not: it was trained on most of it."""
+    from fp8rl_jax.cli import main, sample_eval, tree
+    from fp8rl_jax.config import default_config
+    from fp8rl_jax.policy import source
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "others.jsonl"):
+        (tmp_path / name).write_text("")
+    config = default_config()
+    config.env.task = str(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(source, "directory_config", lambda *_: config)
+    monkeypatch.setattr(source, "is_released", lambda _: False)
+    monkeypatch.setattr(sample_eval, "keep_programs", lambda _: None)
+    parser = tree.parser(main.COMMANDS)[1]["eval"]
+    words = ["--checkpoint=.", f"--task={task}"]
+    values = main.COMMANDS["eval"].parse(parser, words)
+    assert sample_eval._policy_config("eval", values).env.eval_task == ""
+    values = main.COMMANDS["eval"].parse(parser, ["--checkpoint=.", "--task=others.jsonl"])
+    assert sample_eval._policy_config("eval", values).env.eval_task == "others.jsonl"
