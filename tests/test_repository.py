@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from fp8rl_jax.base.version import __version__
+from fp8rl_jax.cli import start
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _GITHUB = _ROOT / ".github"
@@ -70,3 +71,12 @@ def test_paths_in_texts_exist(name):
     text = (_ROOT / name).read_text()
     paths = re.findall(r"`(?:bash )?((?:tests|configs|docs|launch)/[\w*./]+)", text)
     assert paths and all(any(_ROOT.glob(path)) for path in paths)
+
+
+def test_a_missing_package_of_train_is_known():
+    """The sentence for an installation without [train] knows all of its packages."""
+    setup = configparser.ConfigParser()
+    setup.read(_ROOT / "setup.cfg")
+    modules = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
+    names = re.findall(r"^([\w-]+)", setup["options.extras_require"]["train"].strip(), re.M)
+    assert {modules.get(name, name.replace("-", "_")) for name in names} == start._TRAIN

@@ -121,7 +121,7 @@ def grpo(
     directory = pathlib.Path(given.setdefault("run.dir", str(_new_directory())))
     task, name = _task(questions, directory), reward_name(reward, directory, resume)
     model = "" if model is None else os.fspath(model)
-    sections = starter(model, task, name, given, "grpo")
+    sections, _ = starter(model, task, name, given, "grpo")
     return run(with_fields(sections, {}, "grpo"), resume=resume)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.meeting import place_of_environment
 from fp8rl_jax.base.paths import expanded
 
 
@@ -247,8 +248,7 @@ def found_programs() -> str | None:
 def note(text: str) -> None:
     """A line on standard error, which holds no results; of several processes, the first's."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
-    number = os.environ.get("FP8RL_PROCESS_ID") or os.environ.get("SLURM_PROCID") or "0"
-    if number == "0" if processes is None else processes.first():
+    if processes.first() if processes else place_of_environment().process == 0:
         print(text, file=sys.stderr, flush=True)
 
 

@@ -46,8 +46,8 @@ def _init(values: argparse.Namespace) -> int:
     for name in ("question_key", "answer_key"):
         if getattr(values, name) is not None:
             fields[f"env.{name}"] = getattr(values, name)
-    sections = starter(values.model, values.data, values.reward, fields, "fp8rl init")
-    reward = paid(sections, "fp8rl init")
+    sections, runtime = starter(values.model, values.data, values.reward, fields, "fp8rl init")
+    reward = paid(runtime, "fp8rl init")
     title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
             "from a small decoder that learns the answers of the questions first.")  # fmt: skip
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]

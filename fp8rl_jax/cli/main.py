@@ -23,8 +23,20 @@ from fp8rl_jax.base.errors import (
     limit_reached,
     raised,
 )
-from fp8rl_jax.cli import algo, bench, completion, data, drift, init, runs, sample_eval, study, tree
-from fp8rl_jax.cli.arguments import Command, Parser, argument, found_programs, note
+from fp8rl_jax.cli import (
+    algo,
+    bench,
+    completion,
+    data,
+    drift,
+    init,
+    recipe,
+    runs,
+    sample_eval,
+    study,
+    tree,
+)
+from fp8rl_jax.cli.arguments import Command, argument, found_programs, note
 from fp8rl_jax.cli.start import missing_package, prepare
 
 _DRIFTED = 3
@@ -34,26 +46,6 @@ def _plan(values: argparse.Namespace) -> int:
     from fp8rl_jax.cli.plan import plan
 
     return plan(values)
-
-
-def _list_recipes(values: argparse.Namespace) -> int:
-    from fp8rl_jax.cli.recipe import list_recipes
-
-    print(list_recipes())
-    return 0
-
-
-def _show_recipe(values: argparse.Namespace) -> int:
-    from fp8rl_jax.cli.recipe import show_recipe
-    from fp8rl_jax.quant import recipe_names
-
-    if values.name is None:
-        raise UserError(
-            "fp8rl recipe show: name a recipe, one of " + ", ".join(recipe_names()) + ", or "
-            "package.module:function"
-        )
-    print(show_recipe(values.name))
-    return 0
 
 
 _COMMANDS = (
@@ -90,25 +82,13 @@ _COMMANDS = (
         config=True,
         starts="counts bytes and operations; a few seconds, with --compile minutes",
     ),
-    Command("recipe", "what a precision recipe does: list, show NAME", group=True),
-    Command("recipe list", "the names of all recipes", _list_recipes),
-    Command(
-        "recipe show",
-        "formats, blocks and scaling policies of every GEMM",
-        _show_recipe,
-        (argument("name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"),),
-    ),
+    *recipe.COMMANDS,
     *algo.COMMANDS,
     runs.CONVERT,
     runs.REPORT,
     completion.COMPLETION,
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _COMMANDS}
-
-
-def parser() -> Parser:
-    """The parser of `fp8rl` with those of all commands below it."""
-    return tree.parser(COMMANDS)[0]
 
 
 def _version() -> str:
@@ -172,7 +152,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
       starting: called with a line that says what a longer command does first.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(parser().format_help(), end="")
+        print(tree.parser(COMMANDS)[0].format_help(), end="")
         return 0
     if arguments[0] == "--version":
         print(_version())

@@ -1,24 +1,46 @@
-"""What `fp8rl recipe` prints: the named recipes, and what one of them does to every GEMM."""
+"""`fp8rl recipe list` and `fp8rl recipe show NAME`: the named recipes, and what one does."""
 
 from __future__ import annotations
 
-from fp8rl_jax.quant import get_recipe, recipe_names
-from fp8rl_jax.quant.recipes import DESCRIPTIONS
+import argparse
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli.arguments import Command, argument
 
 
 def list_recipes() -> str:
     """Every name that a config may give as a recipe, one line each with what it is."""
+    from fp8rl_jax.quant import recipe_names
+    from fp8rl_jax.quant.recipes import DESCRIPTIONS
+
     width = max(map(len, recipe_names()))
     return "\n".join(f"{name:<{width}}  {DESCRIPTIONS[name]}" for name in recipe_names())
 
 
-def show_recipe(name: str) -> str:
-    """What a recipe does: its text, as `print` shows it in Python.
+def _list(values: argparse.Namespace) -> int:
+    print(list_recipes())
+    return 0
 
-    Args:
-      name: a name of `recipe_names`, or ``package.module:function``.
 
-    Raises:
-      UserError: there is no such recipe.
-    """
-    return str(get_recipe(name))
+def _show(values: argparse.Namespace) -> int:
+    from fp8rl_jax.quant import get_recipe, recipe_names
+
+    if values.name is None:
+        raise UserError(
+            "fp8rl recipe show: name a recipe, one of " + ", ".join(recipe_names()) + ", or "
+            "package.module:function"
+        )
+    print(get_recipe(values.name))
+    return 0
+
+
+COMMANDS = (
+    Command("recipe", "what a precision recipe does: list, show NAME", group=True),
+    Command("recipe list", "the names of all recipes", _list),
+    Command(
+        "recipe show",
+        "formats, blocks and scaling policies of every GEMM",
+        _show,
+        (argument("name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"),),
+    ),
+)

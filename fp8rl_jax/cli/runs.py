@@ -16,14 +16,14 @@ from fp8rl_jax.cli.arguments import (
     read_config,
     words,
 )
+from fp8rl_jax.cli.interrupt import Interrupt
+from fp8rl_jax.cli.output import keep_talking
 
 _STOPPED = os.EX_TEMPFAIL  # 75: try again, here with --resume
 
 
 def _train(values: argparse.Namespace) -> int:
     from fp8rl_jax.base import processes
-    from fp8rl_jax.cli.interrupt import Interrupt
-    from fp8rl_jax.cli.output import keep_talking
 
     with keep_talking():
         with Interrupt() as interrupt:  # imports too, which may lose a KeyboardInterrupt
@@ -78,37 +78,37 @@ def _convert(values: argparse.Namespace) -> int:
 
 
 TRAIN = Command(
-        "train",
-        "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
-        "run.dir",
-        _train,
-        (argument("--resume", action="store_true",
-                  help="continue the run in run.dir, bit for bit"),),
-        config=True,
-        processes=True,
-        starts="loads JAX, reads the config and compiles; about a minute to the first step",
-    )  # fmt: skip
+    "train",
+    "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
+    "run.dir",
+    _train,
+    (argument("--resume", action="store_true",
+              help="continue the run in run.dir, bit for bit"),),
+    config=True,
+    processes=True,
+    starts="loads JAX, reads the config and compiles; about a minute to the first step",
+)  # fmt: skip
 
 REPORT = Command(
-        "report",
-        "writes RUN_DIR/report.html again, with a comparison if other runs are named",
-        _report,
-        (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
-        starts="reads the run and draws its plots; about ten seconds",
-    )  # fmt: skip
+    "report",
+    "writes RUN_DIR/report.html again, with a comparison if other runs are named",
+    _report,
+    (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
+    starts="reads the run and draws its plots; about ten seconds",
+)  # fmt: skip
 
 CONVERT = Command(
-        "convert",
-        "a checkpoint in Hugging Face's format in another number format",
-        _convert,
-        (
-            argument("paths", nargs="*", type=a_path, metavar="SRC DST",
-                     help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
-                     "a GGUF file of the llama architecture; DST: a new directory"),
-            argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
-            argument("--max-shard-gb", type=float, default=5.0, metavar="X",
-                     help="size of a file above which there are several (default: 5)"),
-            ALLOW_IMPORT,
-        ),
-        starts="reads and writes all weights; about half a minute for each GB",
-    )  # fmt: skip
+    "convert",
+    "a checkpoint in Hugging Face's format in another number format",
+    _convert,
+    (
+        argument("paths", nargs="*", type=a_path, metavar="SRC DST",
+                 help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
+                 "a GGUF file of the llama architecture; DST: a new directory"),
+        argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
+        argument("--max-shard-gb", type=float, default=5.0, metavar="X",
+                 help="size of a file above which there are several (default: 5)"),
+        ALLOW_IMPORT,
+    ),
+    starts="reads and writes all weights; about half a minute for each GB",
+)  # fmt: skip

@@ -59,9 +59,7 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
 
 def _same_file(one: str | None, other: str) -> bool:
     """Whether two tasks are one file or directory of questions."""
-    return bool(
-        one and os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
-    )
+    return bool(one and os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other))
 
 
 def _policy_config(command: str, values: argparse.Namespace):
@@ -101,13 +99,13 @@ def _policy_config(command: str, values: argparse.Namespace):
             config[section][field] = given[name]
     if values.precision is not None:
         config.precision.rollout = config.precision.learner = values.precision
-    if command == "eval" and not held_out:
+    if command == "eval":
         task = values.task or any("config.env.task=" in word for word in values.overrides)
         if is_released(config) and not task:
             raise UserError("fp8rl eval: name a task, for example --task=basic_arithmetic")
-        if task:  # the options were the other task's
+        if task and not held_out:  # the options were the other task's
             config.env.task_options = type(config.env.task_options)()
-        if values.task:
+        if values.task and not held_out:
             from fp8rl_jax.envs import is_generated
 
             one = "," not in values.task and is_generated(values.task)

@@ -39,12 +39,12 @@ def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
       UserError: no such file, or it cannot be run, or it has no get_config, or there is no such
         case.
     """
-    file, colon, text = path, "", ""
-    if not os.path.exists(path) and path not in packaged():
+    file, colon, text, named = path, "", "", packaged()
+    if not os.path.exists(path) and path not in named:
         name, colon, text = path.rpartition(":")
         file = name if colon else file
     if not os.path.isfile(file):
-        file = str(packaged().get(file, file))
+        file = str(named.get(file, file))
     if not os.path.isfile(file):
         raise UserError(f"--config: {path} is no file; {_instead(file)}")
     spec = importlib.util.spec_from_file_location("fp8rl_user_config", file)

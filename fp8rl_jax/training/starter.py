@@ -8,9 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import ml_collections
 import numpy as np
 
-from fp8rl_jax.config import FIELDS, saved_config
+from fp8rl_jax.base.paths import expanded
+from fp8rl_jax.config import FIELDS, override, saved_config
 from fp8rl_jax.config.model_source import read_model
 from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
 from fp8rl_jax.envs import Question, Scoring, Tally, check_source, load_questions
@@ -24,8 +26,8 @@ _SHARE = 0.99  # of the prompts that have room; longer ones are rare and cost me
 
 def starter(
     model: str, questions: str, reward: str, fields: Mapping[str, Any], where: str
-) -> dict[str, dict[str, Any]]:
-    """{section: {field: value}} of a run that starts as it is.
+) -> tuple[dict[str, dict[str, Any]], Runtime]:
+    """{section: {field: value}} of a run that starts as it is, and its runtime.
 
     Args:
       model: directory of a Hugging Face model; the name of a published model, for its shapes with
@@ -38,6 +40,7 @@ def starter(
     Raises:
       UserError: one of them cannot be used.
     """
+    model = expanded(model, f"{where}: the model")
     pretrained = os.path.isdir(model) or "/" in model
     sections: dict[str, dict[str, Any]] = {name: {} for name in FIELDS}
     for path, value in fields.items():
@@ -58,7 +61,13 @@ def starter(
         usual("sft", steps=0)
     given = "questions" in sections["eval"]
     usual("eval", questions=_HELD_OUT)
-    config = saved_config(sections, where)
+
+    def made() -> ml_collections.ConfigDict:
+        config = saved_config(sections, where)
+        override(config, ())  # `~` in paths
+        return config
+
+    config = made()
     read_model(config)
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     if tokenizer.chat_template is not None:
@@ -74,19 +83,17 @@ def starter(
         batch = _batch(32, found["sft"])
         steps = max(20, min(400, _EPOCHS * len(found["sft"]) // batch))
         usual("sft", steps=steps, batch_size=batch)
-    runtime = make_runtime(saved_config(sections, where), with_questions=False)
-    usual("rollout", **_lengths(found, runtime))
-    make_runtime(saved_config(sections, where))
-    return {section: values for section, values in sections.items() if values}
+    usual("rollout", **_lengths(found, make_runtime(made(), with_questions=False)))
+    runtime = make_runtime(made())
+    return {section: values for section, values in sections.items() if values}, runtime
 
 
-def paid(sections: dict[str, dict[str, Any]], where: str) -> str:
-    """A sentence that says what the reward of `starter`'s sections pays for the first question.
+def paid(runtime: Runtime, where: str) -> str:
+    """A sentence that says what the reward pays for the first question of `starter`'s runtime.
 
     Raises:
       RewardError: it fails.
     """
-    runtime = make_runtime(saved_config(sections, where))
     question, tally = runtime.questions["train"][0], Tally(where)
     scoring = Scoring(runtime.rewards, [question, question], [str(question.answer), ""])
     values, _ = scoring.result(tally)

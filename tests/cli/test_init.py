@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.training.runtime import make_runtime
+from fp8rl_jax.training.starter import starter
 
 _ROWS = [{"question": f"Add {i} to {100 * i}.", "answer": str(101 * i)} for i in range(1, 60)]
 
@@ -70,3 +73,13 @@ def test_the_reward_is_tried(place, capsys):
     assert cli.run(["init", "other.py", *words, "--reward=fails_at_once:score"]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert not (place / "other.py").exists()
+
+
+def test_a_home_directory_in_a_path(place, monkeypatch):
+    """Also from Python, where no shell has replaced it."""
+    monkeypatch.setenv("HOME", str(place))
+    fields = {"run.dir": "~/run", "data.tokenizer": "~/no_tokenizer.json"}
+    with pytest.raises(UserError, match=re.escape(str(place / "no_tokenizer.json"))):
+        starter("", "rows.jsonl", "exact_match", fields, "here")
+    with pytest.raises(UserError, match=re.escape(str(place / "model"))):
+        starter("~/model", "rows.jsonl", "exact_match", {}, "here")

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from fp8rl_jax import cli
-from fp8rl_jax.cli import recipe as recipe_show
 from fp8rl_jax.quant import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.recipes import DESCRIPTIONS
 from fp8rl_jax.quant.table import WIDTH
@@ -176,7 +175,7 @@ def test_mistakes(arguments, words, users_module, capsys):
 def test_shown_facts_follow_the_recipe():
     """The properties that the text states are those of the recipe object."""
     for name in recipe_names():
-        recipe, text = get_recipe(name), recipe_show.show_recipe(name)
+        recipe, text = get_recipe(name), str(get_recipe(name))
         assert _fact(text, "row-local").startswith("yes" if recipe.row_local else "no")
         assert (_fact(text, "state") == "none") != recipe.stateful
         assert _fact(text, "KV cache").startswith("E4M3") == recipe.kv_quantized

@@ -283,8 +283,9 @@ def test_eval_of_a_runs_own_file_asks_what_it_has_held_out(task, tmp_path, monke
     monkeypatch.setattr(source, "is_released", lambda _: False)
     monkeypatch.setattr(sample_eval, "keep_programs", lambda _: None)
     parser = tree.parser(main.COMMANDS)[1]["eval"]
-    words = ["--checkpoint=.", f"--task={task}"]
+    words = ["--checkpoint=.", f"--task={task}", "--task-options=x=1"]
     values = main.COMMANDS["eval"].parse(parser, words)
-    assert sample_eval._policy_config("eval", values).env.eval_task == ""
+    env = sample_eval._policy_config("eval", values).env
+    assert env.eval_task == "" and env.task_options.to_dict() == {"x": 1}
     values = main.COMMANDS["eval"].parse(parser, ["--checkpoint=.", "--task=others.jsonl"])
     assert sample_eval._policy_config("eval", values).env.eval_task == "others.jsonl"
