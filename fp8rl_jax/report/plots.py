@@ -92,17 +92,17 @@ def lines_panel(
     shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
     if not shown:
         return None
+    drawn = [thinned(values) for _, _, values in shown]
     legend = []
-    for row, _, values in shown:
-        more = _zeros(values) * symlog + left_out(values, thinned(values))
+    for (row, _, values), kept in zip(shown, drawn, strict=True):
+        more = _zeros(values) * symlog + left_out(values, kept)
         legend.append(row._replace(label=row.label + more))
 
     def draw(ax: Axes) -> None:
-        for i, (row, steps, values) in enumerate(shown):
+        for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
             # Lines that coincide at 0 show, and a run of one step.
             style = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
             style["marker"] = "o" if len(steps) <= 40 else None
-            kept = thinned(values)
             ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
         ax.set_xlabel(x)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
