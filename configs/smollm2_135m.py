@@ -32,12 +32,7 @@ def get_config():
             },
             "env": {
                 "task": "chain_sum",
-                "task_options": {
-                    "min_terms": 2,
-                    "max_terms": 3,
-                    "min_digits": 1,
-                    "max_digits": 1,
-                },
+                "task_options": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
                 "reward": "math_equal",
                 "train_questions": 512,
             },

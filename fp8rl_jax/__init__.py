@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from fp8rl_jax.config import load_config
 
 __all__ = (
-    "__version__", "compare", "grpo", "load", "load_config", "run", "sample", "score", "train_step",
-)  # fmt: skip
+    "__version__",
+    "compare",
+    "grpo",
+    "load",
+    "load_config",
+    "run",
+    "sample",
+    "score",
+    "train_step",
+)
 
 
 if not TYPE_CHECKING:  # checkers see the imports above, and report other names

@@ -109,12 +109,19 @@ def make_batch(
     values = ones if advantages is None else np.asarray(advantages, np.float32)
     neutral = {
         "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
-        "rollout_weights": ones, "old_logprobs": 0 * ones, "ref_logprobs": 0 * ones,
-    }  # fmt: skip
+        "rollout_weights": ones,
+        "old_logprobs": 0 * ones,
+        "ref_logprobs": 0 * ones,
+    }
     return Batch(
-        tokens, prompt_lengths, targets, np.asarray(mask, np.float32), temperature,
-        values.reshape(len(ones), -1) * ones, **{**neutral, **fields},
-    )  # fmt: skip
+        tokens,
+        prompt_lengths,
+        targets,
+        np.asarray(mask, np.float32),
+        temperature,
+        values.reshape(len(ones), -1) * ones,
+        **{**neutral, **fields},
+    )
 
 
 @flax.struct.dataclass
@@ -207,10 +214,20 @@ def response_logprobs(
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     out = forward(
-        params, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        parallel=parallel, rope=rope, remat=remat, output="hidden", collect=collect, taps=taps,
+        params,
+        batch.tokens,
+        model,
+        recipe,
+        lengths=batch.lengths,
+        kv_scales=kv_scales,
+        parallel=parallel,
+        rope=rope,
+        remat=remat,
+        output="hidden",
+        collect=collect,
+        taps=taps,
         swaps={**(swaps or {}), **routing},
-    )  # fmt: skip
+    )
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
     hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
@@ -247,9 +264,14 @@ def make_score(
 
 
 def count_experts(
-    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, kv_scales: KVScales | None,
+    weights,
+    batch: Batch,
+    model: ModelConfig,
+    recipe: Recipe,
+    rope,
+    kv_scales: KVScales | None,
     parallel: Parallel = ONE_DEVICE,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
 
     A replayed choice (`batch.routing`) is counted as it is; without one, a forward pass is run.
@@ -263,9 +285,16 @@ def count_experts(
         of_layer = functools.partial(expert_tokens, model, valid=valid)
         return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
     out = forward(
-        weights, batch.tokens, model, recipe, lengths=batch.lengths, kv_scales=kv_scales,
-        parallel=parallel, rope=rope, output="hidden",
-    )  # fmt: skip
+        weights,
+        batch.tokens,
+        model,
+        recipe,
+        lengths=batch.lengths,
+        kv_scales=kv_scales,
+        parallel=parallel,
+        rope=rope,
+        output="hidden",
+    )
     return out.aux["expert_tokens"]
 
 

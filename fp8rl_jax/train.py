@@ -95,9 +95,10 @@ def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | No
 
 def _execute(run: Run, resume: bool) -> Outcome:
     """The phases of a run, from its newest checkpoint on."""
-    config, monitor = run.runtime.config, DriftMonitor(
-        run.runtime, run.directory, run.display.note, run.interrupted
-    )  # fmt: skip
+    config, monitor = (
+        run.runtime.config,
+        DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted),
+    )
     with contextlib.closing(run):
         run.interrupted()  # from here on a signal waits for the end of a step
         state = _restore(run, resume, monitor)

@@ -10,18 +10,23 @@ import pathlib
 import jax
 
 _BF16_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last one is ARM's
-_WITHOUT_BF16 = {
-    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI",
-}  # fmt: skip
+_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
 VARIABLES = (
-    "XLA_FLAGS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPROC", "PJRT_NPROC",
+    "XLA_FLAGS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "NPROC",
+    "PJRT_NPROC",
     "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
-)  # fmt: skip
+)
 # Of JAX: what a program is compiled with.
 COMPILER_SETTINGS = (
-    "jax_compiler_enable_remat_pass", "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level",
-)  # fmt: skip
+    "jax_compiler_enable_remat_pass",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_optimization_level",
+)
 
 
 def backend() -> str:

@@ -47,11 +47,16 @@ def test_numbers_out_of_bounds_are_refused_at_the_call(function, name, bounds):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rms_norm_eps", 1e37), ("rms_norm_eps", 1e-40), ("rope_theta", 1.0),
-        ("hidden_size", 2**31), ("num_hidden_layers", 2**63), ("vocab_size", 10**400),
-        ("routed_scaling_factor", float("inf")), ("rope_factor", float("nan")),
+        ("rms_norm_eps", 1e37),
+        ("rms_norm_eps", 1e-40),
+        ("rope_theta", 1.0),
+        ("hidden_size", 2**31),
+        ("num_hidden_layers", 2**63),
+        ("vocab_size", 10**400),
+        ("routed_scaling_factor", float("inf")),
+        ("rope_factor", float("nan")),
     ],
-)  # fmt: skip
+)
 def test_shapes_of_a_model(field, value):
     """The same where a model's shapes are changed by hand or come from a file."""
     with pytest.raises(UserError, match=rf"^model\.{field} is .*; write "):

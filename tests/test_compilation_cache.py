@@ -115,9 +115,14 @@ def _gradient(model: ModelConfig, recipe: str):
 @pytest.mark.parametrize("recipe", ["bf16", slow("fp8")])
 def test_a_program_from_the_cache_has_the_bits_of_a_fresh_one(recipe, tmp_path):
     model = ModelConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
     params = initial_params(model)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
     given = params, tokens, rope_tables(model, 9)

@@ -47,10 +47,11 @@ def test_decode_step(monkeypatch):
     assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 15
     assert not deviceless.collectives(text)
     copied = [
-        line for line in text.splitlines()
+        line
+        for line in text.splitlines()
         if "f8e4m3fn[2,3072,1024]" in line.partition("=")[2].partition("(")[0]
         and any(f" {name}(" in line for name in ("copy", "transpose", "fusion"))
-    ]  # fmt: skip
+    ]
     assert not copied
 
 
@@ -83,8 +84,9 @@ def test_continuous_batching_keeps_its_pool_where_it_lies(monkeypatch):
     assert {kind for kind, _, _ in made} == {"u8", "f32", "f8e4m3fn"}
     assert all(
         "calls=%fused_scatter" in line
-        for line in text.splitlines() if re.search(rf" = \w+{shape}\S* fusion\(", line)
-    )  # fmt: skip
+        for line in text.splitlines()
+        if re.search(rf" = \w+{shape}\S* fusion\(", line)
+    )
 
 
 def test_decode_step_of_experts_in_parts(monkeypatch):
@@ -128,9 +130,11 @@ def test_train_step(axes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "hosts"),
-    [("qwen3_30b_a3b", {"fsdp": 4, "expert": 4}, 2),
-     ("qwen3_235b_a22b", {"fsdp": 8, "expert": 8}, 8)],
-)  # fmt: skip
+    [
+        ("qwen3_30b_a3b", {"fsdp": 4, "expert": 4}, 2),
+        ("qwen3_235b_a22b", {"fsdp": 8, "expert": 8}, 8),
+    ],
+)
 def test_a_layer_of_experts_takes_its_part(name, axes, hosts, monkeypatch):
     """What a train step needs for each further layer beside its state: at most three times the
     layer's float32 part. Whole experts on every device would be 20 and 60 times."""

@@ -237,8 +237,15 @@ def test_results_are_complete_and_name_what_there_is():
     for result in tomllib.loads((_DOCS / "results.toml").read_text())["result"]:
         name, command = result["name"], result["command"].split()
         assert set(result) == {
-            "name", "page", "command", "measures", "commit", "cpu", "jax", "date"
-        }, name  # fmt: skip
+            "name",
+            "page",
+            "command",
+            "measures",
+            "commit",
+            "cpu",
+            "jax",
+            "date",
+        }, name
         assert all(result.values()), name
         assert re.fullmatch("[0-9a-f]{7}|not recorded", result["commit"]), name
         if result["date"] != "not recorded":

@@ -131,9 +131,10 @@ def test_files(check):
     assert found["ok"] and found["environment"]["platform"] == "cpu"
     verdicts = {t["name"].split("::")[1]: t["verdict"] for t in found["tests"]}
     assert list(verdicts.items()) == [
-        ("test_holds", "holds"), ("test_measures", "reported"),
+        ("test_holds", "holds"),
+        ("test_measures", "reported"),
         ("test_drifts", "reported: does not hold"),
-    ]  # fmt: skip
+    ]
     counts = "holds: 1, reported: 1, reported: does not hold: 1"
     assert counts in pathlib.Path("out/gpu_check.md").read_text()
     assert found["tests"][0]["data"] == [["rows", 3]]
@@ -183,9 +184,16 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 _ABSENT = (
-    "grain", "hypothesis", "math_verify", "matplotlib", "ml_collections", "reasoning_gym",
-    "tensorboardX", "tensorflow_datasets", "tokenizers",
-)  # fmt: skip
+    "grain",
+    "hypothesis",
+    "math_verify",
+    "matplotlib",
+    "ml_collections",
+    "reasoning_gym",
+    "tensorboardX",
+    "tensorflow_datasets",
+    "tokenizers",
+)
 
 
 def test_launch_script_on_a_bare_machine(tmp_path):

@@ -23,9 +23,16 @@ from fp8rl_jax.quant import get_recipe
 _ADDS = {"add", "sub", "add_any", "reduce_sum", "cumsum"}
 # What hands a product on as it is.
 _PASSES = {
-    "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "neg",
-    "select_n", "pad",
-}  # fmt: skip
+    "convert_element_type",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "transpose",
+    "slice",
+    "neg",
+    "select_n",
+    "pad",
+}
 
 
 def _inner(equation) -> list:

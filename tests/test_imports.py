@@ -177,8 +177,12 @@ def test_modules_have_no_cycle():
                 node.body = [ast.Pass()]
         source, is_package = ast.unparse(tree), path.name == "__init__.py"
         names = {name for _, name in _imports(module, source, is_package)}
-        names |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
-                  for a in n.names}  # fmt: skip
+        names |= {
+            f"{n.module}.{a.name}"
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+        }
         # A package's `__init__` offers what its modules hold; modules import each other's.
         needs[module] = set() if is_package else (names & set(_SOURCES)) - {module}
     while free := {module for module, others in needs.items() if not others & set(needs)}:

@@ -38,16 +38,24 @@ def _program(directory: pathlib.Path, name: str, body: str) -> None:
 def _run(tmp_path: pathlib.Path, script: str, *arguments: str, **variables: str):
     """A script of launch/ with the programs in tmp_path before all others."""
     return subprocess.Popen(
-        ["bash", str(_LAUNCH / script), *arguments], stdout=subprocess.PIPE, text=True,
+        ["bash", str(_LAUNCH / script), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "restarts", "requeued"),
-    [(75, None, True), (75, "1", True), (75, "2", False), (0, None, False), (2, None, False),
-     (143, None, False)],
-)  # fmt: skip
+    [
+        (75, None, True),
+        (75, "1", True),
+        (75, "2", False),
+        (0, None, False),
+        (2, None, False),
+        (143, None, False),
+    ],
+)
 def test_slurm_job_requeues_itself_after_a_stop(status, restarts, requeued, tmp_path):
     """Status 75 alone, and at most FP8RL_REQUEUES times."""
     _program(tmp_path, "srun", f'echo "$@" > {tmp_path}/srun.txt; exit {status}')
@@ -122,13 +130,18 @@ def test_pod_receives_its_signal(tmp_path):
 
 def test_environment_keeps_what_is_set(tmp_path):
     _program(
-        tmp_path, "fp8rl",
+        tmp_path,
+        "fp8rl",
         'echo "$FP8RL_COMPILATION_CACHE $NCCL_ALGO $XLA_FLAGS ${https_proxy-none}"',
-    )  # fmt: skip
+    )
     pod = _run(
-        tmp_path, "jobset_entry.sh", FP8RL_SHARED="/shared", NCCL_ALGO="Tree",
-        XLA_FLAGS="--xla_gpu_deterministic_ops=false", https_proxy="http://proxy",
-    )  # fmt: skip
+        tmp_path,
+        "jobset_entry.sh",
+        FP8RL_SHARED="/shared",
+        NCCL_ALGO="Tree",
+        XLA_FLAGS="--xla_gpu_deterministic_ops=false",
+        https_proxy="http://proxy",
+    )
     cache, algorithm, *flags, proxy = pod.communicate()[0].split()
     assert (cache, algorithm, proxy) == ("/shared/fp8rl_jax/compilation", "Tree", "none")
     assert flags[-1] == "--xla_gpu_deterministic_ops=false"  # the last one counts

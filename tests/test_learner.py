@@ -39,10 +39,13 @@ def _batch() -> learner.Batch:
     targets = np.stack([t[n : n + _RESPONSE] for t, n in zip(tokens, prompts, strict=True)])
     mask = (np.arange(_RESPONSE) < lengths[:, None]).astype(np.float32)
     batch = learner.make_batch(
-        tokens=tokens, prompt_lengths=prompts, targets=targets, mask=mask,
+        tokens=tokens,
+        prompt_lengths=prompts,
+        targets=targets,
+        mask=mask,
         temperature=np.ones(_ROWS, np.float32),
         advantages=rng.standard_normal(_ROWS).astype(np.float32),
-    )  # fmt: skip
+    )
     # On-policy: nothing is clipped.
     return dataclasses.replace(batch, old_logprobs=np.asarray(_run(1, batch)[1]) * mask)
 

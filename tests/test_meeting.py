@@ -18,9 +18,13 @@ from fp8rl_jax.base.meeting import Place, meet, place_of_environment
 
 _OURS = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
 _SLURM = {
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-    "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[1-2]",
-}  # fmt: skip
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+}
 
 
 def _set(monkeypatch, variables: dict[str, str | None]) -> None:
@@ -129,11 +133,21 @@ def _call(port: int, content: bytes) -> socket.socket:
 
 
 _STRANGERS = [
-    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"[[], {}]\n", b"fp8rl process \n",
-    b"fp8rl process 1\n", b"fp8rl process one of two\n", b"fp8rl process 1 of 2", b"\xff" * 50_000,
-    b"fp8rl process " + b"1" * 50_000, b"fp8rl process -1 of 2\n", b"fp8rl process " + b"\0" * 10,
+    b"",
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1, 2]\n",
+    b"[[], {}]\n",
+    b"fp8rl process \n",
+    b"fp8rl process 1\n",
+    b"fp8rl process one of two\n",
+    b"fp8rl process 1 of 2",
+    b"\xff" * 50_000,
+    b"fp8rl process " + b"1" * 50_000,
+    b"fp8rl process -1 of 2\n",
+    b"fp8rl process " + b"\0" * 10,
     "fp8rl process ² of ²\n".encode(),
-]  # fmt: skip
+]
 
 
 def test_strangers_at_the_port_are_ignored():

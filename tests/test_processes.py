@@ -27,11 +27,18 @@ from fp8rl_jax.sharding import between_hosts
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SMALL = {
-    "mesh.data": 2, "env.reward": "dense_reward:share_of_even_bytes", "sft.steps": 0,
-    "run.steps": 1, "run.checkpoint_every": 1, "model.num_hidden_layers": 1,
-    "model.hidden_size": 64, "model.intermediate_size": 128, "precision.self_check": False,
-    "precision.rollout": "f32", "precision.learner": "f32",
-}  # fmt: skip
+    "mesh.data": 2,
+    "env.reward": "dense_reward:share_of_even_bytes",
+    "sft.steps": 0,
+    "run.steps": 1,
+    "run.checkpoint_every": 1,
+    "model.num_hidden_layers": 1,
+    "model.hidden_size": 64,
+    "model.intermediate_size": 128,
+    "precision.self_check": False,
+    "precision.rollout": "f32",
+    "precision.learner": "f32",
+}
 
 
 _CLI = ["-m", "fp8rl_jax.cli"]
@@ -50,9 +57,13 @@ def _launch(root: pathlib.Path, count: int, devices: int, *command: str) -> subp
     """Python as `count` processes with so many devices each."""
     launch = ["bash", str(_ROOT / "launch" / "multihost.sh"), str(count), "--devices", str(devices)]
     return subprocess.Popen(
-        [*launch, sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(CONFIG.parent)}, cwd=root, text=True,
-    )  # fmt: skip
+        [*launch, sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(CONFIG.parent)},
+        cwd=root,
+        text=True,
+    )
 
 
 def _finished(process: subprocess.Popen, status: int = 0) -> str:
@@ -205,12 +216,28 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
         {"mesh.tensor": 4},
         {"mesh.expert": 4, "rollout.slots": 4, **_EXPERTS},
         _FP8 | {"mesh.expert": 4, "rollout.slots": 4, **_EXPERTS},
-        _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS, "algo.routing_replay": "weights",
-                "algo.num_minibatches": 2, "algo.dynamic_sampling": True},
+        _FP8
+        | {
+            "mesh.fsdp": 2,
+            "mesh.expert": 2,
+            **_EXPERTS,
+            "algo.routing_replay": "weights",
+            "algo.num_minibatches": 2,
+            "algo.dynamic_sampling": True,
+        },
     ],
-    ids=["fsdp_fp8", "slots_fp8", "offload_fp8", "expert_fp8", "tensor_fp8", "tensor_f32",
-         "expert_slots_f32", "expert_slots_fp8", "replay_fp8"],
-)  # fmt: skip
+    ids=[
+        "fsdp_fp8",
+        "slots_fp8",
+        "offload_fp8",
+        "expert_fp8",
+        "tensor_fp8",
+        "tensor_f32",
+        "expert_slots_f32",
+        "expert_slots_fp8",
+        "replay_fp8",
+    ],
+)
 def test_any_mesh_over_processes(fields, tmp_path):
     """Two processes of two devices, and one of four: log-probabilities and all that follows from
     them are equal; gradients of four devices are added in another order."""
@@ -287,9 +314,14 @@ def test_each_process_reads_its_part_of_a_checkpoint(fsdp, expert, fp8, tmp_path
     tensors = fp8_tensors(name) if fp8 else named(CONFIGS[name], params_of(name))
     write(tmp_path / "model", fields_of(name, fp8), tensors, shards=2)
     process = _launch(
-        tmp_path, 2, 1, str(pathlib.Path(read_part.__file__)), str(tmp_path / "model"),
-        str(fsdp), str(expert),
-    )  # fmt: skip
+        tmp_path,
+        2,
+        1,
+        str(pathlib.Path(read_part.__file__)),
+        str(tmp_path / "model"),
+        str(fsdp),
+        str(expert),
+    )
     output, error = process.communicate(timeout=300)
     assert process.returncode == 0, error[-3000:]
     found = json.loads(output)

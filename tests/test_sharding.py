@@ -136,11 +136,19 @@ def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
 
 
 _LATENT = (
-    *_EXPERTS, "model.kv_lora_rank=40", "model.q_lora_rank=24", "model.qk_nope_head_dim=32",
-    "model.qk_rope_head_dim=16", "model.v_head_dim=32", "model.rope_interleave=True",
-    "model.scoring_func=sigmoid", "model.n_group=4", "model.topk_group=2",
-    "model.n_shared_experts=1", "model.first_k_dense_replace=1",
-)  # fmt: skip
+    *_EXPERTS,
+    "model.kv_lora_rank=40",
+    "model.q_lora_rank=24",
+    "model.qk_nope_head_dim=32",
+    "model.qk_rope_head_dim=16",
+    "model.v_head_dim=32",
+    "model.rope_interleave=True",
+    "model.scoring_func=sigmoid",
+    "model.n_group=4",
+    "model.topk_group=2",
+    "model.n_shared_experts=1",
+    "model.first_k_dense_replace=1",
+)
 
 
 @pytest.mark.slow
@@ -201,10 +209,11 @@ def test_columns_equal_one_device():
         ),
         pytest.param(
             {"recipe": "f32", "meshes": [[1, 1, 1], [8, 1, 1], [1, 8, 1], [2, 2, 2]]},
-            marks=pytest.mark.slow, id="f32",
+            marks=pytest.mark.slow,
+            id="f32",
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_by_hand_equal_one_device(case):
     """As GPU kernels need it, without columns in parts; norms and gates quantise in passing."""
     pytest.importorskip("jax_triton", reason="traces the kernels: pip install 'fp8rl_jax[dev]'")
@@ -243,8 +252,13 @@ def test_stored_experts_equal_one_device(config, recipe):
 def test_replay_balance_and_shared_experts(recipe):
     """As GPU kernels need it: the routing of another mesh's rollout is replayed, the balancing loss
     is that of all tokens, and shared experts stay whole over tensor."""
-    fields = {"rollout.max_new_tokens": 4, "learner.remat": "full", "model.n_shared_experts": 1,
-              "algo.routing_replay": "weights", "algo.router_aux_loss_coef": 0.5}  # fmt: skip
+    fields = {
+        "rollout.max_new_tokens": 4,
+        "learner.remat": "full",
+        "model.n_shared_experts": 1,
+        "algo.routing_replay": "weights",
+        "algo.router_aux_loss_coef": 0.5,
+    }
     fields |= dict(field.split("=") for field in _EXPERTS)
     meshes = [[1, 1, 1], [1, 2, 1, 4], [1, 2, 2, 2]]
     case = {"recipe": recipe, "config": fields, "meshes": meshes, "by_hand": True}

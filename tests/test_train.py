@@ -165,12 +165,20 @@ def test_processes_agree_on_drift(monkeypatch):
 @pytest.mark.parametrize(
     "field",
     [
-        "optimizer.b1=0.5", "optimizer.clip_norm=0.5", "sft.b2=0.9", "sft.steps=7",
-        "sft.learning_rate=0.1", "sft.weight_decay=0.1", "sft.end_fraction=0.5",
-        "sft.warmup_steps=3", "run.seed=1", "precision.learner=bf16", "env.train_questions=65",
+        "optimizer.b1=0.5",
+        "optimizer.clip_norm=0.5",
+        "sft.b2=0.9",
+        "sft.steps=7",
+        "sft.learning_rate=0.1",
+        "sft.weight_decay=0.1",
+        "sft.end_fraction=0.5",
+        "sft.warmup_steps=3",
+        "run.seed=1",
+        "precision.learner=bf16",
+        "env.train_questions=65",
         "model.rope_theta=100.0",
     ],
-)  # fmt: skip
+)
 def test_sfts_that_differ_have_other_caches(field, tmp_path):
     """Whatever fine-tuning depends on is part of its key; RL settings are not."""
     directories = [
@@ -275,8 +283,17 @@ def test_a_run_whose_logger_dies(tiny_run, tmp_path, monkeypatch, capsys):
 
 
 _ODD_NAMES = [
-    "[lr=1e-4]", "a*b?", "a\\b", "a%20b#c", "a b\nc", "~", "-é漢", "gs:", "s3:x", "[[{a,b}]]",
-]  # fmt: skip
+    "[lr=1e-4]",
+    "a*b?",
+    "a\\b",
+    "a%20b#c",
+    "a b\nc",
+    "~",
+    "-é漢",
+    "gs:",
+    "s3:x",
+    "[[{a,b}]]",
+]
 
 
 @pytest.mark.slow
@@ -415,10 +432,15 @@ def test_nan_names_the_layer(tmp_path, monkeypatch):
 def test_many_updates_and_a_reference(tmp_path):
     """Two updates a rollout, two micro-batches each, KL to a reference; stopped and resumed."""
     fields = {
-        "algo.num_minibatches": 2, "learner.gradient_accumulation_steps": 2, "algo.kl_coef": 0.1,
-        "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "sft.steps": 0,
-        "run.steps": 4, "run.checkpoint_every": 2,
-    }  # fmt: skip
+        "algo.num_minibatches": 2,
+        "learner.gradient_accumulation_steps": 2,
+        "algo.kl_coef": 0.1,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.warmup_steps": 0,
+        "sft.steps": 0,
+        "run.steps": 4,
+        "run.checkpoint_every": 2,
+    }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.train(load_config(str(CONFIG), overrides(whole, **fields)))
     train.train(load_config(str(CONFIG), overrides(parts, **{**fields, "run.steps": 2})))
@@ -440,19 +462,25 @@ _POLICIES = {
 _STATEFUL = {
     "delayed": {"precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed"},
     "policy of the user's": {
-        "precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed", **_POLICIES,
+        "precision.rollout": "fp8_delayed",
+        "precision.learner": "fp8_delayed",
+        **_POLICIES,
     },
     "calibrated KV, FP8 attention, bf16 layers": {
-        "precision.kv_cache": "fp8_calibrated", "precision.attention": "fp8",
-        "precision.first_layers_bf16": 1, "precision.bf16_modules": "down_proj",
+        "precision.kv_cache": "fp8_calibrated",
+        "precision.attention": "fp8",
+        "precision.first_layers_bf16": 1,
+        "precision.bf16_modules": "down_proj",
     },
-}  # fmt: skip
+}
 
 
 _EXPERTS = {
-    "model.num_experts": 4, "model.moe_intermediate_size": 96,
-    "precision.rollout": "fp8_delayed", "precision.learner": "fp8_delayed",
-}  # fmt: skip
+    "model.num_experts": 4,
+    "model.moe_intermediate_size": 96,
+    "precision.rollout": "fp8_delayed",
+    "precision.learner": "fp8_delayed",
+}
 
 
 @pytest.mark.parametrize(
@@ -470,10 +498,14 @@ _EXPERTS = {
 def test_states_are_checkpointed_and_keep_zero_drift(fields, tmp_path):
     """Scaling states and calibrated scales go through SFT, refit, updates and resume."""
     fields = {
-        **fields, "run.steps": 4, "run.checkpoint_every": 2,
+        **fields,
+        "run.steps": 4,
+        "run.checkpoint_every": 2,
         "learner.gradient_accumulation_steps": 2,
-        "algo.kl_coef": 0.1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0,
-    }  # fmt: skip
+        "algo.kl_coef": 0.1,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.warmup_steps": 0,
+    }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _, counts = train_counting(overrides(whole, **fields))
     assert set(counts.values()) == {1}

@@ -36,8 +36,11 @@ def wheel(tmp_path_factory) -> pathlib.Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=_ROOT, check=True, capture_output=True, text=True,
-    ).stdout.split("\0")  # fmt: skip
+        cwd=_ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
     for name in filter(None, names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((_ROOT / name).read_bytes())
@@ -92,9 +95,14 @@ def installed(wheel, tmp_path_factory) -> pathlib.Path:
 def test_commands_away_from_the_repository(command, said, installed, tmp_path):
     """In an empty directory, with an empty home and no PYTHONPATH."""
     output = _run(
-        "bash", "-c", command, cwd=tmp_path, HOME=str(tmp_path), JAX_PLATFORMS="cpu",
+        "bash",
+        "-c",
+        command,
+        cwd=tmp_path,
+        HOME=str(tmp_path),
+        JAX_PLATFORMS="cpu",
         PATH=f"{installed}:/usr/bin:/bin",
-    )  # fmt: skip
+    )
     assert said.replace("VENV", str(installed.parent)) in output
 
 
@@ -127,7 +135,13 @@ params = jax.jit(layer.init)(jax.random.key(0), x)
 print(jax.jit(layer.apply)(params, x).shape, len(REFUSED))
 """
     output = _run(
-        sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(_ROOT), HOME=str(tmp_path),
-        JAX_PLATFORMS="cpu", PATH=os.environ["PATH"],
-    )  # fmt: skip
+        sys.executable,
+        "-c",
+        code,
+        cwd=tmp_path,
+        PYTHONPATH=str(_ROOT),
+        HOME=str(tmp_path),
+        JAX_PLATFORMS="cpu",
+        PATH=os.environ["PATH"],
+    )
     assert output.startswith("(8, 16) ") and int(output.split()[-1]) > 10

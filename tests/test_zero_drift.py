@@ -49,8 +49,7 @@ _VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(recipe, id=name) for name, recipe in _VARIANTS.items()],
+    "recipe", [pytest.param(recipe, id=name) for name, recipe in _VARIANTS.items()]
 )
 def test_every_row_local_recipe(recipe):
     """After two updates, past 64 keys, with micro-batches: states are those of the rollout."""
@@ -96,19 +95,18 @@ _FAMILIES = {
     "mxfp8 deepseek": Case("mxfp8", "deepseek", layers=3, remat="full", updates=1),
     "fp8 deepseek, ends in bf16": Case(
         dataclasses.replace(_FP8, first_layers=1, last_layers=1, bf16_modules=("k_b_proj",)),
-        "deepseek", layers=4, updates=1,
+        "deepseek",
+        layers=4,
+        updates=1,
     ),
     "f32 deepseek, a wide latent": Case(
         "f32", "wide deepseek", layers=2, hidden=256, new_tokens=40
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow  # quick, without gradients: tests/models/test_transformer.py
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name) for name, case in _FAMILIES.items()],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _FAMILIES.items()])
 def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
     ones; models without QK-norm, with stretched rotary frequencies and interleaved pairs."""
@@ -152,9 +150,12 @@ def test_threads_and_processes(recipe):
     for threads in (1, 2, 16, 64):
         script = str(pathlib.Path(__file__).parent / "helpers" / "drift_process.py")
         done = subprocess.run(
-            [sys.executable, script, recipe], env={**os.environ, "NPROC": str(threads)},
-            capture_output=True, text=True, timeout=1800,
-        )  # fmt: skip
+            [sys.executable, script, recipe],
+            env={**os.environ, "NPROC": str(threads)},
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert all(result["differing"] == [0, 0] for result in found)
@@ -175,9 +176,15 @@ def test_wide_and_long_trained(recipe):
 # Prompts of 1 to 40 tokens, responses past 128 keys, temperature and top-p. Three tests share its
 # programs.
 _CANARY = Case(
-    "f32", prompts=(1, 13, 40), group_size=1, new_tokens=100, temperature=0.7, top_p=0.9,
-    tap_logits=True, seed=1,
-)  # fmt: skip
+    "f32",
+    prompts=(1, 13, 40),
+    group_size=1,
+    new_tokens=100,
+    temperature=0.7,
+    top_p=0.9,
+    tap_logits=True,
+    seed=1,
+)
 
 
 def test_the_canary():

@@ -45,9 +45,11 @@ class Programs:
         config = default_config()
         config.model.name = self._name
         config.rollout.update(
-            prompts_per_step=sequences // 2, group_size=2, max_prompt_tokens=PROMPT,
+            prompts_per_step=sequences // 2,
+            group_size=2,
+            max_prompt_tokens=PROMPT,
             max_new_tokens=SLOTS - PROMPT,
-        )  # fmt: skip
+        )
         config.learner.update(gradient_accumulation_steps=micro_batches, remat="full")
         return described_runtime(resolve_config(config), self._mesh, self._layers)
 
@@ -90,9 +92,14 @@ def row(title: str, lowered) -> str:
     others = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(ours.items()))
     sent = ", ".join(f"{n} {kind}" for kind, n in deviceless.collectives(text).items())
     cells = (
-        title, f"{arguments / GIB:.1f}", f"{temporary / GIB:.1f}", kernels, others or "none",
-        sent or "none", f"{seconds:.0f}",
-    )  # fmt: skip
+        title,
+        f"{arguments / GIB:.1f}",
+        f"{temporary / GIB:.1f}",
+        kernels,
+        others or "none",
+        sent or "none",
+        f"{seconds:.0f}",
+    )
     return "| " + " | ".join(map(str, cells)) + " |"
 
 

@@ -23,9 +23,15 @@ import time
 
 PROMPTS, GROUP, PROMPT, NEW = 4, 8, 64, 128
 SHAPE = dict(
-    vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=8192,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
 
 
 def _serve(dtype: str) -> None:
@@ -35,12 +41,7 @@ def _serve(dtype: str) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        TrainerCallback,
-    )
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     out, sys.stdout = sys.stdout, sys.stderr  # TRL prints, too
@@ -69,18 +70,34 @@ def _serve(dtype: str) -> None:
             print(json.dumps(answer), file=out, flush=True)
 
     settings = GRPOConfig(
-        per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-        max_completion_length=NEW, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
-        learning_rate=1e-4, max_steps=1000, use_cpu=True, bf16=dtype == "bfloat16",
-        gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
-        disable_tqdm=True, output_dir="/tmp/x",
-    )  # fmt: skip
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=NEW,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        beta=0.0,
+        learning_rate=1e-4,
+        max_steps=1000,
+        use_cpu=True,
+        bf16=dtype == "bfloat16",
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        output_dir="/tmp/x",
+    )
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, eos_token_id=1, pad_token_id=2))
     data = Dataset.from_dict({"prompt": [" ".join(map(str, row)) for row in draw]})
     trainer = GRPOTrainer(
-        model=model, reward_funcs=reward, args=settings, train_dataset=data,
-        processing_class=tokenizer, callbacks=[Turns()],
-    )  # fmt: skip
+        model=model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[Turns()],
+    )
     trainer.train()
 
 
@@ -136,10 +153,14 @@ def _ours(recipe: str):
         groups = rewards.reshape(-1, GROUP)
         advantages = group_std(group_mean(groups).reshape(-1, 1), groups, np.ones((rows, 1), bool))
         batch = make_batch(
-            tokens=join(repeated, starts, rollout.tokens, 0), prompt_lengths=starts,
-            targets=rollout.tokens, mask=rollout.mask, temperature=temperature,
-            advantages=advantages, old_logprobs=rollout.logprobs,
-        )  # fmt: skip
+            tokens=join(repeated, starts, rollout.tokens, 0),
+            prompt_lengths=starts,
+            targets=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            advantages=advantages,
+            old_logprobs=rollout.logprobs,
+        )
         state, _, _ = train_step(state, batch, rope)
         weights = jax.block_until_ready(refit(state.params)[0])
         wall, cpu = time.perf_counter(), time.process_time()

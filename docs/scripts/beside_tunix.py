@@ -59,21 +59,34 @@ def _serve(shape: dict) -> None:
         if dtype not in samplers:
             number = jnp.dtype(dtype)
             config = ModelConfig(
-                num_layers=shape["num_hidden_layers"], vocab_size=shape["vocab_size"],
-                embed_dim=shape["hidden_size"], hidden_dim=shape["intermediate_size"],
-                num_heads=shape["num_attention_heads"], head_dim=shape["head_dim"],
-                num_kv_heads=shape["num_key_value_heads"], rope_theta=1_000_000, norm_eps=1e-6,
-                use_tied_embedding=True, dtype=number, param_dtype=number,
-            )  # fmt: skip
+                num_layers=shape["num_hidden_layers"],
+                vocab_size=shape["vocab_size"],
+                embed_dim=shape["hidden_size"],
+                hidden_dim=shape["intermediate_size"],
+                num_heads=shape["num_attention_heads"],
+                head_dim=shape["head_dim"],
+                num_kv_heads=shape["num_key_value_heads"],
+                rope_theta=1_000_000,
+                norm_eps=1e-6,
+                use_tied_embedding=True,
+                dtype=number,
+                param_dtype=number,
+            )
             cache = CacheConfig(
                 PROMPT + NEW, config.num_layers, config.num_kv_heads, config.head_dim
             )
             samplers[dtype] = Sampler(Qwen3(config, rngs=nnx.Rngs(0)), _Numbers(), cache)
         start = time.perf_counter()
         out = samplers[dtype](
-            texts, max_generation_steps=NEW, max_prompt_length=PROMPT, eos_tokens=[-1],
-            temperature=1.0, top_p=1.0, seed=0, return_logprobs=True,
-        )  # fmt: skip
+            texts,
+            max_generation_steps=NEW,
+            max_prompt_length=PROMPT,
+            eos_tokens=[-1],
+            temperature=1.0,
+            top_p=1.0,
+            seed=0,
+            return_logprobs=True,
+        )
         seconds = time.perf_counter() - start
         tokens = sum(len(row) for row in out.tokens)
         print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
@@ -89,8 +102,10 @@ def _compare(python: str, name: str, repeats: int) -> None:
 
     child = subprocess.Popen(
         [python, __file__, "--serve", json.dumps(rollout.SMALL[name])],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     def theirs(dtype: str) -> float:
         print(dtype, file=child.stdin, flush=True)

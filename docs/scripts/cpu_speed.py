@@ -110,19 +110,28 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
     found = {}
     for shape, (width, mlp, head, vocabulary, prompts, group, before, new) in SHAPES.items():
         model = ModelConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=mlp, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=head,
-            tie_word_embeddings=True, embedding_init_std=0.02,
-        )  # fmt: skip
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=mlp,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=head,
+            tie_word_embeddings=True,
+            embedding_init_std=0.02,
+        )
         rng, rows = np.random.default_rng(0), prompts * group
         tokens = rng.integers(3, vocabulary, (rows, before + new)).astype(np.int32)
         numbers = np.zeros((rows, new), np.float32)
         batch = learner.make_batch(
-            tokens=tokens, prompt_lengths=np.full(rows, before, np.int32),
-            targets=tokens[:, before:], mask=numbers + 1, temperature=np.ones(rows, np.float32),
+            tokens=tokens,
+            prompt_lengths=np.full(rows, before, np.int32),
+            targets=tokens[:, before:],
+            mask=numbers + 1,
+            temperature=np.ones(rows, np.float32),
             advantages=rng.standard_normal(rows).astype(np.float32),
             old_logprobs=numbers - 9,
-        )  # fmt: skip
+        )
         params = init_params(model, jax.random.key(0, impl="threefry2x32"))
         rope, optimizer = rope_tables(model, before + new), optax.adamw(1e-4)
         for recipe in RECIPES:

@@ -22,10 +22,15 @@ from fp8rl_jax.training.runtime import make_runtime
 
 _ROWS, _TIMES = 64, 7
 _FIELDS = {
-    "run.cache_dir": "", "model.num_experts": 16, "model.num_experts_per_tok": 4,
-    "model.hidden_size": 256, "model.moe_intermediate_size": 256,
-    "rollout.prompts_per_step": _ROWS // 4, "rollout.group_size": 4, "mesh.data": 1,
-}  # fmt: skip
+    "run.cache_dir": "",
+    "model.num_experts": 16,
+    "model.num_experts_per_tok": 4,
+    "model.hidden_size": 256,
+    "model.moe_intermediate_size": 256,
+    "rollout.prompts_per_step": _ROWS // 4,
+    "rollout.group_size": 4,
+    "mesh.data": 1,
+}
 
 
 class _Side:
@@ -80,8 +85,10 @@ def main() -> None:
     for name, pairs in times.items():
         ratios = sorted(expert / gathered for expert, gathered in pairs)
         middle, low, high = ratios[len(ratios) // 2], ratios[0], ratios[-1]
-        print(f"{recipe}: CPU seconds of a {name}, travelling tokens over gathered experts: "
-              f"{middle:.2f} ({low:.2f} to {high:.2f}, {_TIMES} pairs)")  # fmt: skip
+        print(
+            f"{recipe}: CPU seconds of a {name}, travelling tokens over gathered experts: "
+            f"{middle:.2f} ({low:.2f} to {high:.2f}, {_TIMES} pairs)"
+        )
 
 
 if __name__ == "__main__":

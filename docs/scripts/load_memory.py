@@ -48,10 +48,14 @@ def write_synthetic(path: pathlib.Path, gigabytes: float, stored: str) -> int:
     width = 512 if gigabytes < 1 else 2048
     layer_bytes = 16 * width**2 * (1 if stored == "fp8" else 2)
     config = ModelConfig(
-        vocab_size=16 * width, hidden_size=width, intermediate_size=4 * width,
-        num_attention_heads=width // 64, num_key_value_heads=width // 64, head_dim=64,
+        vocab_size=16 * width,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        head_dim=64,
         num_hidden_layers=max(int(gigabytes * 1e9 / layer_bytes) - 3, 1),
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(0)
 
     def noise(shape, dtype):

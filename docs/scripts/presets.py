@@ -25,9 +25,14 @@ def run(root: pathlib.Path, preset: str, seed: int, steps: int) -> pathlib.Path:
     directory = root / f"{preset}-{seed}"
     if not (directory / "report.html").exists():
         fields = {
-            "run.dir": directory, "run.seed": seed, "run.steps": steps, "eval.every": 10,
-            "eval.samples": 4, "algo.preset": preset, "run.keep_checkpoints": 1,
-        }  # fmt: skip
+            "run.dir": directory,
+            "run.seed": seed,
+            "run.steps": steps,
+            "eval.every": 10,
+            "eval.samples": 4,
+            "algo.preset": preset,
+            "run.keep_checkpoints": 1,
+        }
         arguments = [f"--config.{name}={value}" for name, value in fields.items()]
         resume = ["--resume"] if directory.exists() else []
         if cli.run(["train", "--config", "configs/tiny_arithmetic.py", *arguments, *resume]):

@@ -39,9 +39,13 @@ def row(run: pathlib.Path) -> tuple[str, ...]:
     )
     drift = "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.2g}"
     return (
-        run.name, *accuracies, drift, f"{s['logprob_equal_frac']:.1%}",
-        _shares(metrics, "fp8_saturated_frac"), _shares(metrics, "fp8_underflow_frac"),
-    )  # fmt: skip
+        run.name,
+        *accuracies,
+        drift,
+        f"{s['logprob_equal_frac']:.1%}",
+        _shares(metrics, "fp8_saturated_frac"),
+        _shares(metrics, "fp8_underflow_frac"),
+    )
 
 
 def main() -> None:

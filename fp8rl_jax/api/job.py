@@ -60,10 +60,7 @@ class Job:
 
 
 def run(
-    config: ml_collections.ConfigDict,
-    *,
-    reward: str | Callable | None = None,
-    resume: bool = False,
+    config: ml_collections.ConfigDict, *, reward: str | Callable | None = None, resume: bool = False
 ) -> Job:
     """The whole job in `config.run.dir`: `fp8rl train` from Python. Provisional.
 

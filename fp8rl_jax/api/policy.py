@@ -28,14 +28,7 @@ from fp8rl_jax.base.compilation_cache import use_compilation_cache
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
-from fp8rl_jax.data import (
-    Prompt,
-    Tokenizer,
-    encode_demonstration,
-    encode_prompt,
-    join,
-    pad_rows,
-)
+from fp8rl_jax.data import Prompt, Tokenizer, encode_demonstration, encode_prompt, join, pad_rows
 from fp8rl_jax.drift.compare import by_row
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models import ModelConfig
@@ -286,9 +279,12 @@ def sample(
     )
     count = len(asked) * group_size
     out = Rollout(
-        out.tokens[:count], out.mask[:count], out.logprobs[:count], out.finished[:count],
+        out.tokens[:count],
+        out.mask[:count],
+        out.logprobs[:count],
+        out.finished[:count],
         {name: x[:, :count] for name, x in out.taps.items()},
-    )  # fmt: skip
+    )
     texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
     return Samples(asked, texts, kept, out)
@@ -344,9 +340,12 @@ def compare(policy: Policy, samples: Samples) -> Drift:
     metrics = mismatch_metrics(logp, samples.logprobs, samples.mask)
     rows = by_row("row", logp.astype(np.float64) - samples.logprobs, samples.mask)
     return Drift(
-        metrics["train_rollout_logprob_abs_diff_max"], metrics["logprob_equal_frac"],
-        int(metrics["drift_tokens"]), rows, metrics,
-    )  # fmt: skip
+        metrics["train_rollout_logprob_abs_diff_max"],
+        metrics["logprob_equal_frac"],
+        int(metrics["drift_tokens"]),
+        rows,
+        metrics,
+    )
 
 
 def train_step(
@@ -393,9 +392,14 @@ def train_step(
     hold_settings()
     rows = len(batch.mask)
     groups = sample_step.Samples(
-        [], samples.rollout, np.where(samples.mask, step, -1), samples.asked,
-        values.reshape(shape), {}, np.ones(shape[0], bool),
-    )  # fmt: skip
+        [],
+        samples.rollout,
+        np.where(samples.mask, step, -1),
+        samples.asked,
+        values.reshape(shape),
+        {},
+        np.ones(shape[0], bool),
+    )
     before = None if reference is None else reference.state
     batch = rl.scored(sized, state, before, _with_rows(sized, batch, shape[1]), False)
     of_rows = jax.tree.map(lambda x: x[:rows], batch)

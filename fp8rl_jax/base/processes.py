@@ -75,16 +75,20 @@ def join() -> None:
     if place.coordinator:
         meet(place)
         options = {
-            "coordinator_address": place.coordinator, "num_processes": place.processes,
-            "process_id": place.process, "cluster_detection_method": "deactivate",
-        }  # fmt: skip
+            "coordinator_address": place.coordinator,
+            "num_processes": place.processes,
+            "process_id": place.process,
+            "cluster_detection_method": "deactivate",
+        }
     elif os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
         options = {"local_device_ids": _visible_devices()}
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=int(JOIN_SECONDS),
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, shutdown_timeout_seconds=60,
-        )  # fmt: skip
+            **options,
+            initialization_timeout=int(JOIN_SECONDS),
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=60,
+        )
     except Exception as error:  # of JAX, gRPC and what it reads of Slurm
         raise UserError(
             f"process {place.process} of {place.processes} cannot join the others "

@@ -14,8 +14,11 @@ def commit() -> str:
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
-            capture_output=True, text=True, check=False, timeout=5,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""

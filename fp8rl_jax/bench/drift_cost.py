@@ -144,9 +144,14 @@ def _row(config, recipe: str, repeats: int) -> dict[str, float | str]:
 def format_cost_table(rows: list[dict]) -> str:
     """The rows of `drift_cost` as text."""
     head = (
-        "recipe", "rollout", "train step", "compile rollout", "compile train",
-        "drift exact", "drift naive",
-    )  # fmt: skip
+        "recipe",
+        "rollout",
+        "train step",
+        "compile rollout",
+        "compile train",
+        "drift exact",
+        "drift naive",
+    )
     ratios = ("decode_ratio", "train_ratio", "compile_decode_ratio", "compile_train_ratio")
     drifts = ("exact_drift_max", "naive_drift_max")
     cells = (
@@ -157,8 +162,10 @@ def format_cost_table(rows: list[dict]) -> str:
         ]
         for row in rows
     )
-    return "\n".join([
-        *text_table(head, *cells),
-        "times are ratios, exact over naive: above 1 is what zero drift costs",
-        f"platform {jax.devices()[0].platform}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *text_table(head, *cells),
+            "times are ratios, exact over naive: above 1 is what zero drift costs",
+            f"platform {jax.devices()[0].platform}",
+        ]
+    )

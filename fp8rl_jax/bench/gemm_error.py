@@ -201,10 +201,14 @@ def _article_row(shape: Shape, operands: _Operands) -> dict:
         diluted[name] = calc_diff(y + residual, exact + residual)
     cublas, deepgemm = ARTICLE.get(shape, (None, None))
     return {
-        "shape": list(shape), "article_cublas": cublas, "article_deepgemm": deepgemm,
-        "cublas": plain["cublas"], "cublas_diluted": diluted["cublas"],
-        "deepgemm": diluted["deepgemm"], "deepgemm_undiluted": plain["deepgemm"],
-    }  # fmt: skip
+        "shape": list(shape),
+        "article_cublas": cublas,
+        "article_deepgemm": deepgemm,
+        "cublas": plain["cublas"],
+        "cublas_diluted": diluted["cublas"],
+        "deepgemm": diluted["deepgemm"],
+        "deepgemm_undiluted": plain["deepgemm"],
+    }
 
 
 def _shape_text(shape: Sequence[int]) -> str:

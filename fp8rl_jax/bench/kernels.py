@@ -60,9 +60,12 @@ def environment() -> dict[str, Any]:
             driver = done.stdout.split("\n")[0].strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device.device_kind, "platform": device.platform, "driver": driver,
-        "python": sys.version.split()[0], "versions": versions,
-    }  # fmt: skip
+        "device": device.device_kind,
+        "platform": device.platform,
+        "driver": driver,
+        "python": sys.version.split()[0],
+        "versions": versions,
+    }
 
 
 def bench(
@@ -94,9 +97,13 @@ def bench(
         note(line(found[-1]))
     _compare_caches(found)
     return {
-        "environment": environment(), "quick": quick, "ceilings": ceilings, "rows": found,
-        "ok": not any("error" in r["times"]["ours"] for r in found), "targets": targets(found),
-    }  # fmt: skip
+        "environment": environment(),
+        "quick": quick,
+        "ceilings": ceilings,
+        "rows": found,
+        "ok": not any("error" in r["times"]["ours"] for r in found),
+        "targets": targets(found),
+    }
 
 
 def row(
@@ -148,16 +155,28 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
     for target, wanted, key, mine in (
         ("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", square),
         ("FP8 at 4096^3 and 8192^3, TFLOPS", 1100, "tflops", square),
-        ("FP8 over bf16 at 64 rows and more", 1.0, "over_bf16",
-         [r for r in fp8 if r["rows"] >= 64]),
-        ("FP8 at up to 64 rows, GB/s of weights", 0.8 * _COPY_GBPS, "weight_gbps",
-         [r for r in fp8 if r["rows"] <= 64]),
+        (
+            "FP8 over bf16 at 64 rows and more",
+            1.0,
+            "over_bf16",
+            [r for r in fp8 if r["rows"] >= 64],
+        ),
+        (
+            "FP8 at up to 64 rows, GB/s of weights",
+            0.8 * _COPY_GBPS,
+            "weight_gbps",
+            [r for r in fp8 if r["rows"] <= 64],
+        ),
         ("128 experts, top 8, 8k tokens, over dense FP8", 0.8, "over_dense", experts),
         ("bf16 over XLA's bf16", 0.75, "over_bf16", bf16),
         ("decode of 32 and more, 8k keys, over a copy", 0.75, "of_copy", decode),
-        ("the same, FP8 KV over bf16 KV", 1.8, "over_bf16",
-         [r for r in decode if r["kind"] == "fp8"]),
-    ):  # fmt: skip
+        (
+            "the same, FP8 KV over bf16 KV",
+            1.8,
+            "over_bf16",
+            [r for r in decode if r["kind"] == "fp8"],
+        ),
+    ):
         worst = min((r for r in mine if key in r), key=lambda r, key=key: r[key], default=None)
         if worst is None:
             verdict = "not measured"
@@ -190,10 +209,14 @@ def line(found: dict[str, Any]) -> str:
     if "error" in ours:
         return f"{text} {ours['error']}"
     cells = [
-        f"{ours['us']:.1f}", f"{ours['spread']:.1%}", f"{found['tflops']:.0f}",
-        f"{found['gbps']:.0f}", f"{found['of_bf16']:.0%}", f"{found['of_copy']:.0%}",
+        f"{ours['us']:.1f}",
+        f"{ours['spread']:.1%}",
+        f"{found['tflops']:.0f}",
+        f"{found['gbps']:.0f}",
+        f"{found['of_bf16']:.0%}",
+        f"{found['of_copy']:.0%}",
         f"{found['programs']} x {found['calls']}",
-    ]  # fmt: skip
+    ]
     over = [f"{key[5:]} {found[key]:.2f}" for key in found if key.startswith("over_")]
     over += [f"{v}: {t['error']}" for v, t in found["times"].items() if "error" in t]
     return text + "".join(f"{cell:>9}" for cell in cells) + "  " + ", ".join(over)

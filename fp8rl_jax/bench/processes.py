@@ -55,9 +55,12 @@ class _Form:
             own = {"FP8RL_PROCESS_ID": str(number)} if count > 1 else {}
             with open(errors, "wb") as file:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
                     env=variables | own,
-                )  # fmt: skip
+                )
             self._processes.append(process)
         self.steps: list[dict[str, float]] = []
 
@@ -129,19 +132,28 @@ def format_table(forms: list[_Form]) -> str:
     rows = [("processes x devices", "CPU s", "ratio", "wall s", "host's part s", "gathers", "KiB")]
     for form in forms:
         ratio = form.median("cpu") / forms[0].median("cpu")
-        rows.append((
-            form.name, f"{form.median('cpu'):.3f}", f"{ratio:.3f}", f"{form.median('wall'):.3f}",
-            f"{form.median('host'):.3f}", f"{form.median('gathers'):.0f}",
-            f"{form.median('bytes') / 1024:.1f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                form.name,
+                f"{form.median('cpu'):.3f}",
+                f"{ratio:.3f}",
+                f"{form.median('wall'):.3f}",
+                f"{form.median('host'):.3f}",
+                f"{form.median('gathers'):.0f}",
+                f"{form.median('bytes') / 1024:.1f}",
+            )
+        )
     told = forms[-1].median("bytes") / 1024
-    return "\n".join((
-        *text_table(*rows),
-        "medians of a step; gathers: of values from all processes, KiB that each tells the others",
-        f"with {_MANY} processes and as many rows in each, a process would receive "
-        f"{_MANY - 1} x {told:.1f} = {(_MANY - 1) * told:.0f} KiB",
-        "platform cpu",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            *text_table(*rows),
+            "medians of a step; gathers: of values from all processes, KiB that each tells the "
+            "others",
+            f"with {_MANY} processes and as many rows in each, a process would receive "
+            f"{_MANY - 1} x {told:.1f} = {(_MANY - 1) * told:.0f} KiB",
+            "platform cpu",
+        )
+    )
 
 
 class _Clock:
@@ -167,8 +179,10 @@ class _Clock:
     def _now(self) -> dict[str, float]:
         wall = time.perf_counter()
         return {
-            "cpu": time.process_time(), "wall": wall, "host": wall - self._in_programs,
-        } | processes.traffic()._asdict()  # fmt: skip
+            "cpu": time.process_time(),
+            "wall": wall,
+            "host": wall - self._in_programs,
+        } | processes.traffic()._asdict()
 
     def turn(self) -> None:
         """Reports the step that has ended, and waits for the next turn."""

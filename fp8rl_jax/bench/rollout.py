@@ -50,20 +50,28 @@ CASES: dict[str, Callable[[], Recipe]] = {
     "fp8": lambda: get_recipe("fp8"),
 }
 # A tied embedding of standard deviation 1 would make the last token the next one, always.
-_QWEN3 = dict(
-    head_dim=64, rope_theta=1e6, tie_word_embeddings=True, embedding_init_std=0.02
-)  # fmt: skip
+_QWEN3 = dict(head_dim=64, rope_theta=1e6, tie_word_embeddings=True, embedding_init_std=0.02)
 # Qwen3's rules in sizes that two CPU cores decode: 4,459,264 and 29,369,856 parameters.
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3_4p5m": dict(
-        vocab_size=5120, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, **_QWEN3,
+        vocab_size=5120,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **_QWEN3,
     ),
     "qwen3_29m": dict(
-        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, **_QWEN3,
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        **_QWEN3,
     ),
-}  # fmt: skip
+}
 # Tokens per second over transformers' that the project wants, on a CPU, in this cell.
 TARGETS = {"bf16": 3.0, "fp8": 1.5}
 _TARGET_CELL = Cell(32, 64, 128, 1)
@@ -148,11 +156,15 @@ def arguments(
     """What a sampler is called with: `count` sequences of random prompts, temperature 1."""
     prompts = random_prompts(model, cell, count)
     return (
-        weights, prompts, np.full(len(prompts), cell.prompt, np.int32),
+        weights,
+        prompts,
+        np.full(len(prompts), cell.prompt, np.int32),
         jax.random.key(0, impl="threefry2x32"),
-        np.arange(count, dtype=np.int32), np.ones(count, np.float32), limits,
+        np.arange(count, dtype=np.int32),
+        np.ones(count, np.float32),
+        limits,
         tuple(jnp.asarray(t) for t in rope_tables(model, cell.prompt + cell.new)),
-    )  # fmt: skip
+    )
 
 
 def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
@@ -190,9 +202,14 @@ def _sampled(sample: Callable[..., Rollout], *call: Any) -> int:
 
 
 def _rows(
-    lengths: str, name: str, model: ModelConfig, weights: Mapping[str, Any],
-    peer: transformers_peer.Peer | None, cell: Cell, repeats: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+    lengths: str,
+    name: str,
+    model: ModelConfig,
+    weights: Mapping[str, Any],
+    peer: transformers_peer.Peer | None,
+    cell: Cell,
+    repeats: int,
+) -> list[dict[str, Any]]:
     """Of a cell: every case and the peer with full responses, or every case in every way."""
     full = lengths == "full"
     count = cell.batch if full else QUEUE * cell.batch
@@ -251,9 +268,11 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
     """
     has_peer = "transformers" in plan.peers and "full" in plan.lengths
     versions = {
-        "fp8rl_jax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+        "fp8rl_jax": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
     if has_peer:
         try:
             versions |= transformers_peer.versions()
@@ -267,8 +286,9 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
             jax.random.key(0, impl="threefry2x32")
         )
         shapes[name] = {
-            "parameters": parameter_counts(model).total, "shape": dataclasses.asdict(model)
-        }  # fmt: skip
+            "parameters": parameter_counts(model).total,
+            "shape": dataclasses.asdict(model),
+        }
         weights = {case: served_weights(params, CASES[case]()) for case in plan.cases}
         peer = transformers_peer.Peer(model, params) if has_peer else None
         for cell in plan.cells:
@@ -277,10 +297,15 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
             note(f"{name}: {cell}: measured")
     device = jax.devices()[0]
     return {
-        "platform": device.platform, "device": device.device_kind,
-        "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
-        "versions": versions, "repeats": plan.repeats, "models": shapes, **rows,
-    }  # fmt: skip
+        "platform": device.platform,
+        "device": device.device_kind,
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": versions,
+        "repeats": plan.repeats,
+        "models": shapes,
+        **rows,
+    }
 
 
 _EXPLANATIONS = {

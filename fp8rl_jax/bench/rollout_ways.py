@@ -66,9 +66,15 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
             rows = slice(start, start + cell.batch)
             mine = slice(start // cell.group, start // cell.group + prompts_each)
             out = program(
-                weights, prompts[mine], lengths[mine], key, sample_ids[rows], temperature[rows],
-                limits[rows], rope,
-            )  # fmt: skip
+                weights,
+                prompts[mine],
+                lengths[mine],
+                key,
+                sample_ids[rows],
+                temperature[rows],
+                limits[rows],
+                rope,
+            )
             batches.append(jax.device_get(out))
         return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
 

@@ -141,17 +141,26 @@ def bench(
 def format_table(rows: list[dict]) -> str:
     """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
     head = (
-        "recipe", "rollout s", "tokens/s", "train step s", "rollout ratio", "train ratio",
+        "recipe",
+        "rollout s",
+        "tokens/s",
+        "train step s",
+        "rollout ratio",
+        "train ratio",
         "compile s",
-    )  # fmt: skip
+    )
     cells = (
         (
-            row["recipe"], f"{row['decode_s']:.3f}", f"{row['decode_tokens_per_s']:.0f}",
-            f"{row['train_s']:.3f}", f"{row['decode_ratio']:.2f}", f"{row['train_ratio']:.2f}",
+            row["recipe"],
+            f"{row['decode_s']:.3f}",
+            f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['train_s']:.3f}",
+            f"{row['decode_ratio']:.2f}",
+            f"{row['train_ratio']:.2f}",
             f"{row['decode_compile_s'] + row['train_compile_s']:.1f}",
         )
         for row in rows
-    )  # fmt: skip
+    )
     platform = jax.devices()[0].platform
     text = f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower"
     return "\n".join([*text_table(head, *cells), text, *([EMULATED] if platform == "cpu" else [])])

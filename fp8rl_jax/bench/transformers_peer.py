@@ -59,9 +59,11 @@ class Peer:
             self.models = {
                 name: transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=getattr(torch, name)
-                ).to(device).eval()
+                )
+                .to(device)
+                .eval()
                 for name in DTYPES
-            }  # fmt: skip
+            }
 
     def generate(self, dtype: str, prompts: np.ndarray, new: int, group: int) -> np.ndarray:
         """`group` responses of exactly `new` tokens to each of prompts (P, Tp): (P*group, new)."""
@@ -69,10 +71,17 @@ class Peer:
         tokens = torch.tensor(prompts, dtype=torch.long, device=model.device)
         with torch.inference_mode():
             out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0,
-                top_k=0, top_p=1.0, min_new_tokens=new, max_new_tokens=new, pad_token_id=0,
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                pad_token_id=0,
                 num_return_sequences=group,
-            )  # fmt: skip
+            )
         return out[:, prompts.shape[1] :].cpu().numpy()
 
     def faster(self, prompts: np.ndarray, new: int, group: int) -> dict[str, float]:

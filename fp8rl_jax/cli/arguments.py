@@ -74,18 +74,25 @@ class Command:
             parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
         if self.config:
             parser.add_argument(
-                "--config", default="", type=a_path, metavar="FILE",
+                "--config",
+                default="",
+                type=a_path,
+                metavar="FILE",
                 help="a config file, or the name of one that is part of the package, such as "
                 "tiny_arithmetic; FILE:CASE for other precisions",
-            )  # fmt: skip
+            )
             parser.add_argument(
-                "--config.SECTION.FIELD=VALUE", action="store_true", dest="_field",
+                "--config.SECTION.FIELD=VALUE",
+                action="store_true",
+                dest="_field",
                 help="the value of a field; may be given several times",
-            )  # fmt: skip
+            )
             parser.add_argument(
-                "--help-config", metavar="SECTION", nargs="?",
+                "--help-config",
+                metavar="SECTION",
+                nargs="?",
                 help="show the config's fields, or those of a section, and exit",
-            )  # fmt: skip
+            )
         for names, settings in self.arguments:
             parser.add_argument(*names, **settings)
 
@@ -145,9 +152,11 @@ def _hyphenated(word: str) -> str:
 
 
 ALLOW_IMPORT = argument(
-    "--allow-import", default="", metavar="NAME,...",
+    "--allow-import",
+    default="",
+    metavar="NAME,...",
     help="modules, or module:function, that the run's config.json may import",
-)  # fmt: skip
+)
 
 
 def words(text: str) -> list[str]:

@@ -136,9 +136,15 @@ def _rollout(values: argparse.Namespace) -> int:
     from fp8rl_jax.bench import rollout
 
     plan = rollout.Plan(
-        values.batch, values.prompt, values.new, values.group, cases=words(values.cases),
-        lengths=words(values.lengths), peers=words(values.peers), repeats=values.repeats,
-    )  # fmt: skip
+        values.batch,
+        values.prompt,
+        values.new,
+        values.group,
+        cases=words(values.cases),
+        lengths=words(values.lengths),
+        peers=words(values.peers),
+        repeats=values.repeats,
+    )
     if values.models:
         models = {name: rollout.model_of(name) for name in words(values.models)}
     else:
@@ -159,10 +165,7 @@ _COMMANDS = (
         "times rollout and train step under several recipes, in one process; or drift-cost,\n"
         "gemm-error, kernels, processes, rollout",
         _step,
-        (
-            argument("--recipes", default="fp8,bf16,f32", help="recipes to time"),
-            _repeats(5),
-        ),
+        (argument("--recipes", default="fp8,bf16,f32", help="recipes to time"), _repeats(5)),
         config=True,
         group=True,
     ),
@@ -170,10 +173,7 @@ _COMMANDS = (
         "bench drift-cost",
         "what zero drift costs: exact programs against naive ones",
         _drift_cost,
-        (
-            argument("--recipes", default="fp8,bf16", help="recipes to time"),
-            _repeats(5),
-        ),
+        (argument("--recipes", default="fp8,bf16", help="recipes to time"), _repeats(5)),
         config=True,
     ),
     Command(
@@ -191,11 +191,10 @@ _COMMANDS = (
         _kernels,
         (
             argument("--models", help="presets whose matrices to run; three if left out"),
+            argument("--rows", type=counts(_MOST_ROWS), metavar="N,N", help="rows of the products"),
             argument(
-                "--rows", type=counts(_MOST_ROWS), metavar="N,N", help="rows of the products"
-            ),
-            argument(
-                "--quick", action="store_true",
+                "--quick",
+                action="store_true",
                 help="the largest matrix of each model and the targets' attention",
             ),
             _out("runs/bench_kernels", "kernels.json"),
@@ -206,10 +205,20 @@ _COMMANDS = (
         "what several processes cost: a training with one process, and with several, in turns",
         _processes,
         (
-            argument("--processes", type=int, default=2, metavar="N",
-                     help=f"processes, and devices in all {_DEFAULT}"),
-            argument("--pairs", type=int, default=10, metavar="N",
-                     help=f"steps of each that are timed {_DEFAULT}"),
+            argument(
+                "--processes",
+                type=int,
+                default=2,
+                metavar="N",
+                help=f"processes, and devices in all {_DEFAULT}",
+            ),
+            argument(
+                "--pairs",
+                type=int,
+                default=10,
+                metavar="N",
+                help=f"steps of each that are timed {_DEFAULT}",
+            ),
         ),
         config=True,
     ),
@@ -235,7 +244,7 @@ _COMMANDS = (
         ),
         config=True,
     ),
-)  # fmt: skip
+)
 COMMANDS = tuple(
     dataclasses.replace(command, starts="compiles, then measures; minutes") for command in _COMMANDS
 )

@@ -138,12 +138,16 @@ COMMANDS = (
         (
             argument("name", nargs="?", metavar="NAME", help="of the data set"),
             argument(
-                "--from", dest="files", metavar="FILE,FILE",
+                "--from",
+                dest="files",
+                metavar="FILE,FILE",
                 help="files whose names say their split, such as train.jsonl,test.jsonl; needs no "
                 "network",
             ),
             argument(
-                "--out", type=a_path, metavar="DIR",
+                "--out",
+                type=a_path,
+                metavar="DIR",
                 help="where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
             ),
         ),
@@ -160,4 +164,4 @@ COMMANDS = (
         config=True,
         starts="reads the rows; a few seconds",
     ),
-)  # fmt: skip
+)

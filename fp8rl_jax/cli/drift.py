@@ -72,18 +72,33 @@ DRIFT = Command(
     "where rollout and learner differ, if they do: compares the two programs bit by bit",
     _drift,
     (
-        argument("--checkpoint", type=a_path, metavar="RUN_DIR",
-                 help="a run whose kept step, or else newest weights, to take instead of "
-                 "random weights; without --config its own configuration"),
-        argument("--prompts", type=int, metavar="N",
-                 help="questions to sample with the newest weights; those of an RL step if "
-                 "left out"),
+        argument(
+            "--checkpoint",
+            type=a_path,
+            metavar="RUN_DIR",
+            help="a run whose kept step, or else newest weights, to take instead of "
+            "random weights; without --config its own configuration",
+        ),
+        argument(
+            "--prompts",
+            type=int,
+            metavar="N",
+            help="questions to sample with the newest weights; those of an RL step if left out",
+        ),
         ALLOW_IMPORT,
-        argument("--out", type=a_path, metavar="DIR",
-                 help="directory of drift.json and drift.html; run.dir if left out"),
-        argument("--fail-above", type=float, metavar="X",
-                 help="exit with status 1 if a |dlogp| is above this"),
+        argument(
+            "--out",
+            type=a_path,
+            metavar="DIR",
+            help="directory of drift.json and drift.html; run.dir if left out",
+        ),
+        argument(
+            "--fail-above",
+            type=float,
+            metavar="X",
+            help="exit with status 1 if a |dlogp| is above this",
+        ),
     ),
     config=True,
     starts="loads the weights and compiles two programs; about a minute",
-)  # fmt: skip
+)

@@ -48,13 +48,13 @@ def _init(values: argparse.Namespace) -> int:
             fields[f"env.{name}"] = getattr(values, name)
     sections, runtime = starter(values.model, values.data, values.reward, fields, "fp8rl init")
     reward = paid(runtime, "fp8rl init")
-    title = f"GRPO on {values.data}, " + (f"from {values.model}." if values.model else
-            "from a small decoder that learns the answers of the questions first.")  # fmt: skip
+    title = f"GRPO on {values.data}, " + (
+        f"from {values.model}."
+        if values.model
+        else "from a small decoder that learns the answers of the questions first."
+    )
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
-    text = _TEXT.format(
-        title=title.replace("\\", "/"), file=values.file,
-        sections="\n".join(lines),
-    )  # fmt: skip
+    text = _TEXT.format(title=title.replace("\\", "/"), file=values.file, sections="\n".join(lines))
     try:
         write_whole(path, text)
     except OSError as error:
@@ -84,15 +84,28 @@ INIT = Command(
     _init,
     (
         argument("file", nargs="?", type=a_path, metavar="FILE", help="a new file, such as my.py"),
-        argument("--model", type=a_path, default="", metavar="DIR_OR_NAME",
-                 help="directory of a Hugging Face model, or the name of a published one, for its "
-                 "shapes with random weights; a small decoder if left out"),
-        argument("--data", default="", metavar="TASK",
-                 help="a .jsonl, .json, .csv or .parquet file, or what else env.task may be"),
-        argument("--reward", default="auto", metavar="NAME",
-                 help="exact_match, math_equal, ..., or module:function (default: auto)"),
+        argument(
+            "--model",
+            type=a_path,
+            default="",
+            metavar="DIR_OR_NAME",
+            help="directory of a Hugging Face model, or the name of a published one, for its "
+            "shapes with random weights; a small decoder if left out",
+        ),
+        argument(
+            "--data",
+            default="",
+            metavar="TASK",
+            help="a .jsonl, .json, .csv or .parquet file, or what else env.task may be",
+        ),
+        argument(
+            "--reward",
+            default="auto",
+            metavar="NAME",
+            help="exact_match, math_equal, ..., or module:function (default: auto)",
+        ),
         argument("--question-key", metavar="COLUMN", help="as env.question_key"),
         argument("--answer-key", metavar="COLUMN", help="as env.answer_key"),
     ),
     starts="reads the questions and the tokenizer; about ten seconds",
-)  # fmt: skip
+)

@@ -75,9 +75,14 @@ def _describe_step(rollout: ConfigPlan, learner: LearnerConfigPlan) -> str:
     planned, own, cost = learner.planned, rollout.own, learner.cost
     algo, steps = planned.config.algo, planned.config.run.steps
     decode_step = decode_seconds(
-        planned.resolved.model, on_gpu(planned.resolved.rollout_recipe), planned.mesh, own,
-        own.slots, rollout.half, learner.gpu,
-    )  # fmt: skip
+        planned.resolved.model,
+        on_gpu(planned.resolved.rollout_recipe),
+        planned.mesh,
+        own,
+        own.slots,
+        rollout.half,
+        learner.gpu,
+    )
     count = math.ceil(rollout.samples / own.slots) * planned.config.rollout.max_new_tokens
     decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
     least, most = (decoding + updates * x for x in (cost.least_seconds, cost.most_seconds))

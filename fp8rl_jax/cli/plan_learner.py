@@ -35,10 +35,16 @@ _FACTORS = (2, 4, 8, 16)  # by which mesh axes are tried larger
 _CHANGED = tuple(
     tuple(name.split("."))
     for name in (
-        "learner.gradient_accumulation_steps", "learner.remat", "learner.offload", "mesh.data",
-        "mesh.fsdp", "mesh.expert", "rollout.prompts_per_step", "eval.batch_size",
+        "learner.gradient_accumulation_steps",
+        "learner.remat",
+        "learner.offload",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.expert",
+        "rollout.prompts_per_step",
+        "eval.batch_size",
     )
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +84,13 @@ def workload(planned: Planned) -> Workload:
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches // parts
     balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
-        rows // sharding.batch_divisor(planned.mesh), rollout.max_prompt_tokens,
-        rollout.max_new_tokens, parts, config.learner.remat, balanced and parts > 1,
-    )  # fmt: skip
+        rows // sharding.batch_divisor(planned.mesh),
+        rollout.max_prompt_tokens,
+        rollout.max_new_tokens,
+        parts,
+        config.learner.remat,
+        balanced and parts > 1,
+    )
 
 
 def _memory(planned: Planned) -> LearnerPlan:
@@ -131,17 +141,19 @@ def format_learner(found: LearnerConfigPlan) -> str:
     if plan.host_moments:
         memory.append(("Adam's moments, in the host's memory", plan.host_moments))
     hosts = f"on {found.hosts} host{'s' * (found.hosts > 1)}"
-    return "\n".join([
-        f"Learner: {count} {found.gpu.name} of {gib(found.memory)} {hosts} (mesh: "
-        f"{found.planned.mesh_text}); an estimate, figures of each device.",
-        f"An update: {rows} sequences of {work.prompt + work.response} tokens at most; a device "
-        f"takes {work.rows} at a time, in {work.micro_batches} micro-batch"
-        f"{'es' * (work.micro_batches > 1)}; remat {work.remat}.",
-        "",
-        *text_table(*((name, gib(size)) for name, size in memory)),
-        "",
-        *_format_cost(found),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"Learner: {count} {found.gpu.name} of {gib(found.memory)} {hosts} (mesh: "
+            f"{found.planned.mesh_text}); an estimate, figures of each device.",
+            f"An update: {rows} sequences of {work.prompt + work.response} tokens at most; a "
+            f"device takes {work.rows} at a time, in {work.micro_batches} micro-batch"
+            f"{'es' * (work.micro_batches > 1)}; remat {work.remat}.",
+            "",
+            *text_table(*((name, gib(size)) for name, size in memory)),
+            "",
+            *_format_cost(found),
+        ]
+    )
 
 
 def _format_cost(found: LearnerConfigPlan) -> Iterator[str]:
@@ -193,9 +205,7 @@ def find_fixes(found: LearnerConfigPlan) -> list[tuple[str, int]]:
     smallest change of each kind that fits is named, after a trial of the whole plan. If none does
     alone, the mesh is changed after the cheaper three.
     """
-    kinds = (
-        _micro_batches, _remat, _offload, _smaller_fsdp, _larger("fsdp"), _larger("expert"),
-    )  # fmt: skip
+    kinds = (_micro_batches, _remat, _offload, _smaller_fsdp, _larger("fsdp"), _larger("expert"))
     fixes = [fix for kind in kinds for fix in _first_that_fits(found, kind(_written(found)))]
     if fixes:
         return fixes
@@ -226,8 +236,9 @@ def _first_that_fits(
         if needed <= found.usable:
             changed = [
                 f"{section}.{name}={config[section][name]}"
-                for section, name in _CHANGED if config[section][name] != before[section][name]
-            ]  # fmt: skip
+                for section, name in _CHANGED
+                if config[section][name] != before[section][name]
+            ]
             more = f" on {planned.mesh.size} devices" * (planned.mesh != found.planned.mesh)
             yield " ".join(changed) + more, needed
             return

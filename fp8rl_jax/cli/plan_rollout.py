@@ -81,10 +81,15 @@ def plan_config(planned: Planned, memory: int) -> ConfigPlan:
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="triton")
         return plan_rollout(
-            Loop(resolved.model, on_gpu, sampler), learner, mesh,
-            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=memory,
-            reference=resolved.algorithm.needs_reference, offload=planned.config.learner.offload,
-        )  # fmt: skip
+            Loop(resolved.model, on_gpu, sampler),
+            learner,
+            mesh,
+            prompt_tokens=rollout.max_prompt_tokens,
+            batching=sizes,
+            memory=memory,
+            reference=resolved.algorithm.needs_reference,
+            offload=planned.config.learner.offload,
+        )
 
     own = resolved.rollout_recipe
     plans = {f"{own.name} *": plan(own, resolved.learner_recipe)}
@@ -111,16 +116,18 @@ def format_plans(found: ConfigPlan) -> str:
         f"slots of {half} tokens": lambda p: f"{p.slots_of(half):,}",
     }
     rows = [(name, *map(figure, found.plans.values())) for name, figure in figures.items()]
-    return "\n".join([
-        f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: "
-        f"{found.planned.mesh_text}); figures of each.",
-        f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
-        f"step: {found.samples} samples, of which {own.slots} decode at a time.",
-        "",
-        *text_table(("", *found.plans), *rows),
-        "",
-        "* the config's own recipe (precision.rollout)",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: "
+            f"{found.planned.mesh_text}); figures of each.",
+            f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
+            f"step: {found.samples} samples, of which {own.slots} decode at a time.",
+            "",
+            *text_table(("", *found.plans), *rows),
+            "",
+            "* the config's own recipe (precision.rollout)",
+        ]
+    )
 
 
 def _decode_rows(
@@ -153,20 +160,22 @@ def format_decode(found: ConfigPlan, gpu: Gpu) -> str:
     """The predicted times of decoding: equal numbers of sequences, and as many as fit."""
     fitting = [plan.slots_of(found.half) or 0 for plan in found.cases.values()]
     reached = ", ".join(f"{n} {EFFICIENCY[n]:.0%}" for n in ("memory", "products", "attention"))
-    return "\n".join([
-        f"Decoding on each {gpu.name}, sequences of {found.half} tokens on average: a prediction "
-        "from bytes and FLOPs, not a measurement.",
-        "",
-        *text_table(
-            ("", *found.cases),
-            *_decode_rows(found, gpu, "equal sequences", [found.own.slots] * len(fitting)),
-            *_decode_rows(found, gpu, "sequences that fit", fitting),
-        ),
-        "",
-        "fp8_linears: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV cache "
-        "alone; fp8: both.",
-        f"Constants ({gpu.name}'s data sheet): {gpu.speed}; assumed to be reached: {reached}.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"Decoding on each {gpu.name}, sequences of {found.half} tokens on average: a "
+            "prediction from bytes and FLOPs, not a measurement.",
+            "",
+            *text_table(
+                ("", *found.cases),
+                *_decode_rows(found, gpu, "equal sequences", [found.own.slots] * len(fitting)),
+                *_decode_rows(found, gpu, "sequences that fit", fitting),
+            ),
+            "",
+            "fp8_linears: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
+            "cache alone; fp8: both.",
+            f"Constants ({gpu.name}'s data sheet): {gpu.speed}; assumed to be reached: {reached}.",
+        ]
+    )
 
 
 def describe_allocation(found: ConfigPlan) -> str:

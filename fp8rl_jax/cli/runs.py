@@ -79,15 +79,13 @@ def _convert(values: argparse.Namespace) -> int:
 
 TRAIN = Command(
     "train",
-    "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\n"
-    "run.dir",
+    "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\nrun.dir",
     _train,
-    (argument("--resume", action="store_true",
-              help="continue the run in run.dir, bit for bit"),),
+    (argument("--resume", action="store_true", help="continue the run in run.dir, bit for bit"),),
     config=True,
     processes=True,
     starts="loads JAX, reads the config and compiles; about a minute to the first step",
-)  # fmt: skip
+)
 
 REPORT = Command(
     "report",
@@ -95,20 +93,30 @@ REPORT = Command(
     _report,
     (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
     starts="reads the run and draws its plots; about ten seconds",
-)  # fmt: skip
+)
 
 CONVERT = Command(
     "convert",
     "a checkpoint in Hugging Face's format in another number format",
     _convert,
     (
-        argument("paths", nargs="*", type=a_path, metavar="SRC DST",
-                 help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
-                 "a GGUF file of the llama architecture; DST: a new directory"),
+        argument(
+            "paths",
+            nargs="*",
+            type=a_path,
+            metavar="SRC DST",
+            help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
+            "a GGUF file of the llama architecture; DST: a new directory",
+        ),
         argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
-        argument("--max-shard-gb", type=float, default=5.0, metavar="X",
-                 help="size of a file above which there are several (default: 5)"),
+        argument(
+            "--max-shard-gb",
+            type=float,
+            default=5.0,
+            metavar="X",
+            help="size of a file above which there are several (default: 5)",
+        ),
         ALLOW_IMPORT,
     ),
     starts="reads and writes all weights; about half a minute for each GB",
-)  # fmt: skip
+)

@@ -22,24 +22,43 @@ from fp8rl_jax.cli.arguments import (
 
 # Options of sample and eval that name a policy by its directory.
 _POLICY = (
-    argument("--checkpoint", type=a_path, metavar="DIR",
-             help="directory of a run, or of a Hugging Face model; in the place of --config"),
-    argument("--chat", action="store_true", default=None,
-             help="prompts are the user's messages in the model's chat template"),
+    argument(
+        "--checkpoint",
+        type=a_path,
+        metavar="DIR",
+        help="directory of a run, or of a Hugging Face model; in the place of --config",
+    ),
+    argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="prompts are the user's messages in the model's chat template",
+    ),
     argument("--system", metavar="TEXT", help="a system message, with --chat"),
-    argument("--chat-options", default="", metavar="NAME=VALUE,...",
-             help="variables of the chat template"),
+    argument(
+        "--chat-options",
+        default="",
+        metavar="NAME=VALUE,...",
+        help="variables of the chat template",
+    ),
     argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer"),
     argument("--seed", type=int, metavar="S", help="seed of sampling, and of the questions"),
     argument("--precision", metavar="RECIPE", help="fp8, bf16, f32, ..."),
     ALLOW_IMPORT,
-)  # fmt: skip
+)
 _FIELD_OF = {
-    "chat": "data.chat", "system": "data.system_prompt", "max_new_tokens": "rollout.max_new_tokens",
-    "seed": "run.seed", "top_k": "rollout.top_k", "top_p": "rollout.top_p", "task": "env.task",
-    "reward": "env.reward", "questions": "eval.questions", "batch_size": "eval.batch_size",
+    "chat": "data.chat",
+    "system": "data.system_prompt",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "seed": "run.seed",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
+    "task": "env.task",
+    "reward": "env.reward",
+    "questions": "eval.questions",
+    "batch_size": "eval.batch_size",
     "samples": "eval.samples",
-}  # fmt: skip
+}
 
 
 def _pairs(command: str, option: str, text: str) -> dict[str, object]:
@@ -192,18 +211,30 @@ COMMANDS = (
         _evaluate,
         (
             *_POLICY,
-            argument("--task", help="a task of reasoning_gym, or a data set (docs/data.md); "
-                     "or several with commas"),
-            argument("--task-options", default="", metavar="NAME=VALUE,...",
-                     help="keywords of the task"),
+            argument(
+                "--task",
+                help="a task of reasoning_gym, or a data set (docs/data.md); "
+                "or several with commas",
+            ),
+            argument(
+                "--task-options", default="", metavar="NAME=VALUE,...", help="keywords of the task"
+            ),
             argument("--questions", type=int, metavar="N", help="held-out questions"),
-            argument("--samples", type=int, metavar="N",
-                     help="sampled answers per question: pass@k up to N"),
+            argument(
+                "--samples",
+                type=int,
+                metavar="N",
+                help="sampled answers per question: pass@k up to N",
+            ),
             argument("--reward", help="exact_match, math_equal, gsm8k, or module:function"),
             argument("--batch-size", type=int, metavar="N", help="questions at a time"),
             argument("--temperature", type=float, metavar="T", help="of the sampled answers"),
-            argument("--top-p", type=float, metavar="P",
-                     help="of the sampled answers: this much probability; 1.0 for all"),
+            argument(
+                "--top-p",
+                type=float,
+                metavar="P",
+                help="of the sampled answers: this much probability; 1.0 for all",
+            ),
         ),
         config=True,
         processes=True,
@@ -217,16 +248,30 @@ COMMANDS = (
         (
             argument("questions_asked", nargs="*", metavar="QUESTION", help="or a prompt"),
             *_POLICY,
-            argument("--prompt", action="append", default=[], metavar="TEXT",
-                     help="a prompt; may be given several times"),
-            argument("--temperature", type=float, metavar="T",
-                     help="sampling temperature, 0 for the most likely token"),
-            argument("--top-k", type=int, metavar="K",
-                     help="sample from this many tokens; 0 for all"),
-            argument("--top-p", type=float, metavar="P",
-                     help="sample from this much probability; 1.0 for all"),
+            argument(
+                "--prompt",
+                action="append",
+                default=[],
+                metavar="TEXT",
+                help="a prompt; may be given several times",
+            ),
+            argument(
+                "--temperature",
+                type=float,
+                metavar="T",
+                help="sampling temperature, 0 for the most likely token",
+            ),
+            argument(
+                "--top-k", type=int, metavar="K", help="sample from this many tokens; 0 for all"
+            ),
+            argument(
+                "--top-p",
+                type=float,
+                metavar="P",
+                help="sample from this much probability; 1.0 for all",
+            ),
         ),
         config=True,
         starts="loads the weights and compiles; about half a minute to the first token",
     ),
-)  # fmt: skip
+)

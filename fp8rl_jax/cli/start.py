@@ -17,10 +17,26 @@ from fp8rl_jax.cli.arguments import Command
 _OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
 # Modules of the packages of the extra [train].
 _TRAIN = {
-    "absl", "cloudpickle", "grain", "importlib_resources", "jinja2", "math_verify", "matplotlib",
-    "ml_collections", "optax", "orbax", "pyarrow", "reasoning_gym", "rich", "safetensors", "scipy",
-    "shtab", "tensorboardX", "tensorflow_datasets", "tokenizers",
-}  # fmt: skip
+    "absl",
+    "cloudpickle",
+    "grain",
+    "importlib_resources",
+    "jinja2",
+    "math_verify",
+    "matplotlib",
+    "ml_collections",
+    "optax",
+    "orbax",
+    "pyarrow",
+    "reasoning_gym",
+    "rich",
+    "safetensors",
+    "scipy",
+    "shtab",
+    "tensorboardX",
+    "tensorflow_datasets",
+    "tokenizers",
+}
 
 
 def prepare(command: Command) -> None:

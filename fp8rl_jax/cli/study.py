@@ -229,25 +229,44 @@ def _all(values: argparse.Namespace) -> int:
 def _options(quick: str) -> tuple:
     """Options that every study has; `quick` is the help of --quick."""
     return (
-        argument("--checkpoint", type=a_path, metavar="DIR",
-                 help="a run, or a Hugging Face model, in the place of a config's"),
-        argument("--seeds", type=counts((1 << 31) - 1, 0), default=[0], metavar="N,...",
-                 help="a model is trained for each of them (default: 0)"),
+        argument(
+            "--checkpoint",
+            type=a_path,
+            metavar="DIR",
+            help="a run, or a Hugging Face model, in the place of a config's",
+        ),
+        argument(
+            "--seeds",
+            type=counts((1 << 31) - 1, 0),
+            default=[0],
+            metavar="N,...",
+            help="a model is trained for each of them (default: 0)",
+        ),
         argument("--quick", action="store_true", help=quick),
-        argument("--out", type=directory, metavar="DIR",
-                 help="directory of study.json, study.md, study.png and of runs (default: "
-                 "runs/study_NAME)"),
-        argument("--cells", type=directory, metavar="DIR",
-                 help="directory of the finished cells; OUT/cells if left out"),
+        argument(
+            "--out",
+            type=directory,
+            metavar="DIR",
+            help="directory of study.json, study.md, study.png and of runs (default: "
+            "runs/study_NAME)",
+        ),
+        argument(
+            "--cells",
+            type=directory,
+            metavar="DIR",
+            help="directory of the finished cells; OUT/cells if left out",
+        ),
         argument("--resume", action="store_true", help="use the cells that are there"),
         ALLOW_IMPORT,
-    )  # fmt: skip
+    )
 
 
-_STEPS = argument("--steps", type=whole(0), metavar="N",
-                  help="RL steps of each run; 0 leaves them out")  # fmt: skip
-_RL_STEPS = argument("--steps", type=whole(1), metavar="N",
-                     help="RL steps of each run (default: 160)")  # fmt: skip
+_STEPS = argument(
+    "--steps", type=whole(0), metavar="N", help="RL steps of each run; 0 leaves them out"
+)
+_RL_STEPS = argument(
+    "--steps", type=whole(1), metavar="N", help="RL steps of each run (default: 160)"
+)
 _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 
@@ -268,8 +287,10 @@ _COMMANDS = (
         "study cases",
         "an FP8 rollout with learners in bf16, imitated FP8 and FP8: mismatch, KL, RL curves",
         _RUNS["cases"],
-        (*_options("few questions and steps; without a model, two layers trained for a minute"),
-         _STEPS),
+        (
+            *_options("few questions and steps; without a model, two layers trained for a minute"),
+            _STEPS,
+        ),
         config=True,
     ),
     Command(
@@ -285,9 +306,13 @@ _COMMANDS = (
         _RUNS["scale"],
         (
             *_options("few questions; without --config, a dense model and one with experts"),
-            argument("--rungs", default="d4,d8,d16,m8,m16,m32,s16", metavar="NAME,...",
-                     help="arguments of the config file, one for each model (default: "
-                     "%(default)s); empty: the config is of one model, as --checkpoint's is"),
+            argument(
+                "--rungs",
+                default="d4,d8,d16,m8,m16,m32,s16",
+                metavar="NAME,...",
+                help="arguments of the config file, one for each model (default: "
+                "%(default)s); empty: the config is of one model, as --checkpoint's is",
+            ),
         ),
         config=True,
     ),
@@ -312,6 +337,6 @@ _COMMANDS = (
         _options("as for each study; without a model, their own small ones"),
         config=True,
     ),
-)  # fmt: skip
+)
 _STARTS = "trains and scores models; minutes with --quick, hours without"
 COMMANDS = tuple(dataclasses.replace(command, starts=_STARTS) for command in _COMMANDS)

@@ -21,10 +21,12 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
       commands: by name; a group stands before the commands below it.
     """
     root = Parser(
-        "fp8rl", allow_abbrev=False, epilog=_EPILOG,
+        "fp8rl",
+        allow_abbrev=False,
+        epilog=_EPILOG,
         description="Reinforcement learning of language models in FP8: rollout and learner run "
         "through one forward function.",
-    )  # fmt: skip
+    )
     root.add_argument(
         "--version", action="store_true", help="show the versions of fp8rl_jax and JAX, and exit"
     )
@@ -38,8 +40,11 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
                 title="commands", metavar="COMMAND", dest="below", parser_class=Parser
             )
         found[name] = below[group].add_parser(
-            word, help=command.summary, description=command.summary, allow_abbrev=False,
+            word,
+            help=command.summary,
+            description=command.summary,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         command.fill(found[name])
     return root, found

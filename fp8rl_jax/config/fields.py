@@ -43,9 +43,13 @@ class Field(NamedTuple):
 _OPTIONS = ml_collections.ConfigDict()
 # Shapes of the model when the configuration says nothing: these, else the defaults of ModelConfig.
 _SMALL = {
-    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 _SHAPES = {
     field.name: Field(_SMALL.get(field.name, field.default), field.metadata["meaning"])
     for field in dataclasses.fields(ModelConfig)
@@ -58,181 +62,298 @@ FIELDS: dict[str, dict[str, Field]] = {
         "dir": Field("runs/default", "directory of the run: metrics, checkpoints, report"),
         "seed": Field(0, "seed of data, initialisation and sampling"),
         "steps": Field(100, "RL steps; 0 runs supervised fine-tuning only"),
-        "cache_dir": Field("", "where results of supervised fine-tuning and passed self-checks are "
-                           "kept; '' for ~/.cache/fp8rl_jax"),
-        "compilation_cache": Field("", "directory of compiled programs, which a second start loads "
-                                   "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
-                                   "~/.cache/fp8rl_jax/compilation"),
+        "cache_dir": Field(
+            "",
+            "where results of supervised fine-tuning and passed self-checks are "
+            "kept; '' for ~/.cache/fp8rl_jax",
+        ),
+        "compilation_cache": Field(
+            "",
+            "directory of compiled programs, which a second start loads "
+            "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
+            "~/.cache/fp8rl_jax/compilation",
+        ),
         "samples": Field(4, "transcripts written at each evaluation"),
-        "loggers": Field("tensorboard", "where numbers go beside JSON lines: tensorboard, wandb, "
-                         "mlflow, or several with commas"),
+        "loggers": Field(
+            "tensorboard",
+            "where numbers go beside JSON lines: tensorboard, wandb, "
+            "mlflow, or several with commas",
+        ),
         "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
-        "checkpoint_every": Field(20, "RL steps between checkpoints (supervised fine-tuning: at "
-                                  "each evaluation)"),
+        "checkpoint_every": Field(
+            20, "RL steps between checkpoints (supervised fine-tuning: at each evaluation)"
+        ),
         "keep_checkpoints": Field(2, "newest checkpoints to keep"),
     },
     "model": {
-        "checkpoint": Field("", "directory of a Hugging Face model: shapes and initial parameters; "
-                            "'' for random ones"),
-        "name": Field("", "shapes of a published model, such as qwen3_0p6b; leave the fields below "
-                      "at their defaults"),
+        "checkpoint": Field(
+            "",
+            "directory of a Hugging Face model: shapes and initial parameters; '' for random ones",
+        ),
+        "name": Field(
+            "",
+            "shapes of a published model, such as qwen3_0p6b; leave the fields below "
+            "at their defaults",
+        ),
         "check_finite": Field(True, "refuse a checkpoint with weights that are NaN or infinite"),
         **_SHAPES,
     },
     "precision": {
         "rollout": Field("fp8", "recipe of the sampler: fp8, bf16, f32, ..."),
         "learner": Field("fp8", "recipe of the learner; equal recipes give zero drift"),
-        "zero_drift": Field("auto", "required: refuse settings under which drift cannot be zero, "
-                            "and end after a step that drifts, with exit status 3; auto: with "
-                            "equal recipes refuse such settings, and warn of a step that drifts; "
-                            "report: neither",
-                            choices=("auto", "required", "report")),
-        "weight_policy": Field("", "scaling policy of weights: dynamic, delayed(history=1024), "
-                               "static(amax=8.0), power_of_two(...), 'package.module:function'; "
-                               "'' for the recipe's own"),
+        "zero_drift": Field(
+            "auto",
+            "required: refuse settings under which drift cannot be zero, "
+            "and end after a step that drifts, with exit status 3; auto: with "
+            "equal recipes refuse such settings, and warn of a step that drifts; "
+            "report: neither",
+            choices=("auto", "required", "report"),
+        ),
+        "weight_policy": Field(
+            "",
+            "scaling policy of weights: dynamic, delayed(history=1024), "
+            "static(amax=8.0), power_of_two(...), 'package.module:function'; "
+            "'' for the recipe's own",
+        ),
         "activation_policy": Field("", "scaling policy of activations, likewise"),
         "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
-        "reference": Field("learner", "recipe that scores the reference policy: learner, or a "
-                           "recipe's name"),
+        "reference": Field(
+            "learner", "recipe that scores the reference policy: learner, or a recipe's name"
+        ),
         "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16"),
         "last_layers_bf16": Field(0, "number of last layers, likewise"),
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
-        "kv_cache": Field("recipe", "recipe: as the recipe says; bf16; fp8: a scale per (token, "
-                          "head); fp8_calibrated: a scale per layer, measured after each update",
-                          choices=("recipe", "bf16", "fp8", "fp8_calibrated")),
-        "attention": Field("bf16", "bf16, or fp8: queries too are quantised, as the KV cache is",
-                           choices=("bf16", "fp8")),
+        "kv_cache": Field(
+            "recipe",
+            "recipe: as the recipe says; bf16; fp8: a scale per (token, "
+            "head); fp8_calibrated: a scale per layer, measured after each update",
+            choices=("recipe", "bf16", "fp8", "fp8_calibrated"),
+        ),
+        "attention": Field(
+            "bf16",
+            "bf16, or fp8: queries too are quantised, as the KV cache is",
+            choices=("bf16", "fp8"),
+        ),
         "kv_margin": Field(1.05, "headroom of calibrated scales"),
-        "kernels": Field("auto", "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
-                         "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
-                         choices=("auto", "reference", "triton", "mosaic")),
-        "cpu_products": Field("auto", "on a CPU: auto: the fastest products whose order holds on "
-                              "this machine; exact: sums in float64 that no order can change, "
-                              "four to eight times slower",
-                              choices=("auto", "exact")),
+        "kernels": Field(
+            "auto",
+            "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
+            "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
+            choices=("auto", "reference", "triton", "mosaic"),
+        ),
+        "cpu_products": Field(
+            "auto",
+            "on a CPU: auto: the fastest products whose order holds on "
+            "this machine; exact: sums in float64 that no order can change, "
+            "four to eight times slower",
+            choices=("auto", "exact"),
+        ),
         "health": Field(True, "count saturated, underflowed and non-finite values"),
         "self_check": Field(True, "before a run that relies on zero drift, try it on two layers"),
     },
     "mesh": {
         "data": Field(-1, "devices that split the batch; -1 for all that the others leave"),
         "fsdp": Field(1, "devices that split the batch and shard parameters and optimiser state"),
-        "tensor": Field(1, "devices that shard every layer by output features, and attention by "
-                        "heads"),
-        "expert": Field(1, "devices that split the batch and share experts (tokens travel); "
-                        "1 for a dense model"),
+        "tensor": Field(
+            1, "devices that shard every layer by output features, and attention by heads"
+        ),
+        "expert": Field(
+            1, "devices that split the batch and share experts (tokens travel); 1 for a dense model"
+        ),
     },
     "data": {
-        "tokenizer": Field("byte", "'byte', the path of a tokenizer.json, a Hugging Face "
-                           "directory, or 'checkpoint' for that of model.checkpoint"),
+        "tokenizer": Field(
+            "byte",
+            "'byte', the path of a tokenizer.json, a Hugging Face "
+            "directory, or 'checkpoint' for that of model.checkpoint",
+        ),
         "chat": Field(False, "questions are the user's messages in the tokenizer's chat template"),
         "system_prompt": Field("", "with chat: a system message before the question; '' for none"),
-        "chat_options": Field(_OPTIONS, "with chat: variables of the template, such as "
-                              "enable_thinking"),
+        "chat_options": Field(
+            _OPTIONS, "with chat: variables of the template, such as enable_thinking"
+        ),
         "bos_token": Field("<bos>", "begin of sequence in tokenizer.json"),
         "eos_token": Field("<eos>", "end of sequence in tokenizer.json"),
         "pad_token": Field("<pad>", "padding in tokenizer.json"),
     },
     "env": {
-        "task": Field("basic_arithmetic", "where questions come from: a task of reasoning_gym; "
-                      "gsm8k; a .jsonl, .parquet, .csv or .json file; a directory of Hugging "
-                      "Face's datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows"),
+        "task": Field(
+            "basic_arithmetic",
+            "where questions come from: a task of reasoning_gym; "
+            "gsm8k; a .jsonl, .parquet, .csv or .json file; a directory of Hugging "
+            "Face's datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows",
+        ),
         "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
-        "reward": Field("auto", "auto: task_score for tasks of reasoning_gym that have a scorer of "
-                        "their own, else exact_match; math_equal, gsm8k, gsm8k_strict, or a "
-                        "function as 'module:function'; several with weights as "
-                        "'exact_match, 0.5*module:function', the first of which evaluation counts"),
-        "reward_timeout": Field(30.0, "seconds that a call of task_score, math_equal or your own "
-                                "function may take; one that takes longer is not scored"),
+        "reward": Field(
+            "auto",
+            "auto: task_score for tasks of reasoning_gym that have a scorer of "
+            "their own, else exact_match; math_equal, gsm8k, gsm8k_strict, or a "
+            "function as 'module:function'; several with weights as "
+            "'exact_match, 0.5*module:function', the first of which evaluation counts",
+        ),
+        "reward_timeout": Field(
+            30.0,
+            "seconds that a call of task_score, math_equal or your own "
+            "function may take; one that takes longer is not scored",
+        ),
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
-        "train_questions": Field(4096, "of a task of reasoning_gym: distinct questions for RL, in "
-                                 "a new order each epoch"),
-        "question_key": Field("", "the data set's column with the question or conversation; '' for "
-                              "the first of question, prompt, problem, instruction, input"),
-        "answer_key": Field("", "the column with the answer, such as reward_model.ground_truth; '' "
-                            "for the first usual one; - for none"),
-        "answer_pattern": Field("", "regular expression whose first group, at its last match in "
-                                "that column, is the answer; '' for what the last #### marks, or "
-                                "all"),
+        "train_questions": Field(
+            4096, "of a task of reasoning_gym: distinct questions for RL, in a new order each epoch"
+        ),
+        "question_key": Field(
+            "",
+            "the data set's column with the question or conversation; '' for "
+            "the first of question, prompt, problem, instruction, input",
+        ),
+        "answer_key": Field(
+            "",
+            "the column with the answer, such as reward_model.ground_truth; '' "
+            "for the first usual one; - for none",
+        ),
+        "answer_pattern": Field(
+            "",
+            "regular expression whose first group, at its last match in "
+            "that column, is the answer; '' for what the last #### marks, or "
+            "all",
+        ),
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
-        "eval_task": Field("", "held-out questions from another source than task, written "
-                           "likewise, or from several with commas; '' for the data set's own "
-                           "split test or validation, else a share of it"),
+        "eval_task": Field(
+            "",
+            "held-out questions from another source than task, written "
+            "likewise, or from several with commas; '' for the data set's own "
+            "split test or validation, else a share of it",
+        ),
         "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),
-        "data_dir": Field("", "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
-                          "else ~/tensorflow_datasets"),
+        "data_dir": Field(
+            "",
+            "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
+            "else ~/tensorflow_datasets",
+        ),
         "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
-        "max_questions": Field(0, "questions of a data set to train on at most; 0 for all; reading "
-                               "of 'module:function' ends there"),
-        "overlong": Field("drop", "a data set's questions that are too long for max_prompt_tokens: "
-                          "drop them, or error", choices=("drop", "error")),
+        "max_questions": Field(
+            0,
+            "questions of a data set to train on at most; 0 for all; reading "
+            "of 'module:function' ends there",
+        ),
+        "overlong": Field(
+            "drop",
+            "a data set's questions that are too long for max_prompt_tokens: drop them, or error",
+            choices=("drop", "error"),
+        ),
     },
     "rollout": {
         "prompts_per_step": Field(16, "questions per RL step"),
         "group_size": Field(8, "samples per question"),
         "max_prompt_tokens": Field(24, "tokens of a prompt at most"),
         "max_new_tokens": Field(8, "tokens of a response at most"),
-        "slots": Field(0, "sequences that decode at a time, each replaced when it ends (continuous "
-                       "batching); 0 decodes all samples at once"),
-        "pages": Field(0, "with slots: pages of 64 tokens in the KV cache; 0 for as many as the "
-                       "slots can fill and the device holds (fp8rl plan --rollout)"),
-        "prefill_chunk": Field(64, "with slots: tokens of a prompt that are prefilled between two "
-                               "decode steps"),
+        "slots": Field(
+            0,
+            "sequences that decode at a time, each replaced when it ends (continuous "
+            "batching); 0 decodes all samples at once",
+        ),
+        "pages": Field(
+            0,
+            "with slots: pages of 64 tokens in the KV cache; 0 for as many as the "
+            "slots can fill and the device holds (fp8rl plan --rollout)",
+        ),
+        "prefill_chunk": Field(
+            64, "with slots: tokens of a prompt that are prefilled between two decode steps"
+        ),
         "temperature": Field(1.0, "sampling temperature, above 0"),
         "top_k": Field(0, "sample from the k most likely tokens; 0 for all"),
-        "top_p": Field(1.0, "sample from the most likely tokens that have this much probability; "
-                       "1.0 for all"),
+        "top_p": Field(
+            1.0, "sample from the most likely tokens that have this much probability; 1.0 for all"
+        ),
     },
     "algo": {
-        "preset": Field("", "a published algorithm, which sets the fields below up to "
-                        "mask_truncated (fp8rl algo list); '' for the defaults",
-                        choices=("", *PRESETS)),
+        "preset": Field(
+            "",
+            "a published algorithm, which sets the fields below up to "
+            "mask_truncated (fp8rl algo list); '' for the defaults",
+            choices=("", *PRESETS),
+        ),
         "baseline": Field("group_mean", "what is subtracted from a reward", choices=(*BASELINES,)),
         "scale": Field("group_std", "what advantages are divided by", choices=(*SCALES,)),
-        "loss": Field("ppo", "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
-                      "or 'module:function'"),
+        "loss": Field(
+            "ppo",
+            "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
+            "or 'module:function'",
+        ),
         "clip_low": Field(0.2, "ratio bound 1 - clip_low"),
         "clip_high": Field(0.2, "ratio bound 1 + clip_high"),
-        "dual_clip": Field(0.0, "with ppo: the loss of a negative advantage is at most this many "
-                           "times |advantage|; above 1, or 0 for no bound"),
-        "loss_aggregation": Field("token_mean", "how the losses of an update's tokens are added",
-                                  choices=(*AGGREGATIONS,)),
-        "loss_length": Field(0, "constant divisor of seq_mean_token_sum_norm; 0 for "
-                             "rollout.max_new_tokens"),
+        "dual_clip": Field(
+            0.0,
+            "with ppo: the loss of a negative advantage is at most this many "
+            "times |advantage|; above 1, or 0 for no bound",
+        ),
+        "loss_aggregation": Field(
+            "token_mean", "how the losses of an update's tokens are added", choices=(*AGGREGATIONS,)
+        ),
+        "loss_length": Field(
+            0, "constant divisor of seq_mean_token_sum_norm; 0 for rollout.max_new_tokens"
+        ),
         "kl_coef": Field(0.0, "weight of the divergence from the policy before RL"),
-        "kl_estimator": Field("k3", "its estimator in the loss; NAME+ has NAME's value and k2's "
-                              "gradient", choices=(*ESTIMATORS,)),
-        "kl_in": Field("loss", "loss; reward: each token's advantage loses the k1 divergence from "
-                       "that token on", choices=("loss", "reward")),
-        "dynamic_sampling": Field(False, "sample more questions until the rewards of every group "
-                                  "differ"),
-        "overlong_buffer": Field(0, "last tokens before the length limit over which a response "
-                                 "loses reward; -1 for a fifth of rollout.max_new_tokens"),
+        "kl_estimator": Field(
+            "k3",
+            "its estimator in the loss; NAME+ has NAME's value and k2's gradient",
+            choices=(*ESTIMATORS,),
+        ),
+        "kl_in": Field(
+            "loss",
+            "loss; reward: each token's advantage loses the k1 divergence from that token on",
+            choices=("loss", "reward"),
+        ),
+        "dynamic_sampling": Field(
+            False, "sample more questions until the rewards of every group differ"
+        ),
+        "overlong_buffer": Field(
+            0,
+            "last tokens before the length limit over which a response "
+            "loses reward; -1 for a fifth of rollout.max_new_tokens",
+        ),
         "overlong_penalty": Field(1.0, "reward that a response at the length limit loses"),
         "mask_truncated": Field(False, "leave responses out of the loss that the limit cut off"),
-        "dynamic_sampling_rounds": Field(10, "rollouts of one step at most; groups that are then "
-                                         "missing are filled with ones that do not count"),
-        "correction": Field("auto", "for a rollout that differs from the learner: none, tis(2.0), "
-                            "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
-                            "several with commas, or 'module:function'; auto: tis if the recipes "
-                            "differ and old_logprobs is not 'rollout' (where the ratio holds the "
-                            "difference)"),
-        "routing_replay": Field("none", "what the learner takes from the rollout's routers: none; "
-                                "experts: which experts, in their order; weights: their weights "
-                                "too", choices=("none", "experts", "weights")),
+        "dynamic_sampling_rounds": Field(
+            10,
+            "rollouts of one step at most; groups that are then "
+            "missing are filled with ones that do not count",
+        ),
+        "correction": Field(
+            "auto",
+            "for a rollout that differs from the learner: none, tis(2.0), "
+            "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
+            "several with commas, or 'module:function'; auto: tis if the recipes "
+            "differ and old_logprobs is not 'rollout' (where the ratio holds the "
+            "difference)",
+        ),
+        "routing_replay": Field(
+            "none",
+            "what the learner takes from the rollout's routers: none; "
+            "experts: which experts, in their order; weights: their weights "
+            "too",
+            choices=("none", "experts", "weights"),
+        ),
         "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load"),
-        "old_logprobs": Field("auto", "learner: recompute before the first update; rollout: take "
-                              "the sampler's own; auto: the sampler's where zero drift is in "
-                              "force, until a first update shows a difference, and the learner's "
-                              "elsewhere", choices=("auto", "learner", "rollout")),
+        "old_logprobs": Field(
+            "auto",
+            "learner: recompute before the first update; rollout: take "
+            "the sampler's own; auto: the sampler's where zero drift is in "
+            "force, until a first update shows a difference, and the learner's "
+            "elsewhere",
+            choices=("auto", "learner", "rollout"),
+        ),
         "epochs": Field(1, "passes over one rollout"),
         "num_minibatches": Field(1, "optimiser updates, each on an equal part of the rollout"),
     },
     "learner": {
         "gradient_accumulation_steps": Field(1, "micro-batches of an update"),
-        "remat": Field("none", "none: keep activations; full: recompute each layer",
-                       choices=REMAT),
-        "offload": Field("none", "moments: the optimiser's moments are in the host's memory; the "
-                         "update takes them an array at a time", choices=("none", "moments")),
+        "remat": Field("none", "none: keep activations; full: recompute each layer", choices=REMAT),
+        "offload": Field(
+            "none",
+            "moments: the optimiser's moments are in the host's memory; the "
+            "update takes them an array at a time",
+            choices=("none", "moments"),
+        ),
     },
     "optimizer": {
         "learning_rate": Field(1e-4, "peak, after warm-up"),
@@ -256,14 +377,18 @@ FIELDS: dict[str, dict[str, Field]] = {
     "eval": {
         "questions": Field(1024, "held-out questions"),
         "batch_size": Field(256, "questions at a time"),
-        "samples": Field(1, "sampled answers per question, beside the greedy one: pass@k up to "
-                         "this k"),
+        "samples": Field(
+            1, "sampled answers per question, beside the greedy one: pass@k up to this k"
+        ),
         "temperature": Field(1.0, "of the sampled answers, above 0"),
-        "top_p": Field(1.0, "sampled answers come from the most likely tokens that have this much "
-                       "probability; 1.0 for all"),
+        "top_p": Field(
+            1.0,
+            "sampled answers come from the most likely tokens that have this much "
+            "probability; 1.0 for all",
+        ),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated"),
     },
-}  # fmt: skip
+}
 
 
 def all_fields() -> dict[str, Field]:

@@ -18,11 +18,13 @@ def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
     """{'module:function': the field that names it}."""
     algo, env = config.algo, config.env
     texts = {
-        "env.reward": reward_names(env.reward), "env.task": [env.task],
-        "env.eval_task": env.eval_task.split(","), "algo.loss": [algo.loss],
+        "env.reward": reward_names(env.reward),
+        "env.task": [env.task],
+        "env.eval_task": env.eval_task.split(","),
+        "algo.loss": [algo.loss],
         "algo.correction": algo.correction.split(","),
         **{f"precision.{name}": [text] for name, text in config.precision.items()},
-    }  # fmt: skip
+    }
     return {
         text.strip(): field
         for field, found in texts.items()

@@ -45,9 +45,13 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 _PATHS = (
-    "run.dir", "run.cache_dir", "run.compilation_cache", "model.checkpoint", "data.tokenizer",
+    "run.dir",
+    "run.cache_dir",
+    "run.compilation_cache",
+    "model.checkpoint",
+    "data.tokenizer",
     "env.data_dir",
-)  # fmt: skip
+)
 _LARGEST = 10**300  # of a whole number in the place of a float
 
 
@@ -62,9 +66,11 @@ _RENAMED = {
 _VALUES = {"algo.normalize_std": {True: "group_std", False: "none"}}
 # Fields that are gone, with the value at which a run is still the same without them.
 _REMOVED = {
-    "rollout.cache_slots": 0, "precision.kv_percentile": 100.0,
-    "precision.attention_kernel": "strict", "algo.tis_cap": 2.0,
-}  # fmt: skip
+    "rollout.cache_slots": 0,
+    "precision.kv_percentile": 100.0,
+    "precision.attention_kernel": "strict",
+    "algo.tis_cap": 2.0,
+}
 
 
 @functools.cache

@@ -112,7 +112,7 @@ MEANT = {
     "expert_parallel_size": "mesh.expert",
     "val_period": "eval.every",
     "checkpoint_dir": "run.dir",
-}  # fmt: skip
+}
 
 
 def field_meant(path: str) -> str | None:

@@ -37,10 +37,14 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
     if correction == "auto":  # nothing to correct where both sides compute the same forward pass
         correction = "none" if same or algo.old_logprobs == "rollout" else "tis"
     resolved = Resolved(
-        ml_collections.FrozenConfigDict(config), model, rollout, learner,
+        ml_collections.FrozenConfigDict(config),
+        model,
+        rollout,
+        learner,
         reference_recipe(config.precision, learner),
         algorithm_of(algo, config.rollout.max_new_tokens, correction),
-        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb), positions,
-    )  # fmt: skip
+        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb),
+        positions,
+    )
     checks.check(resolved)
     return resolved

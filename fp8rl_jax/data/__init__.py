@@ -1,13 +1,6 @@
 """Tokenizers, chat templates, resumable streams and padding."""
 
-from fp8rl_jax.data.batching import (
-    Stream,
-    encode_prompt,
-    encode_text,
-    join,
-    pad_prompts,
-    pad_rows,
-)
+from fp8rl_jax.data.batching import Stream, encode_prompt, encode_text, join, pad_prompts, pad_rows
 from fp8rl_jax.data.chat import ChatFormat, ChatTemplate, Prompt
 from fp8rl_jax.data.demonstrations import (
     encode_demonstration,

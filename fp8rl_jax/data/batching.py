@@ -23,10 +23,12 @@ class Stream:
 
     def __init__(self, items: Sequence, batch_size: int, seed: int):
         self._data = (
-            grain.MapDataset.source(items).seed(seed).shuffle().repeat().batch(
-                batch_size, batch_fn=list
-            )
-        )  # fmt: skip
+            grain.MapDataset.source(items)
+            .seed(seed)
+            .shuffle()
+            .repeat()
+            .batch(batch_size, batch_fn=list)
+        )
         self.position = 0
 
     def next(self) -> list:

@@ -52,9 +52,15 @@ class _Generation(jinja2.ext.Extension):
 
 # What Jinja, and Python's compiler behind it, raise of a text: nesting, huge numbers.
 _NO_JINJA = (
-    jinja2.TemplateError, SyntaxError, ValueError, TypeError, OverflowError, RecursionError,
-    MemoryError, TooMuch,
-)  # fmt: skip
+    jinja2.TemplateError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    TooMuch,
+)
 
 
 class _Refusal(Exception):
@@ -73,9 +79,11 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(
-        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True,
+        {"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _Generation],
-    )  # fmt: skip
+    )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: _date(datetime.datetime.now(), form)
     return environment

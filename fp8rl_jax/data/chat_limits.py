@@ -55,19 +55,48 @@ _SLOW = {"pprint", "striptags", "sum", "title", "urlize", "wordwrap"}
 _SLOW_LONGEST = 2**16
 # These take a text for the list of its letters.
 _OF_ELEMENTS = {
-    "batch", "dictsort", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr",
-    "select", "selectattr", "slice", "sort", "unique",
-}  # fmt: skip
+    "batch",
+    "dictsort",
+    "groupby",
+    "join",
+    "list",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "select",
+    "selectattr",
+    "slice",
+    "sort",
+    "unique",
+}
 # What these make is no longer than the longest that they are given.
 _IN_PROPORTION = {
-    "default", "d", "startswith", "endswith", "split", "partition", "removeprefix", "removesuffix",
-    "find", "index", "count", "get",
-}  # fmt: skip
+    "default",
+    "d",
+    "startswith",
+    "endswith",
+    "split",
+    "partition",
+    "removeprefix",
+    "removesuffix",
+    "find",
+    "index",
+    "count",
+    "get",
+}
 _CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
 _COLLECTIONS = (
-    list, tuple, set, frozenset, collections.deque, collections.abc.KeysView,
-    collections.abc.ValuesView, collections.abc.ItemsView,
-)  # fmt: skip
+    list,
+    tuple,
+    set,
+    frozenset,
+    collections.deque,
+    collections.abc.KeysView,
+    collections.abc.ValuesView,
+    collections.abc.ItemsView,
+)
 _CONTAINERS = (dict, Mapping, *_COLLECTIONS)
 _NAMESPACE = jinja2.utils.Namespace
 _DATA = (str, bytes, int, float, range, *_CONTAINERS)

@@ -35,10 +35,15 @@ from fp8rl_jax.data.tokenizer import ReaderTokenizer, read_reader
 
 # Every file that a tokenizer depends on.
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "generation_config.json",
     "config.json",
-)  # fmt: skip
+)
 _TEMPLATES = ("default", "tool_use")  # the second for prompts with tools
 _LARGEST = 1e9
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -276,9 +281,10 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
     named = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):  # several by name
         named = {
-            t["name"]: t.get("template") for t in template
+            t["name"]: t.get("template")
+            for t in template
             if isinstance(t, dict) and isinstance(t.get("name"), str)
-        }  # fmt: skip
+        }
     found = {name: named.get(name) for name in _TEMPLATES}
     return {name: text for name, text in found.items() if isinstance(text, str)}
 

@@ -40,10 +40,16 @@ _NAME = "drift_step"
 _RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
 # Of a step whose drift did not come back.
 _NOT_ANALYSED: dict[str, Any] = {
-    "operations": [], "first": None, "logits": None, "unobservable": [], "not_compared": [],
-    "tapped_programs": 0, "weights": {"comparable": True, "leaves": 0, "differing": []},
-    "products": {"sentence": "not tried", "wrong": []}, "left_out": [],
-}  # fmt: skip
+    "operations": [],
+    "first": None,
+    "logits": None,
+    "unobservable": [],
+    "not_compared": [],
+    "tapped_programs": 0,
+    "weights": {"comparable": True, "leaves": 0, "differing": []},
+    "products": {"sentence": "not tried", "wrong": []},
+    "left_out": [],
+}
 
 
 @contextlib.contextmanager
@@ -216,10 +222,14 @@ def analyse_step(
         else:
             result = analyse(kept.programs(runtime, groups), note, budget)
     result = {
-        **result, **compare_sides(whole, kept.recorded(ran.rollout), ran.batch, kept.logp),
-        "step": kept.step, "drift": kept.drift, "again": again,
-        "questions": len(groups), "of": len(every),
-    }  # fmt: skip
+        **result,
+        **compare_sides(whole, kept.recorded(ran.rollout), ran.batch, kept.logp),
+        "step": kept.step,
+        "drift": kept.drift,
+        "again": again,
+        "questions": len(groups),
+        "of": len(every),
+    }
     return {**result, "verdict": _verdict(result)}
 
 

@@ -147,9 +147,17 @@ class Programs:
         def objective(params, weights, state, batch, rope, swaps):
             paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
-                paired, batch, rt.model, recipe, rope, rt.config.learner.remat, state.kv_scales,
-                rt.layout.parallel, taps=names, swaps=swaps,
-            )  # fmt: skip
+                paired,
+                batch,
+                rt.model,
+                recipe,
+                rope,
+                rt.config.learner.remat,
+                state.kv_scales,
+                rt.layout.parallel,
+                taps=names,
+                swaps=swaps,
+            )
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 
         @exact_jit

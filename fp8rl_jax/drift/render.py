@@ -56,8 +56,9 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
         console.print(
             f"Tapping everything at once changed the bits, so values were tapped in "
             f"{result['tapped_programs']} programs; not observable: {hidden}.",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            markup=False,
+            soft_wrap=True,
+        )
     operations = result.get("by_operation", [])
     more = len(operations) - _SHOWN
     _print_table(
@@ -86,12 +87,16 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
         ("after", "token", "row", "slot", "logp of rollout", "dlogp"),
         [
             (
-                escape(repr(row["before"])), escape(repr(row["token"])), str(row["row"]),
-                str(row["slot"]), f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}",
+                escape(repr(row["before"])),
+                escape(repr(row["token"])),
+                str(row["row"]),
+                str(row["slot"]),
+                f"{row['rollout_logp']:.3f}",
+                f"{row['difference']:+.3g}",
             )
             for row in result["worst"][:_SHOWN]
         ],
-    )  # fmt: skip
+    )
 
 
 def _print_table(

@@ -32,14 +32,49 @@ _FORMS = "a .jsonl, .parquet, .csv or .json file, or a directory of such files"
 # Data in kinds of files that are not read: they are named where they lie beside others, as is
 # whatever a split's name is in.
 _OTHER_KINDS = (
-    ".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".txt", ".xml", ".arrow", ".feather", ".pq",
-    ".parq", ".orc", ".avro", ".tfrecord", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip", ".7z",
-    ".tar", ".tgz", ".gz", ".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".pt", ".db",
-    ".sqlite", ".xls", ".xlsx",
-)  # fmt: skip
+    ".json",
+    ".ndjson",
+    ".jsonlines",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".xml",
+    ".arrow",
+    ".feather",
+    ".pq",
+    ".parq",
+    ".orc",
+    ".avro",
+    ".tfrecord",
+    ".zst",
+    ".xz",
+    ".bz2",
+    ".lz4",
+    ".br",
+    ".zip",
+    ".7z",
+    ".tar",
+    ".tgz",
+    ".gz",
+    ".pkl",
+    ".pickle",
+    ".npy",
+    ".npz",
+    ".h5",
+    ".hdf5",
+    ".pt",
+    ".db",
+    ".sqlite",
+    ".xls",
+    ".xlsx",
+)
 _ABOUT = (
-    "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "features.json", "state.json",
-)  # fmt: skip
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "features.json",
+    "state.json",
+)
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
@@ -169,10 +204,11 @@ def _unread(
     read = set(read)
     rest = [_in(path, root) for path in files if path not in read]
     return tuple(
-        name for name in rest
+        name
+        for name in rest
         if (name.lower().endswith(_OTHER_KINDS) or any(map(splits_named, name.split("/"))))
         and not (os.path.basename(name) in _ABOUT or _CACHE.fullmatch(os.path.basename(name)))
-    )  # fmt: skip
+    )
 
 
 def _walk(root: pathlib.Path) -> list[pathlib.Path]:

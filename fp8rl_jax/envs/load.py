@@ -246,9 +246,11 @@ class _Loader:
         return subset(questions, count) if self._forms else questions
 
     def _note(
-        self, tasks: Iterable[str], questions: dict[str, list[Question]],
+        self,
+        tasks: Iterable[str],
+        questions: dict[str, list[Question]],
         evaluated: list[list[Question]],
-    ) -> str:  # fmt: skip
+    ) -> str:
         counted = {split: f"{len(questions[split]):,}" for split in SPLITS}
         parts = []
         if self._counts["sft"]:

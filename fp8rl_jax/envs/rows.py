@@ -28,9 +28,16 @@ _INSTRUCTION, _INPUT = "instruction", "input"
 QUESTION_KEYS = ("question", "prompt", "problem", _INSTRUCTION, _INPUT)
 _VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_KEYS = (
-    _VERL_ANSWER, "answer", "solution", "target", "ground_truth", "label", "output", "completion",
+    _VERL_ANSWER,
+    "answer",
+    "solution",
+    "target",
+    "ground_truth",
+    "label",
+    "output",
+    "completion",
     "response",
-)  # fmt: skip
+)
 NO_ANSWER = "-"  # the value of env.answer_key for rows without an answer
 _TOOLS = "tools"
 _VERL_COLUMNS = ("data_source", "ability", "reward_model", "extra_info")  # no part of a prompt
@@ -111,10 +118,13 @@ class RowForm:
         """The columns of a row, beside those that are known, that have a value and are neither in
         the prompt nor the answer; of an answer that is a conversation what is not its last text."""
         found = [
-            str(key) for key, value in row.items()
-            if key not in known and key not in self._used and has_value(value)
+            str(key)
+            for key, value in row.items()
+            if key not in known
+            and key not in self._used
+            and has_value(value)
             and not (key == _TOOLS and _tools(row))
-        ]  # fmt: skip
+        ]
         answer = _find(row, self.answer_key)
         if _is_conversation(answer):
             last = [k for k, v in answer[-1].items() if k not in _PLAIN and has_value(v)]
@@ -157,17 +167,20 @@ class RowForm:
             whole = self._whole_answer(place, row)
             answer = self._part(whole, place)
         plain = not messages or (
-            len(messages) == 1 and messages[0].keys() == _PLAIN
-            and messages[0]["role"] == "user"
-        )  # fmt: skip
+            len(messages) == 1 and messages[0].keys() == _PLAIN and messages[0]["role"] == "user"
+        )
         kept = without_unreadable(row)
         tools = _tools(row)
         if tools:
             _text(text_of_json(tools), place, _TOOLS)
         return Question(
-            text, answer, whole if whole != answer else "", () if plain else messages, kept,
+            text,
+            answer,
+            whole if whole != answer else "",
+            () if plain else messages,
+            kept,
             tools=tools or (),
-        )  # fmt: skip
+        )
 
     def _whole_answer(self, place: str, row: Mapping[str, Any]) -> str:
         value = _column(row, self.answer_key, place, "env.answer_key")
@@ -237,9 +250,13 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
     answers = [] if answer == NO_ANSWER else [_find(row, answer) for row in rows]
     mark = _mark([text for value in answers if (text := _answer_or_none(value))])
     return RowForm(
-        question, answer, _INPUT if with_input else "", isinstance(asked, list | tuple), pattern,
+        question,
+        answer,
+        _INPUT if with_input else "",
+        isinstance(asked, list | tuple),
+        pattern,
         mark,
-    )  # fmt: skip
+    )
 
 
 def _last_or_text(value: Any) -> Any:
@@ -356,18 +373,26 @@ def _text(value: Any, place: str, key: str) -> str:
 
 def _is_conversation(value: Any) -> bool:
     """Whether an answer is a list of messages."""
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(message, Mapping) and "role" in message for message in value
-    )  # fmt: skip
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, Mapping) and "role" in message for message in value)
+    )
 
 
 def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
     """A conversation: [{'role', 'content', ...}, ...], not empty. Other fields than these two are
     kept where they have a value; a message of tool calls need not have a content."""
-    good = isinstance(value, list | tuple) and value and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str)
-        and ("content" in m or m.get("tool_calls")) for m in value
-    )  # fmt: skip
+    good = (
+        isinstance(value, list | tuple)
+        and value
+        and all(
+            isinstance(m, Mapping)
+            and isinstance(m.get("role"), str)
+            and ("content" in m or m.get("tool_calls"))
+            for m in value
+        )
+    )
     if not good:
         raise UserError(
             f"{place}: {key!r} is {_kind(value)}; write a conversation, [{{'role': 'user', "
@@ -425,9 +450,13 @@ def is_json_of_messages(question: Question) -> bool:
 
 
 def _looks_like_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(m, dict) and any(m.keys() >= keys for keys in _MESSAGE_KEYS) for m in value
-    )  # fmt: skip
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(m, dict) and any(m.keys() >= keys for keys in _MESSAGE_KEYS) for m in value
+        )
+    )
 
 
 def _kind(value: Any) -> str:

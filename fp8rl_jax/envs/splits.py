@@ -14,10 +14,17 @@ from fp8rl_jax.base.errors import UserError
 TRAIN = "train"
 HELD_OUT = ("test", "validation")  # the first that there is
 _WORDS = {
-    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
-    "evaluation": "test", "validation": "validation", "valid": "validation", "val": "validation",
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
     "dev": "validation",
-}  # fmt: skip
+}
 
 
 def splits_named(name: str) -> list[str]:

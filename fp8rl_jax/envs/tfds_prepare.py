@@ -191,9 +191,11 @@ def prepare_rows(
 
         def _info(self):
             return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features),
-                metadata=tfds.core.MetadataDict({JSON_COLUMNS: encoded}), disable_shuffling=True,
-            )  # fmt: skip
+                builder=self,
+                features=tfds.features.FeaturesDict(features),
+                metadata=tfds.core.MetadataDict({JSON_COLUMNS: encoded}),
+                disable_shuffling=True,
+            )
 
         def _split_generators(self, dl_manager):
             return {split: enumerate(map(written, part)) for split, part in rows.items()}

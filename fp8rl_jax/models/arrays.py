@@ -105,13 +105,18 @@ def _gated_mlp(
     normed, gated = ("post_attention_layernorm/output",), ("/".join((*path, "gated")),)
     return tuple(
         Array(
-            (*path, f"{name}_proj", "kernel"), functools.partial(shape, name), LINEAR, axes,
-            f"mlp.{hf}{name}_proj.weight", gguf=f"ffn_{name}.weight" if not outer else "",
+            (*path, f"{name}_proj", "kernel"),
+            functools.partial(shape, name),
+            LINEAR,
+            axes,
+            f"mlp.{hf}{name}_proj.weight",
+            gguf=f"ffn_{name}.weight" if not outer else "",
             reads=() if axes == EXPERTS else gated if name == "down" else normed,
-            residual=name == "down", **others,
+            residual=name == "down",
+            **others,
         )
         for name in ("gate", "up", "down")
-    )  # fmt: skip
+    )
 
 
 def _hidden(c: ModelConfig) -> Shape:
@@ -144,56 +149,107 @@ def _query_latent(size: Callable[[ModelConfig], Shape]) -> Size:
 
 _NORMED = "input_layernorm/output"
 MODEL = (
-    Array(("embed_tokens",), lambda c: (c.vocab_size, c.hidden_size), TABLE, ("vocab", "embed"),
-          EMBEDDING, "token_embd.weight"),
+    Array(
+        ("embed_tokens",),
+        lambda c: (c.vocab_size, c.hidden_size),
+        TABLE,
+        ("vocab", "embed"),
+        EMBEDDING,
+        "token_embd.weight",
+    ),
     Array(("norm", "weight"), _hidden, VECTOR, (), "model.norm.weight", "output_norm.weight"),
-    Array(("lm_head",), lambda c: None if c.tie_word_embeddings else (c.hidden_size, c.vocab_size),
-          TABLE, ("embed", "vocab"), HEAD, "output.weight"),
-)  # fmt: skip
+    Array(
+        ("lm_head",),
+        lambda c: None if c.tie_word_embeddings else (c.hidden_size, c.vocab_size),
+        TABLE,
+        ("embed", "vocab"),
+        HEAD,
+        "output.weight",
+    ),
+)
 ATTENTION = (
     _gain("input_layernorm", _hidden, gguf="attn_norm.weight"),
     _gain("post_attention_layernorm", _hidden, gguf="ffn_norm.weight"),
-    _linear("self_attn/q_proj",
-            lambda c: None if c.q_lora_rank else (c.hidden_size, _queries(c)),
-            _NORMED, gguf="attn_q.weight", columns=True),
+    _linear(
+        "self_attn/q_proj",
+        lambda c: None if c.q_lora_rank else (c.hidden_size, _queries(c)),
+        _NORMED,
+        gguf="attn_q.weight",
+        columns=True,
+    ),
     _linear("self_attn/k_proj", _keys, _NORMED, gguf="attn_k.weight", columns=True),
     _linear("self_attn/v_proj", _keys, _NORMED, gguf="attn_v.weight", columns=True),
     _gain("self_attn/q_norm", _head),
     _gain("self_attn/k_norm", _head),
-    _linear("o_proj",
-            lambda c: (c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
-                       c.hidden_size),
-            "self_attn/attention", "self_attn/values", gguf="attn_output.weight", columns=True,
-            residual=True),
-)  # fmt: skip
+    _linear(
+        "o_proj",
+        lambda c: (
+            c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
+            c.hidden_size,
+        ),
+        "self_attn/attention",
+        "self_attn/values",
+        gguf="attn_output.weight",
+        columns=True,
+        residual=True,
+    ),
+)
 MLP = _gated_mlp("", "", lambda c: (c.intermediate_size,), _WIDE, columns=True)
 LATENT = (  # arXiv:2405.04434, 2.1
     _linear("self_attn/q_a_proj", _query_latent(lambda c: (c.hidden_size, c.q_lora_rank)), _NORMED),
     _gain("self_attn/q_a_layernorm", _query_latent(lambda c: (c.q_lora_rank,))),
-    _linear("self_attn/q_b_proj", _query_latent(lambda c: (c.q_lora_rank, _queries(c))),
-            "self_attn/q_a_layernorm/output"),
-    _linear("self_attn/kv_a_proj_with_mqa",
-            _latent(lambda c: (c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)), _NORMED),
+    _linear(
+        "self_attn/q_b_proj",
+        _query_latent(lambda c: (c.q_lora_rank, _queries(c))),
+        "self_attn/q_a_layernorm/output",
+    ),
+    _linear(
+        "self_attn/kv_a_proj_with_mqa",
+        _latent(lambda c: (c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)),
+        _NORMED,
+    ),
     _gain("self_attn/kv_a_layernorm", _latent(lambda c: (c.kv_lora_rank,))),
     # Of each head, keys and then values.
-    Array(("self_attn", "k_b_proj", "kernel"),
-          _latent(lambda c: (c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank)),
-          LINEAR, HEADS, "self_attn.kv_b_proj.weight"),
-    Array(("self_attn", "v_b_proj", "kernel"),
-          _latent(lambda c: (c.num_attention_heads, c.kv_lora_rank, c.v_head_dim)),
-          LINEAR, HEADS, "self_attn.kv_b_proj.weight"),
-)  # fmt: skip
+    Array(
+        ("self_attn", "k_b_proj", "kernel"),
+        _latent(lambda c: (c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank)),
+        LINEAR,
+        HEADS,
+        "self_attn.kv_b_proj.weight",
+    ),
+    Array(
+        ("self_attn", "v_b_proj", "kernel"),
+        _latent(lambda c: (c.num_attention_heads, c.kv_lora_rank, c.v_head_dim)),
+        LINEAR,
+        HEADS,
+        "self_attn.kv_b_proj.weight",
+    ),
+)
 SPARSE = (
-    Array(("router", "kernel"), lambda c: (c.hidden_size, c.num_experts), ROUTER,
-          ("layers", "embed"), "mlp.gate.weight"),
-    Array(("router", "e_score_correction_bias"),
-          lambda c: (c.num_experts,) if c.scoring_func == "sigmoid" else None, VECTOR,
-          ("layers", "embed"), "mlp.gate.e_score_correction_bias"),
-    *_gated_mlp("experts", "experts.{}.", lambda c: (c.num_experts, c.moe_intermediate_size),
-                EXPERTS),
-    *_gated_mlp("shared_experts", "shared_experts.",
-                lambda c: (c.n_shared_experts * c.moe_intermediate_size,), _WIDE),
-)  # fmt: skip
+    Array(
+        ("router", "kernel"),
+        lambda c: (c.hidden_size, c.num_experts),
+        ROUTER,
+        ("layers", "embed"),
+        "mlp.gate.weight",
+    ),
+    Array(
+        ("router", "e_score_correction_bias"),
+        lambda c: (c.num_experts,) if c.scoring_func == "sigmoid" else None,
+        VECTOR,
+        ("layers", "embed"),
+        "mlp.gate.e_score_correction_bias",
+    ),
+    *_gated_mlp(
+        "experts", "experts.{}.", lambda c: (c.num_experts, c.moe_intermediate_size), EXPERTS
+    ),
+    *_gated_mlp(
+        "shared_experts",
+        "shared_experts.",
+        lambda c: (c.n_shared_experts * c.moe_intermediate_size,),
+        _WIDE,
+    ),
+)
 LAYER = (*ATTENTION, *MLP, *LATENT, *SPARSE)
 _BY_PATH = {array.path: array for array in (*MODEL, *LAYER)}
 _ROOTS = RUNS | {array.path[0] for array in MODEL}

@@ -52,10 +52,18 @@ def _attend(
     assert isinstance(kv, StoredKV)
     k_scale, v_scale = _scales(kv, scales)
     return kernels.attention(
-        q, kv.k, kv.v, positions, scale=scale, table=cache.table,
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, implementation=recipe.kernels,
+        q,
+        kv.k,
+        kv.v,
+        positions,
+        scale=scale,
+        table=cache.table,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation=recipe.kernels,
         keys_by_feature=kv.keys_by_feature,
-    )  # fmt: skip
+    )
 
 
 def _scales(kv: StoredKV, scales: Scales | None):
@@ -109,9 +117,17 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
     (q, q_scale), kv, positions, scales = kernels.from_bits(kept)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
-        q, kv.k, kv.v, positions, cotangent, scale=scale, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, implementation=recipe.kernels,
-    )  # fmt: skip
+        q,
+        kv.k,
+        kv.v,
+        positions,
+        cotangent,
+        scale=scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation=recipe.kernels,
+    )
     return (*(g.astype(like.dtype) for g in grads), None, None)
 
 
@@ -127,13 +143,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Activation,
-        cache: LayerCache | None,
-        scales: Scales | None,
-        positions,
-        cos,
-        sin,
+        self, x: Activation, cache: LayerCache | None, scales: Scales | None, positions, cos, sin
     ):
         """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
@@ -142,8 +152,10 @@ class Attention(nn.Module):
         """
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, kv_heads, dim = (
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        )  # fmt: skip
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         batch, length, _ = x.shape
         scale = softmax_scale(config)
         sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1

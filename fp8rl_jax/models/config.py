@@ -35,17 +35,14 @@ class ModelConfig:
     qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
     rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
     rope_interleave: bool = _field(
-        "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart",
-        False,
+        "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart", False
     )
     rope_type: str = _field(
-        "default; llama3 (Llama 3.1's bands); yarn (Peng et al., arXiv:2309.00071)",
-        "default",
+        "default; llama3 (Llama 3.1's bands); yarn (Peng et al., arXiv:2309.00071)", "default"
     )
     rope_factor: float = _field("llama3 and yarn: context length over the original one", 1.0)
     rope_original_max_position_embeddings: int = _field(
-        "llama3 and yarn: the original context, in tokens",
-        8192,
+        "llama3 and yarn: the original context, in tokens", 8192
     )
     rope_low_freq_factor: float = _field(
         "llama3: frequencies with fewer rotations than this over the original context are "
@@ -53,25 +50,21 @@ class ModelConfig:
         1.0,
     )
     rope_high_freq_factor: float = _field(
-        "llama3: frequencies with more rotations than this are kept",
-        4.0,
+        "llama3: frequencies with more rotations than this are kept", 4.0
     )
     rope_beta_fast: float = _field("yarn: frequencies with more rotations than this are kept", 32.0)
     rope_beta_slow: float = _field(
-        "yarn: frequencies with fewer rotations than this are divided by rope_factor",
-        1.0,
+        "yarn: frequencies with fewer rotations than this are divided by rope_factor", 1.0
     )
     rope_mscale: float = _field("yarn: temperature of attention; 0 for none", 0.0)
     rope_mscale_all_dim: float = _field(
-        "yarn: the part of the temperature that multiplies the scores; 0 for none",
-        0.0,
+        "yarn: the part of the temperature that multiplies the scores; 0 for none", 0.0
     )
     rms_norm_eps: float = _field("epsilon of every RMSNorm", 1e-6)
     tie_word_embeddings: bool = _field("output head = transposed embedding", False)
     embedding_init_std: float = _field("standard deviation of the initial embedding", 1.0)
     num_experts: int = _field(
-        "routed experts of a sparse layer, in the place of its MLP; 0 for a dense model",
-        0,
+        "routed experts of a sparse layer, in the place of its MLP; 0 for a dense model", 0
     )
     num_experts_per_tok: int = _field("experts per token, k", 2)
     moe_intermediate_size: int = _field("width of one expert's gated MLP", 128)
@@ -85,8 +78,7 @@ class ModelConfig:
     topk_group: int = _field("groups from which a token may select experts", 1)
     routed_scaling_factor: float = _field("multiplies the weights of the routed experts", 1.0)
     n_shared_experts: int = _field(
-        "experts that every token uses, as one MLP of n * moe_intermediate_size",
-        0,
+        "experts that every token uses, as one MLP of n * moe_intermediate_size", 0
     )
     first_k_dense_replace: int = _field("number of leading dense layers in a model with experts", 0)
     kv_lora_rank: int = _field(
@@ -96,12 +88,10 @@ class ModelConfig:
     )
     q_lora_rank: int = _field("width of the latent of queries; 0 for none", 0)
     qk_nope_head_dim: int = _field(
-        "latent attention: features of a query's and key's head without rotation",
-        128,
+        "latent attention: features of a query's and key's head without rotation", 128
     )
     qk_rope_head_dim: int = _field(
-        "latent attention: features of a query's and key's head with rotation",
-        64,
+        "latent attention: features of a query's and key's head with rotation", 64
     )
     v_head_dim: int = _field("latent attention: features of a value's head", 128)
 

@@ -113,10 +113,12 @@ class LayerCache:
                 # rows, where XLA would otherwise gather those of all.
                 slots = old.ndim - 1 if slots_last else 2
                 dimensions = lax.ScatterDimensionNumbers(
-                    update_window_dims=tuple(range(2, x.ndim)), inserted_window_dims=(0, slots),
-                    scatter_dims_to_operand_dims=(0, slots), operand_batching_dims=(1,),
+                    update_window_dims=tuple(range(2, x.ndim)),
+                    inserted_window_dims=(0, slots),
+                    scatter_dims_to_operand_dims=(0, slots),
+                    operand_batching_dims=(1,),
                     scatter_indices_batching_dims=(0,),
-                )  # fmt: skip
+                )
                 return lax.scatter(old, place, as_bytes(x), dimensions)
 
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
@@ -283,9 +285,12 @@ def init_cache(
 
 
 def init_paged_cache(
-    config: ModelConfig, recipe: Recipe, pages: int, table: jax.Array,
+    config: ModelConfig,
+    recipe: Recipe,
+    pages: int,
+    table: jax.Array,
     parallel: Parallel = ONE_DEVICE,
-) -> PagedCache:  # fmt: skip
+) -> PagedCache:
     """An empty pool of `pages` pages per layer, read through `table` (B, N) int32."""
     shapes = ((layers * pages, PAGE) for layers in _layers(config, recipe))
     return PagedCache(

@@ -63,10 +63,18 @@ def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: floa
     latent = stored.latent[:, :, None]
     latent_scale = None if stored.scale is None else stored.scale[:, :, None]
     return kernels.attention(
-        q, latent, latent, positions, scale=scale, table=cache.table,
-        k_scale=latent_scale, v_scale=latent_scale,
-        q_rope=q_rope, k_rope=stored.rope[:, :, None], implementation=recipe.kernels,
-    )  # fmt: skip
+        q,
+        latent,
+        latent,
+        positions,
+        scale=scale,
+        table=cache.table,
+        k_scale=latent_scale,
+        v_scale=latent_scale,
+        q_rope=q_rope,
+        k_rope=stored.rope[:, :, None],
+        implementation=recipe.kernels,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

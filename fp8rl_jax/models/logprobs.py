@@ -107,9 +107,13 @@ def _row_logprobs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_logprobs(
-    recipe: Recipe, parallel: Parallel, hidden: jax.Array, head: Weight, targets: jax.Array,
+    recipe: Recipe,
+    parallel: Parallel,
+    hidden: jax.Array,
+    head: Weight,
+    targets: jax.Array,
     inverse: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy) of rows. Kept for the backward pass: its arguments, and their logsumexp.
 
     The backward pass makes the logits again, and nothing of what `logprobs_of_logits` made of them:

@@ -38,14 +38,7 @@ from fp8rl_jax.models.arrays import (
 )
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import (
-    DENSE_STACK,
-    STACK,
-    LayerGroup,
-    is_whole,
-    layer_groups,
-    path_of,
-)
+from fp8rl_jax.models.stacks import DENSE_STACK, STACK, LayerGroup, is_whole, layer_groups, path_of
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
     BoundWeight,

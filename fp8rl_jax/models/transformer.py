@@ -25,13 +25,7 @@ from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import (
-    LayerGroup,
-    layer_groups,
-    layer_spec,
-    layer_stacks,
-    path_of,
-)
+from fp8rl_jax.models.stacks import LayerGroup, layer_groups, layer_spec, layer_stacks, path_of
 from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap
 from fp8rl_jax.quant import (
     BoundWeight,

@@ -84,9 +84,14 @@ def export_run(
         runtime.layout.param_shapes,
     )
     target = hf.save(
-        target, runtime.model, params,
-        dtype=dtype, max_shard_gb=max_shard_gb, fields=fields, also=also,
-    )  # fmt: skip
+        target,
+        runtime.model,
+        params,
+        dtype=dtype,
+        max_shard_gb=max_shard_gb,
+        fields=fields,
+        also=also,
+    )
     found.checkpoints.close()
     return target
 

@@ -6,13 +6,7 @@ Knows arrays; knows nothing of models.
 from fp8rl_jax.kernels import dequantized as dequantize_kv
 from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
-from fp8rl_jax.quant.kv import (
-    KVScales,
-    calibrated_scales,
-    kv_health,
-    missing_scales,
-    quantize_kv,
-)
+from fp8rl_jax.quant.kv import KVScales, calibrated_scales, kv_health, missing_scales, quantize_kv
 from fp8rl_jax.quant.products import scaled_matmul
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward

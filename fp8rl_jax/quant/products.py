@@ -121,9 +121,15 @@ def _by_kernel(name: str, recipe: Recipe, x: Operand, w: Operand, *others, **key
 
 
 def _of_experts(
-    recipe: Recipe, at_once: Callable, product: Callable, x: Operand, w: Operand,
-    experts: jax.Array, columns: int, dtype,
-) -> jax.Array:  # fmt: skip
+    recipe: Recipe,
+    at_once: Callable,
+    product: Callable,
+    x: Operand,
+    w: Operand,
+    experts: jax.Array,
+    columns: int,
+    dtype,
+) -> jax.Array:
     """``at_once(x, w, experts)`` by a grouped kernel, elsewhere ``product(tile, matrix of its
     expert)`` of one tile after another: (tiles, R, columns) in `dtype`."""
 
@@ -146,9 +152,13 @@ def _of_experts(
 
 
 def fprop(
-    recipe: Recipe, x: Operand, w: Operand, experts: jax.Array | None = None, dtype=jnp.float32,
+    recipe: Recipe,
+    x: Operand,
+    w: Operand,
+    experts: jax.Array | None = None,
+    dtype=jnp.float32,
     devices: int = 1,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """``x w``, in canonical order; the sum is float32 and is rounded once.
 
     Args:

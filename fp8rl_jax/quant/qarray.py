@@ -210,9 +210,11 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
             _blocked(flag.astype(jnp.int32), blocks)[0] for flag in (above, lost, not_finite)
         ]
         sums = lax.reduce(
-            counted, [jnp.int32(0)] * 3, lambda a, b: [m + n for m, n in zip(a, b, strict=True)],
+            counted,
+            [jnp.int32(0)] * 3,
+            lambda a, b: [m + n for m, n in zip(a, b, strict=True)],
             tuple(range(1, 2 * x.ndim, 2)),
-        )  # fmt: skip
+        )
         saturated, underflowed = (jnp.sum(n, dtype=jnp.float32) for n in sums[:2])
         bad = (sums[2].reshape(q.scale.shape) > 0) | ~jnp.isfinite(q.scale)
     return {

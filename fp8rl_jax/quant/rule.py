@@ -82,11 +82,7 @@ Experts = jax.Array | None  # of the tiles of rows, (tiles,) int32; None for one
 
 
 def matmul(
-    recipe: Recipe,
-    x: jax.Array | Activation,
-    w: Weight,
-    rows: Rows = Rows(),
-    dtype=jnp.float32,
+    recipe: Recipe, x: jax.Array | Activation, w: Weight, rows: Rows = Rows(), dtype=jnp.float32
 ) -> jax.Array:
     """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
 

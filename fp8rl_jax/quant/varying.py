@@ -80,13 +80,15 @@ def repeat_probe(probe, count: int):
     JAX would add what the uses observe; here amaxes are combined by maximum, counts by sum.
     """
     return jax.tree.map(
-        lambda node: OperandProbe(*(
-            x if x is None else repeat(x, count)
-            for x, repeat in ((node.amax, _repeat_amax), (node.counts, _repeat))
-        )),
+        lambda node: OperandProbe(
+            *(
+                x if x is None else repeat(x, count)
+                for x, repeat in ((node.amax, _repeat_amax), (node.counts, _repeat))
+            )
+        ),
         probe,
         is_leaf=lambda node: isinstance(node, OperandProbe),
-    )  # fmt: skip
+    )
 
 
 def _repeat(x: jax.Array, count: int) -> jax.Array:

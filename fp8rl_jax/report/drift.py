@@ -65,11 +65,17 @@ def _section(result: dict) -> Markup:
         figures=headline(result["headline"], result["logits"]),
         plotted=plotted,
         worst=[
-            (w["before"], w["token"], w["row"], w["slot"], f"{w['rollout_logp']:.3f}",
-             f"{w['difference']:+.3g}")
+            (
+                w["before"],
+                w["token"],
+                w["row"],
+                w["slot"],
+                f"{w['rollout_logp']:.3f}",
+                f"{w['difference']:+.3g}",
+            )
             for w in result["worst"]
         ],
-    )  # fmt: skip
+    )
 
 
 def _of_step(result: dict) -> str:

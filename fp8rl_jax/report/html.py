@@ -29,9 +29,13 @@ def _shown(value: object) -> str:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("fp8rl_jax.report"), autoescape=True, finalize=_shown,
-    undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-)  # fmt: skip
+    loader=jinja2.PackageLoader("fp8rl_jax.report"),
+    autoescape=True,
+    finalize=_shown,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def render(template: str, **values) -> Markup:

@@ -29,10 +29,16 @@ _MOST_POINTS = 2000  # of a line
 _LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
 _LARGEST = 1e30
 _STYLE = {
-    "font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "fp8rl_jax",
-    "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.7,
-}  # fmt: skip
+    "font.size": 9,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fp8rl_jax",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+}
 
 Line = tuple[str, np.ndarray, np.ndarray]  # label, steps (N,), values (N,)
 

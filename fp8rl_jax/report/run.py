@@ -62,43 +62,55 @@ _LEARNING = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Learning rate",
 # {heading: (rows, caption, (title of a plot, metric, ...), ...)}; a * stands for any ending.
 _PLOTS: dict[str, tuple] = {
     "Held-out accuracy": (
-        "eval", "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
-        ("SFT", "sft/greedy", "sft/sampled"), ("RL", "rl/greedy", "rl/sampled"),
+        "eval",
+        "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
+        ("SFT", "sft/greedy", "sft/sampled"),
+        ("RL", "rl/greedy", "rl/sampled"),
     ),
     "Reward": (
-        "rl", "Training reward with its running mean, and the responses behind it.",
+        "rl",
+        "Training reward with its running mean, and the responses behind it.",
         ("Reward", "reward_mean", "running_mean"),
         ("Response length, tokens", "response_len_mean", "response_len_max"),
         ("Shares", "group_zero_std_frac", "truncated_frac"),
     ),
     "Drift between rollout and learner": (
-        "drift", "Learner's log-probs less the rollout's. Linear near 0, logarithmic above.",
+        "drift",
+        "Learner's log-probs less the rollout's. Linear near 0, logarithmic above.",
         ("|Δlogp| of a token, nats", DRIFT_MAX, DRIFT_MEAN),
         ("Share of tokens with other bits", "1 - logprob_equal_frac"),
     ),
     "FP8 health": (
-        "rl", "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
-        ("Saturated share", "fp8_saturated_frac*"), ("Underflow share", "fp8_underflow_frac*"),
+        "rl",
+        "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
+        ("Saturated share", "fp8_saturated_frac*"),
+        ("Underflow share", "fp8_underflow_frac*"),
     ),
     "Experts": (
-        "rl", "Load of the routed experts: of the worst layer and the mean of layers.",
+        "rl",
+        "Load of the routed experts: of the worst layer and the mean of layers.",
         ("Largest load over the mean", "expert_load_max", "expert_load_max_mean"),
         ("Entropy of the load", "expert_load_entropy"),
         ("Experts without a token", "experts_unused_frac"),
     ),
     "Continuous batching": (
-        "rl", "Slots and turns of the rollout that drew a token, and how often a response lost its "
+        "rl",
+        "Slots and turns of the rollout that drew a token, and how often a response lost its "
         "pages and was computed anew (docs/rollout.md).",
         ("Share of slots that drew", "rollout_slots_used"),
         ("Responses computed anew", "rollout_preemptions"),
     ),
     "Time": ("time", "Recorded phases of each step, stacked, and the throughput."),
     "Optimiser": (
-        "rl", "Reinforcement learning steps.", *_LEARNING, ("Entropy, nats", "entropy"),
-        ("Clipped share", "clipfrac_low", "clipfrac_high"), ("KL to the reference", "kl_ref"),
+        "rl",
+        "Reinforcement learning steps.",
+        *_LEARNING,
+        ("Entropy, nats", "entropy"),
+        ("Clipped share", "clipfrac_low", "clipfrac_high"),
+        ("KL to the reference", "kl_ref"),
     ),
     "Supervised fine-tuning": ("sft", "Updates before RL.", *_LEARNING),
-}  # fmt: skip
+}
 _SYMLOG = ("Drift between rollout and learner", "FP8 health")
 _OPTIONAL = ("Experts", "Continuous batching")  # a dense model; a static rollout
 _COMPARED = (  # title of a plot, source, metric

@@ -17,9 +17,7 @@ import numpy as np
 from fp8rl_jax.base.bounds import bounded
 
 MAX_LOG_RATIO = 20.0
-Correction = Callable[
-    [np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
-]  # fmt: skip
+Correction = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def _ratio(log_ratio: np.ndarray) -> np.ndarray:

@@ -47,7 +47,9 @@ PRESETS: dict[str, Preset] = {
         f"-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean of log r_t); {_GROUP}; mean over "
         "a response's tokens, then over responses",
         {
-            "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
+            "loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
             "loss_aggregation": "seq_mean_token_mean",
         },
     ),
@@ -56,7 +58,9 @@ PRESETS: dict[str, Preset] = {
         "-A log p_t; A = r - mean of the other responses; sum over a response's tokens, mean over "
         "responses",
         {
-            "baseline": "leave_one_out", "scale": "none", "loss": "reinforce",
+            "baseline": "leave_one_out",
+            "scale": "none",
+            "loss": "reinforce",
             "loss_aggregation": "seq_mean_token_sum",
         },
     ),
@@ -92,15 +96,29 @@ PRESETS: dict[str, Preset] = {
         "GMPO, arXiv:2507.20673",
         f"-A exp(mean of clipped log r_t); {_GROUP}; mean over responses",
         {
-            "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4,
+            "loss": "gmpo",
+            "clip_low": 0.4,
+            "clip_high": 0.4,
             "loss_aggregation": "seq_mean_token_mean",
         },
     ),
-}  # fmt: skip
+}
 
 # What a preset decides: it sets each of these, to its own value or to the default.
 PRESET_FIELDS = (
-    "baseline", "scale", "loss", "clip_low", "clip_high", "dual_clip", "loss_aggregation",
-    "loss_length", "kl_coef", "kl_estimator", "kl_in", "dynamic_sampling", "overlong_buffer",
-    "overlong_penalty", "mask_truncated",
-)  # fmt: skip
+    "baseline",
+    "scale",
+    "loss",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "loss_aggregation",
+    "loss_length",
+    "kl_coef",
+    "kl_estimator",
+    "kl_in",
+    "dynamic_sampling",
+    "overlong_buffer",
+    "overlong_penalty",
+    "mask_truncated",
+)

@@ -133,9 +133,12 @@ class ContinuousLoop:
                 f"give at least {least}"
             )
         plan = schedule.new_schedule(
-            requests.lengths, requests.limits <= 0,
-            slots=batching.slots, pages=batching.pages, tokens=slots,
-        )  # fmt: skip
+            requests.lengths,
+            requests.limits <= 0,
+            slots=batching.slots,
+            pages=batching.pages,
+            tokens=slots,
+        )
         zero = jnp.zeros((1,), jnp.int32)
         return BatchState(
             pool=init_paged_cache(
@@ -195,10 +198,17 @@ class ContinuousLoop:
     def _forward(self, prepared, requests, state: BatchState, tokens, positions, table):
         cache = PagedCache(state.pool, table, self.batching.pages)
         out = forward(
-            prepared.weights, tokens, self.loop.model, self.loop.recipe, positions=positions,
-            cache=cache, kv_scales=prepared.kv_scales, parallel=self.loop.parallel,
-            rope=requests.rope, output="hidden",
-        )  # fmt: skip
+            prepared.weights,
+            tokens,
+            self.loop.model,
+            self.loop.recipe,
+            positions=positions,
+            cache=cache,
+            kv_scales=prepared.kv_scales,
+            parallel=self.loop.parallel,
+            rope=requests.rope,
+            output="hidden",
+        )
         assert isinstance(out.cache, PagedCache)
         return out.hidden, out.cache.runs
 
@@ -218,9 +228,11 @@ class ContinuousLoop:
         tokens = state.tokens[request[:, None], column]
         _, pool = self._forward(prepared, requests, state, tokens, positions, table)
         return dataclasses.replace(
-            state, pool=pool, schedule=schedule.prefilled(plan, slots, counts),
+            state,
+            pool=pool,
+            schedule=schedule.prefilled(plan, slots, counts),
             prefilled=state.prefilled + counts.sum(),
-        )  # fmt: skip
+        )
 
     def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
         """One token of every slot that is ready; the others compute one that is not used."""
@@ -239,12 +251,14 @@ class ContinuousLoop:
         plan = schedule.decoded(plan)
         plan = schedule.end(plan, ended | (draws & (index + 1 >= requests.limits[request])))
         return dataclasses.replace(
-            state, pool=pool, schedule=plan,
+            state,
+            pool=pool,
+            schedule=plan,
             tokens=state.tokens.at[row, position + 1].set(token, mode="drop"),
             logprobs=state.logprobs.at[row, index].set(logp, mode="drop"),
             finished=state.finished.at[row].set(ended, mode="drop"),
             drawn=state.drawn + draws.sum(),
-        )  # fmt: skip
+        )
 
     def result(self, requests: Requests, state: BatchState) -> Rollout:
         """What has been drawn so far, as the static sampler returns it."""
@@ -340,9 +354,11 @@ class ContinuousSampler:
             return state, Progress(
                 rollout=loop.result(requests, state),
                 done=state.schedule.status == schedule.DONE,
-                turns=state.turns, drawn=state.drawn, prefilled=state.prefilled,
+                turns=state.turns,
+                drawn=state.drawn,
+                prefilled=state.prefilled,
                 preemptions=state.schedule.preemptions,
-            )  # fmt: skip
+            )
 
         begin, layout = loop.prefill, {}
         if mesh is not None:
@@ -371,9 +387,17 @@ class ContinuousSampler:
         self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
 
     def __call__(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope,
+        self,
+        weights,
+        prompts,
+        lengths,
+        key,
+        sample_ids,
+        temperature,
+        limits,
+        rope,
         watch: Watch | None = None,
-    ) -> Rollout:  # fmt: skip
+    ) -> Rollout:
         """Samples; arguments as those of `make_sampler`'s result.
 
         Args:

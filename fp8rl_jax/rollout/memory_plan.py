@@ -179,9 +179,11 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices:
     model = loop.model
     copies = model.num_experts_per_tok * expert_devices if model.num_experts else 1
     width = max(
-        2 * model.intermediate_size, 2 * copies * (model.moe_intermediate_size or 0),
-        model.num_attention_heads * model.head_dim, copies * model.hidden_size,
-    )  # fmt: skip
+        2 * model.intermediate_size,
+        2 * copies * (model.moe_intermediate_size or 0),
+        model.num_attention_heads * model.head_dim,
+        copies * model.hidden_size,
+    )
     logits = 7 * slots * model.vocab_size
     rows = 4 * max(prefill_tokens, slots) * width
     made = 0

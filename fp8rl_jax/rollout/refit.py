@@ -73,10 +73,16 @@ def make_calibrate(
     def calibrate(params, scaling_state, tokens, lengths, step, rope):
         weights = quantize_params(params, recipe, scaling_state)
         out = forward(
-            weights, tokens, model, recipe,
-            lengths=lengths, parallel=parallel, rope=rope, output="hidden",
+            weights,
+            tokens,
+            model,
+            recipe,
+            lengths=lengths,
+            parallel=parallel,
+            rope=rope,
+            output="hidden",
             collect=("kv_amax",),
-        )  # fmt: skip
+        )
         amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)
 

@@ -225,10 +225,17 @@ class Loop:
         batch = prompts.shape[0] * sampler.group_size
         cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots, self.parallel)
         prefill = forward(
-            prepared.weights, prompts, self.model, recipe, cache=cache,
-            kv_scales=prepared.kv_scales, parallel=self.parallel, rope=requests.rope,
-            output="hidden", taps=sampler.taps,
-        )  # fmt: skip
+            prepared.weights,
+            prompts,
+            self.model,
+            recipe,
+            cache=cache,
+            kv_scales=prepared.kv_scales,
+            parallel=self.parallel,
+            rope=requests.rope,
+            output="hidden",
+            taps=sampler.taps,
+        )
         taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
         if LOGITS in sampler.taps:
             taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
@@ -283,11 +290,18 @@ class Loop:
         """One more token of every row."""
         start = self._start(requests)
         out = forward(
-            prepared.weights, state.token[:, None], self.model, self.recipe,
-            positions=(start + state.index)[:, None], cache=state.cache,
-            kv_scales=prepared.kv_scales, parallel=self.parallel, rope=requests.rope,
-            output="hidden", taps=self.sampler.taps,
-        )  # fmt: skip
+            prepared.weights,
+            state.token[:, None],
+            self.model,
+            self.recipe,
+            positions=(start + state.index)[:, None],
+            cache=state.cache,
+            kv_scales=prepared.kv_scales,
+            parallel=self.parallel,
+            rope=requests.rope,
+            output="hidden",
+            taps=self.sampler.taps,
+        )
         index = state.index + 1
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
         rollout = self._record(state.rollout, index, state.done, *drawn)

@@ -132,20 +132,24 @@ def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
     """Ready prompts that are True in (Q,) give up their pages."""
     pages = jnp.where((prompts & s.ready)[:, None], s.prompt_pages, 0)
     return dataclasses.replace(
-        s, refs=page_pool.release(s.refs, pages), ready=s.ready & ~prompts,
+        s,
+        refs=page_pool.release(s.refs, pages),
+        ready=s.ready & ~prompts,
         prompt_pages=jnp.where(prompts[:, None], 0, s.prompt_pages),
-    )  # fmt: skip
+    )
 
 
 def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
     """Slots that are True in (B,) give up their pages; their requests get a status."""
     pages = jnp.where(slots[:, None], s.table, 0)
     return dataclasses.replace(
-        s, refs=page_pool.release(s.refs, pages),
+        s,
+        refs=page_pool.release(s.refs, pages),
         status=s.status.at[s.rows(slots)].set(status, mode="drop"),
         table=jnp.where(slots[:, None], 0, s.table),
-        request=jnp.where(slots, -1, s.request), cached=jnp.where(slots, 0, s.cached),
-    )  # fmt: skip
+        request=jnp.where(slots, -1, s.request),
+        cached=jnp.where(slots, 0, s.cached),
+    )
 
 
 def end(s: Schedule, slots: jax.Array) -> Schedule:
@@ -165,10 +169,11 @@ def share_prompts(s: Schedule) -> Schedule:
     pages = jnp.where(giver[:, None], pages, 0)
     place = jnp.where(giver, s.prompt, prompts)
     return dataclasses.replace(
-        s, refs=page_pool.hold(s.refs, pages),
+        s,
+        refs=page_pool.hold(s.refs, pages),
         prompt_pages=s.prompt_pages.at[place].set(pages, mode="drop"),
         ready=s.ready | _mark(s.prompt, giver, prompts),
-    )  # fmt: skip
+    )
 
 
 def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
@@ -222,12 +227,13 @@ def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
 
     stuck = ~(s.occupied | chosen).any()
     admitted = dataclasses.replace(
-        s, refs=page_pool.hold(refs, shared),
+        s,
+        refs=page_pool.hold(refs, shared),
         table=jnp.where(chosen[:, None], row, s.table),
         request=jnp.where(chosen, candidate, s.request),
         cached=jnp.where(chosen, jnp.where(shares, s.prompt_lengths[prompt] - 1, 0), s.cached),
         status=jnp.where(_mark(candidate, chosen, count), RUNNING, s.status),
-    )  # fmt: skip
+    )
     admitted = _evict(admitted, admitted.ready & stuck)
     return admitted, last_page(s.prompt_pages[prompt]), last_page(row)
 

@@ -48,11 +48,11 @@ MARGIN = 0.03  # of sampled accuracy; about NVIDIA's difference between BF16 and
 CLIP = 32.0  # of the activations in the rollout of the stress arms
 
 _BF16: Fields = {
-    "precision.rollout": "bf16", "precision.learner": "bf16", "algo.correction": "none",
-}  # fmt: skip
-_FP8: Fields = {
-    "precision.rollout": "fp8", "precision.learner": "fp8", "algo.correction": "none",
-}  # fmt: skip
+    "precision.rollout": "bf16",
+    "precision.learner": "bf16",
+    "algo.correction": "none",
+}
+_FP8: Fields = {"precision.rollout": "fp8", "precision.learner": "fp8", "algo.correction": "none"}
 _MIXED: Fields = {"precision.rollout": "fp8", "precision.learner": "bf16"}
 _CLIPPED: Fields = {**_MIXED, "precision.activation_policy": f"static(amax={CLIP})"}
 BASELINE = "bf16"
@@ -75,38 +75,58 @@ _TEXTS = {
 
 _TOST = "two one-sided t-tests"
 UNIFIED = Hypothesis(
-    "unified", "FP8 end to end learns as much as bf16",
-    "mean of sampled accuracy less that of bf16", -MARGIN, MARGIN, _TOST,
-)  # fmt: skip
+    "unified",
+    "FP8 end to end learns as much as bf16",
+    "mean of sampled accuracy less that of bf16",
+    -MARGIN,
+    MARGIN,
+    _TOST,
+)
 TRACKS = Hypothesis(
-    "tracks", "With TIS an FP8 rollout with a bf16 learner learns as much as bf16",
-    "mean of sampled accuracy less that of bf16", -MARGIN, MARGIN, _TOST,
-)  # fmt: skip
+    "tracks",
+    "With TIS an FP8 rollout with a bf16 learner learns as much as bf16",
+    "mean of sampled accuracy less that of bf16",
+    -MARGIN,
+    MARGIN,
+    _TOST,
+)
 DEGRADES = Hypothesis(
-    "degrades", "Without correction an FP8 rollout with a bf16 learner learns less than bf16",
-    "mean of sampled accuracy less that of bf16", high=-ANY,
-)  # fmt: skip
+    "degrades",
+    "Without correction an FP8 rollout with a bf16 learner learns less than bf16",
+    "mean of sampled accuracy less that of bf16",
+    high=-ANY,
+)
 NARROWS = Hypothesis(
-    "narrows", "With TIS an FP8 rollout with a bf16 learner learns more than without",
-    "mean of sampled accuracy less that without correction", low=ANY,
-)  # fmt: skip
+    "narrows",
+    "With TIS an FP8 rollout with a bf16 learner learns more than without",
+    "mean of sampled accuracy less that without correction",
+    low=ANY,
+)
 STRESSED = Hypothesis(
-    "stressed", "The stress is one: its mismatch is at least twice that of the FP8 rollout (if "
+    "stressed",
+    "The stress is one: its mismatch is at least twice that of the FP8 rollout (if "
     "not, the hypotheses under stress say little)",
-    "mean |D| over the steps, uncorrected, under stress over without", low=2.0,
-)  # fmt: skip
+    "mean |D| over the steps, uncorrected, under stress over without",
+    low=2.0,
+)
 STRESS_DEGRADES = Hypothesis(
-    "stress_degrades", "Under stress the arm without correction learns less than bf16",
-    "mean of sampled accuracy less that of bf16", high=-ANY,
-)  # fmt: skip
+    "stress_degrades",
+    "Under stress the arm without correction learns less than bf16",
+    "mean of sampled accuracy less that of bf16",
+    high=-ANY,
+)
 STRESS_TIS = Hypothesis(
-    "stress_tis", "Under stress TIS learns more than no correction",
-    "mean of sampled accuracy less that without correction", low=ANY,
-)  # fmt: skip
+    "stress_tis",
+    "Under stress TIS learns more than no correction",
+    "mean of sampled accuracy less that without correction",
+    low=ANY,
+)
 STRESS_RECOVERS = Hypothesis(
-    "stress_recovers", "Under stress TIS recovers what bf16 learns, up to the margin",
-    "mean of sampled accuracy less that of bf16", low=-MARGIN,
-)  # fmt: skip
+    "stress_recovers",
+    "Under stress TIS recovers what bf16 learns, up to the margin",
+    "mean of sampled accuracy less that of bf16",
+    low=-MARGIN,
+)
 # Each with the arm and the other arm of its difference.
 HYPOTHESES = (
     (UNIFIED, "unified", BASELINE),
@@ -214,8 +234,16 @@ def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
 
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: all arms, and how many seeds would resolve the margin."""
-    rows = [("arm", "right in bf16, sampled", "less bf16", "right under its own recipe",
-             "mean abs D", "reward, last quarter")]  # fmt: skip
+    rows = [
+        (
+            "arm",
+            "right in bf16, sampled",
+            "less bf16",
+            "right under its own recipe",
+            "mean abs D",
+            "reward, last quarter",
+        )
+    ]
     for arm, found in result["runs"].items():
         curves = [run["series"] for run in found]
         sizes = [np.mean(c["train_rollout_logprob_abs_diff"]) for c in curves]

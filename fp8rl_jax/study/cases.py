@@ -39,60 +39,92 @@ _POW2, _ENDS = "fp8_blockwise_pow2", "fp8, first and last layer bf16"  # names o
 _KL = 1e-3  # of the KL term, so that the divergence from the reference is measured
 
 REFERENCE = Hypothesis(
-    "reference", "At step 0 the bf16 learner is its own bf16 reference",
-    "mean exact KL to the reference", 0.0, 0.0,
-)  # fmt: skip
+    "reference",
+    "At step 0 the bf16 learner is its own bf16 reference",
+    "mean exact KL to the reference",
+    0.0,
+    0.0,
+)
 SAME_FORWARD = Hypothesis(
-    "same_forward", "At step 0 cases 2 and 3 have equal bits: only their backward passes differ",
-    "share of tokens whose log-probabilities differ", 0.0, 0.0,
-)  # fmt: skip
+    "same_forward",
+    "At step 0 cases 2 and 3 have equal bits: only their backward passes differ",
+    "share of tokens whose log-probabilities differ",
+    0.0,
+    0.0,
+)
 KL_EQUAL = Hypothesis(
-    "kl_equal", "At step 0 the learner in FP8 is as far from the bf16 reference as imitated FP8 is",
-    "mean exact KL of case 4 over that of case 2", 0.95, 1.05,
-)  # fmt: skip
+    "kl_equal",
+    "At step 0 the learner in FP8 is as far from the bf16 reference as imitated FP8 is",
+    "mean exact KL of case 4 over that of case 2",
+    0.95,
+    1.05,
+)
 ZERO = Hypothesis(
-    "zero", "Rollout and learner in FP8 differ in no bit (case 4)",
-    "share of tokens whose log-probability differs from what the sampler recorded", 0.0, 0.0,
-)  # fmt: skip
+    "zero",
+    "Rollout and learner in FP8 differ in no bit (case 4)",
+    "share of tokens whose log-probability differs from what the sampler recorded",
+    0.0,
+    0.0,
+)
 ZERO_BF16 = Hypothesis(
-    "zero_bf16", "Rollout and learner in bf16 differ in no bit: token_mult_prob_error is 1",
-    "share of tokens whose log-probability differs from what the sampler recorded", 0.0, 0.0,
-)  # fmt: skip
+    "zero_bf16",
+    "Rollout and learner in bf16 differ in no bit: token_mult_prob_error is 1",
+    "share of tokens whose log-probability differs from what the sampler recorded",
+    0.0,
+    0.0,
+)
 IMITATION = Hypothesis(
-    "imitation", "Imitating FP8 removes most of the mismatch: that of case 1 is at least twice "
-    "that of case 2",
-    "mean |D| of case 1 over that of case 2", 2.0,
-)  # fmt: skip
+    "imitation",
+    "Imitating FP8 removes most of the mismatch: that of case 1 is at least twice that of case 2",
+    "mean |D| of case 1 over that of case 2",
+    2.0,
+)
 ACCEPTED = Hypothesis(
-    "accepted", "The mismatch of an FP8 rollout and a bf16 learner is above that of bf16 and bf16, "
+    "accepted",
+    "The mismatch of an FP8 rollout and a bf16 learner is above that of bf16 and bf16, "
     "and within NeMo RL's bound",
-    "token_mult_prob_error of case 1", 1.0 + 1e-6, 1.05,
-)  # fmt: skip
+    "token_mult_prob_error of case 1",
+    1.0 + 1e-6,
+    1.05,
+)
 CLIPPED = Hypothesis(
-    "clipped", "More tokens have a ratio above 2 or below 1/2 in case 1 than in case 2",
-    "share of such tokens in case 1 less that in case 2", ANY,
-)  # fmt: skip
+    "clipped",
+    "More tokens have a ratio above 2 or below 1/2 in case 1 than in case 2",
+    "share of such tokens in case 1 less that in case 2",
+    ANY,
+)
 POW2 = Hypothesis(
-    "pow2", "An FP8 rollout with scales that are powers of two, its KV cache's too, mismatches "
+    "pow2",
+    "An FP8 rollout with scales that are powers of two, its KV cache's too, mismatches "
     "more than one with float32 scales",
-    "mean |D| of a bf16 learner, powers of two over float32", 1.0 + ANY,
-)  # fmt: skip
+    "mean |D| of a bf16 learner, powers of two over float32",
+    1.0 + ANY,
+)
 ENDS = Hypothesis(
-    "ends", "An FP8 rollout with bf16 in its first and last layer mismatches less than one without",
-    "mean |D| of a bf16 learner, bf16 ends over FP8 in all layers", high=1.0 - ANY,
-)  # fmt: skip
+    "ends",
+    "An FP8 rollout with bf16 in its first and last layer mismatches less than one without",
+    "mean |D| of a bf16 learner, bf16 ends over FP8 in all layers",
+    high=1.0 - ANY,
+)
 CURVE_CLIPPED = Hypothesis(
-    "curve_clipped", "Over RL TIS clips more tokens in case 1 than in any other case",
-    "tis_clipfrac of case 1, mean over steps, less the largest of the other cases", ANY,
-)  # fmt: skip
+    "curve_clipped",
+    "Over RL TIS clips more tokens in case 1 than in any other case",
+    "tis_clipfrac of case 1, mean over steps, less the largest of the other cases",
+    ANY,
+)
 CURVE_ZERO = Hypothesis(
-    "curve_zero", "Case 4 has no mismatch at any step of RL",
-    "mean over steps of mean |D|", 0.0, 0.0,
-)  # fmt: skip
+    "curve_zero",
+    "Case 4 has no mismatch at any step of RL",
+    "mean over steps of mean |D|",
+    0.0,
+    0.0,
+)
 CURVE_ORDER = Hypothesis(
-    "curve_order", "Over RL case 1 has more mismatch than case 3",
-    "mean over steps of |D|, case 1 over case 3", 1.0,
-)  # fmt: skip
+    "curve_order",
+    "Over RL case 1 has more mismatch than case 3",
+    "mean over steps of |D|, case 1 over case 3",
+    1.0,
+)
 
 
 def ablations(layers: int) -> dict[str, Recipe]:
@@ -146,21 +178,37 @@ def study(
     progress = Progress(len(subjects) * (2 + len(CASES) * bool(steps)), note)
     for subject in subjects:
         fp8 = score_cell(
-            "cases", subject, cells, views, pairs, rollout="case4", questions=questions,
-            group=GROUP, note=note,
-        )  # fmt: skip
+            "cases",
+            subject,
+            cells,
+            views,
+            pairs,
+            rollout="case4",
+            questions=questions,
+            group=GROUP,
+            note=note,
+        )
         progress.add(f"step 0 of {subject.name}, FP8 rollout")
         plain = score_cell(
-            "cases-bf16", subject, cells, {"bf16": View(get_recipe("bf16"))}, {},
-            rollout="bf16", questions=questions, group=GROUP, note=note,
-        )  # fmt: skip
+            "cases-bf16",
+            subject,
+            cells,
+            {"bf16": View(get_recipe("bf16"))},
+            {},
+            rollout="bf16",
+            questions=questions,
+            group=GROUP,
+            note=note,
+        )
         progress.add(f"step 0 of {subject.name}, bf16 rollout")
         found.append((fp8, plain))
         arms = Arms(
             subject,
             {"run.steps": steps, "precision.reference": "bf16", "algo.kl_coef": _KL},
-            out, cells, note,
-        )  # fmt: skip
+            out,
+            cells,
+            note,
+        )
         for case in CASES if steps else ():
             fields = {"precision.rollout": "fp8", "precision.learner": CASES[case]}
             runs[case].append(arms.run("cases", case, fields))
@@ -205,10 +253,13 @@ def _judge(found: list[tuple[dict, dict]], runs: dict[str, list[dict]]) -> list[
         ratio(IMITATION, "case1 / rollout", "case2 / rollout", "abs"),
         judge_pairs(ACCEPTED, Pair.token_mult_prob_error, case1),
         judge_pairs(
-            CLIPPED, lambda one, two: one.clip_less(two, _CAP), case1, case2,
+            CLIPPED,
+            lambda one, two: one.clip_less(two, _CAP),
+            case1,
+            case2,
             unresolved="" if _is_clipped(case1 + case2) else "no token has such a ratio",
         ),
-    ]  # fmt: skip
+    ]
     for hypothesis, name in ((POW2, f"bf16 / {_POW2}"), (ENDS, f"bf16 / {_ENDS}")):
         if name in pairs:  # two layers have no middle, so no such recipe
             verdicts.append(ratio(hypothesis, name, "case1 / rollout", "abs"))
@@ -239,19 +290,31 @@ def _ratio(one: Pair, other: Pair, value: str) -> Estimate:
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: step 0, and the ends of the RL runs."""
     rows = [
-        ("learner / rollout", "mean abs D", "max", "token_mult_prob_error", "exact KL",
-         "RMS of logits", "clipped at C = 2", "at 1.1"),
-    ]  # fmt: skip
+        (
+            "learner / rollout",
+            "mean abs D",
+            "max",
+            "token_mult_prob_error",
+            "exact KL",
+            "RMS of logits",
+            "clipped at C = 2",
+            "at 1.1",
+        )
+    ]
     for name, found in result["pooled"].items():
         clipped = found["clip_fraction"]
         rows.append(
             (
-                name, writing.figure(found["mean_abs"]), f"{found['max_abs']:.3g}",
-                writing.figure(found["token_mult_prob_error"], 6), writing.figure(found["kl"]),
-                writing.figure(found["rms_logits"]), writing.figure(clipped["2.0"]),
+                name,
+                writing.figure(found["mean_abs"]),
+                f"{found['max_abs']:.3g}",
+                writing.figure(found["token_mult_prob_error"], 6),
+                writing.figure(found["kl"]),
+                writing.figure(found["rms_logits"]),
+                writing.figure(clipped["2.0"]),
                 writing.figure(clipped["1.1"]),
             )
-        )  # fmt: skip
+        )
     text = (
         f"Step 0 of {result['name']}: {result['questions']} questions of {result['group']} samples "
         f"for each of {len(result['subjects'])} seeds, sampled under fp8, the mean and its 95% "
@@ -259,8 +322,15 @@ def format_table(result: dict[str, Any]) -> str:
     )
     if not result["runs"]:
         return text
-    rows = [("case", "mean abs D over RL", "KL to the reference, last 10 steps", "reward, last 10",
-             "right in bf16, sampled")]  # fmt: skip
+    rows = [
+        (
+            "case",
+            "mean abs D over RL",
+            "KL to the reference, last 10 steps",
+            "reward, last 10",
+            "right in bf16, sampled",
+        )
+    ]
     for case, cells in result["runs"].items():
         curves = [cell["series"] for cell in cells]
         rows.append(

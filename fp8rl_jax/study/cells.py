@@ -111,9 +111,15 @@ def described(recipe: Recipe) -> dict[str, str]:
         for name, o in recipe.operands.items()
     }
     others = (
-        "name", "compute_dtype", "fake", "first_layers", "last_layers", "bf16_modules", "kv",
+        "name",
+        "compute_dtype",
+        "fake",
+        "first_layers",
+        "last_layers",
+        "bf16_modules",
+        "kv",
         "fp8_attention",
-    )  # fmt: skip
+    )
     found = operands | {name: str(getattr(recipe, name)) for name in others}
     return found | {"kv_policy": recipe.kv_policy.name}
 

@@ -27,14 +27,7 @@ import numpy as np
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import (
-    ModelConfig,
-    Swap,
-    forward,
-    output_head,
-    rope_tables,
-    token_logprobs,
-)
+from fp8rl_jax.models import ModelConfig, Swap, forward, output_head, rope_tables, token_logprobs
 from fp8rl_jax.models.arrays import ATTENTION, LINEAR, MLP
 from fp8rl_jax.quant import Recipe, matmul
 

@@ -37,44 +37,63 @@ LONG = 16  # slots of an answer: with fewer nothing is said of what happens alon
 _SHORTEST = 2  # prefixes of 4 tokens on count for the growth of a sequence's D
 
 BOTH_LINEARS = Hypothesis(
-    "both_linears", "FP8 linear layers and an FP8 KV cache together mismatch more than the linear "
-    "layers alone",
-    "RMS of the logits' difference, both over linear layers", 1.0,
-)  # fmt: skip
+    "both_linears",
+    "FP8 linear layers and an FP8 KV cache together mismatch more than the linear layers alone",
+    "RMS of the logits' difference, both over linear layers",
+    1.0,
+)
 BOTH_KV = Hypothesis(
-    "both_kv", "FP8 linear layers and an FP8 KV cache together mismatch more than the KV cache "
-    "alone",
-    "RMS of the logits' difference, both over KV cache", 1.0,
-)  # fmt: skip
+    "both_kv",
+    "FP8 linear layers and an FP8 KV cache together mismatch more than the KV cache alone",
+    "RMS of the logits' difference, both over KV cache",
+    1.0,
+)
 ORDER = Hypothesis(
-    "order", "The KV cache alone mismatches at least as much as the linear layers alone",
-    "RMS of the logits' difference, KV cache over linear layers", 1.0,
-)  # fmt: skip
+    "order",
+    "The KV cache alone mismatches at least as much as the linear layers alone",
+    "RMS of the logits' difference, KV cache over linear layers",
+    1.0,
+)
 INDEPENDENT = Hypothesis(
-    "independent", "The two errors add up as independent ones do, within a fifth",
-    "RMS of the logits' difference, both over the root of the sum of squares", 0.8, 1.25,
-)  # fmt: skip
+    "independent",
+    "The two errors add up as independent ones do, within a fifth",
+    "RMS of the logits' difference, both over the root of the sum of squares",
+    0.8,
+    1.25,
+)
 QUERIES = Hypothesis(
-    "queries", "FP8 queries add to the mismatch of both",
-    "RMS of the logits' difference, both and FP8 queries over both", 1.0,
-)  # fmt: skip
+    "queries",
+    "FP8 queries add to the mismatch of both",
+    "RMS of the logits' difference, both and FP8 queries over both",
+    1.0,
+)
 CALIBRATED = Hypothesis(
-    "calibrated", "A calibrated scale for each layer mismatches at least as much as a scale for "
+    "calibrated",
+    "A calibrated scale for each layer mismatches at least as much as a scale for "
     "each token and head",
-    "RMS of the logits' difference, calibrated over dynamic KV cache", 1.0,
-)  # fmt: skip
+    "RMS of the logits' difference, calibrated over dynamic KV cache",
+    1.0,
+)
 POSITION = Hypothesis(
-    "position", "The KV cache's mismatch does not grow along an answer",
-    "mean |D| in the second half of the slots over that in the first", high=1.1,
-)  # fmt: skip
+    "position",
+    "The KV cache's mismatch does not grow along an answer",
+    "mean |D| in the second half of the slots over that in the first",
+    high=1.1,
+)
 GROWTH = Hypothesis(
-    "growth", "Along an answer D adds up like independent errors, with the root of its length",
-    "exponent of the RMS of the sum of D over the number of tokens", 0.35, 0.65,
-)  # fmt: skip
+    "growth",
+    "Along an answer D adds up like independent errors, with the root of its length",
+    "exponent of the RMS of the sum of D over the number of tokens",
+    0.35,
+    0.65,
+)
 SHARE = Hypothesis(
-    "share", "Calibration takes 2 to 3% of a step",
-    "share of a step's time, mean over a run's steps", 0.02, 0.03,
-)  # fmt: skip
+    "share",
+    "Calibration takes 2 to 3% of a step",
+    "share of a step's time, mean over a run's steps",
+    0.02,
+    0.03,
+)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -118,9 +137,16 @@ def study(
     progress = Progress(len(subjects) * (1 + bool(steps)), note)
     for subject in subjects:
         cell = score_cell(
-            "kv", subject, cells, views, pairs, rollout="both", questions=questions, group=GROUP,
+            "kv",
+            subject,
+            cells,
+            views,
+            pairs,
+            rollout="both",
+            questions=questions,
+            group=GROUP,
             note=note,
-        )  # fmt: skip
+        )
         found.append(cell)
         progress.add(f"scores of {subject.name}, seed {subject.seed}")
         if steps:
@@ -171,9 +197,11 @@ def _halves(pair: Pair) -> Estimate:
     tokens, total = pair.binned["position"].transpose(1, 0, 2)  # (Q, bins) each
     first, second = slice(0, POSITIONS // 2), slice(POSITIONS // 2, None)
     return ratio_of_means(
-        total[:, second].sum(axis=1), tokens[:, second].sum(axis=1),
-        total[:, first].sum(axis=1), tokens[:, first].sum(axis=1),
-    )  # fmt: skip
+        total[:, second].sum(axis=1),
+        tokens[:, second].sum(axis=1),
+        total[:, first].sum(axis=1),
+        tokens[:, first].sum(axis=1),
+    )
 
 
 def growth(pair: Pair) -> Estimate:
@@ -195,21 +223,39 @@ def growth(pair: Pair) -> Estimate:
 
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: every rollout against the bf16 learner."""
-    rows = [("rollout", "mean abs D", "max", "token_mult_prob_error", "exact KL", "RMS of logits",
-             "mean of a sample's D", "RMS")]  # fmt: skip
+    rows = [
+        (
+            "rollout",
+            "mean abs D",
+            "max",
+            "token_mult_prob_error",
+            "exact KL",
+            "RMS of logits",
+            "mean of a sample's D",
+            "RMS",
+        )
+    ]
     for name, found in result["pooled"].items():
         rows.append(
             (
-                name, writing.figure(found["mean_abs"]), f"{found['max_abs']:.3g}",
-                writing.figure(found["token_mult_prob_error"], 6), writing.figure(found["kl"]),
-                writing.figure(found["rms_logits"]), f"{found['sequence_mean']:.3g}",
+                name,
+                writing.figure(found["mean_abs"]),
+                f"{found['max_abs']:.3g}",
+                writing.figure(found["token_mult_prob_error"], 6),
+                writing.figure(found["kl"]),
+                writing.figure(found["rms_logits"]),
+                f"{found['sequence_mean']:.3g}",
                 f"{found['sequence_rms']:.3g}",
             )
-        )  # fmt: skip
-    short = "" if result["slots"] >= LONG else (
-        f"\nAnswers of fewer than {LONG} tokens are too short for the hypotheses about what "
-        "happens along an answer; they are left out.\n"
-    )  # fmt: skip
+        )
+    short = (
+        ""
+        if result["slots"] >= LONG
+        else (
+            f"\nAnswers of fewer than {LONG} tokens are too short for the hypotheses about what "
+            "happens along an answer; they are left out.\n"
+        )
+    )
     return (
         f"{result['name']}: {result['questions']} questions of {result['group']} samples of up to "
         f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under fp8; "

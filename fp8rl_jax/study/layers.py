@@ -44,38 +44,58 @@ _RMS, _DIFF = 0, 1
 _ONE, _BOTH, _MARGIN = 2.6, 3.7, 1.2  # percent; the margin a factor
 _BETWEEN = math.sqrt(_ONE * _BOTH)  # so that no figure supports both
 ONE_OPERAND = Hypothesis(
-    "one_operand", "From equal inputs a GEMM in FP8 errs by about 2.6% RMS, the rounding of one "
-    "E4M3 operand", "mean relative RMS error over all GEMMs, in percent",
-    _ONE / _MARGIN, _BETWEEN,
-)  # fmt: skip
+    "one_operand",
+    "From equal inputs a GEMM in FP8 errs by about 2.6% RMS, the rounding of one E4M3 operand",
+    "mean relative RMS error over all GEMMs, in percent",
+    _ONE / _MARGIN,
+    _BETWEEN,
+)
 TWO_OPERANDS = Hypothesis(
-    "two_operands", "From equal inputs a GEMM in FP8 errs by about 3.7% RMS, as on normal numbers "
+    "two_operands",
+    "From equal inputs a GEMM in FP8 errs by about 3.7% RMS, as on normal numbers "
     "(docs/gemm_error.md): sqrt(2) times the rounding of one operand",
     "mean relative RMS error over all GEMMs, in percent",
-    _BETWEEN, _BOTH * _MARGIN,
-)  # fmt: skip
+    _BETWEEN,
+    _BOTH * _MARGIN,
+)
 FLAT = Hypothesis(
-    "flat", "From equal inputs the error is flat over depth",
-    "mean RMS error of the upper half of the layers over that of the lower half", 0.8, 1.25,
-)  # fmt: skip
+    "flat",
+    "From equal inputs the error is flat over depth",
+    "mean RMS error of the upper half of the layers over that of the lower half",
+    0.8,
+    1.25,
+)
 ORDERS = Hypothesis(
-    "two_orders", "From equal inputs the squared error of real against fake FP8 is about two "
+    "two_orders",
+    "From equal inputs the squared error of real against fake FP8 is about two "
     "orders of magnitude below that of FP8 against bf16",
-    "log10 of the ratio of the mean calc_diff", 1.5, 2.5,
-)  # fmt: skip
+    "log10 of the ratio of the mean calc_diff",
+    1.5,
+    2.5,
+)
 FLOWING_ORDERS = Hypothesis(
-    "two_orders_flowing", "When inputs flow, as in a training step, it is two orders below too",
-    "log10 of the ratio of the mean calc_diff over all GEMMs", 1.5, 2.5,
-)  # fmt: skip
+    "two_orders_flowing",
+    "When inputs flow, as in a training step, it is two orders below too",
+    "log10 of the ratio of the mean calc_diff over all GEMMs",
+    1.5,
+    2.5,
+)
 GROWS_FORWARD = Hypothesis(
-    "grows_forward", "When inputs flow, the error of fprop grows over depth",
-    "Spearman's rho of the layers' mean RMS error and the layer", 0.0, 1.0, "permutations",
-)  # fmt: skip
+    "grows_forward",
+    "When inputs flow, the error of fprop grows over depth",
+    "Spearman's rho of the layers' mean RMS error and the layer",
+    0.0,
+    1.0,
+    "permutations",
+)
 GROWS_BACKWARD = Hypothesis(
-    "grows_backward", "When inputs flow, the error of dgrad grows along the backward pass",
-    "Mann-Kendall's tau of the RMS errors in execution order", 0.0, 1.0,
+    "grows_backward",
+    "When inputs flow, the error of dgrad grows along the backward pass",
+    "Mann-Kendall's tau of the RMS errors in execution order",
+    0.0,
+    1.0,
     "bootstrap of blocks of one layer",
-)  # fmt: skip
+)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -179,10 +199,15 @@ def format_table(result: dict[str, Any]) -> str:
     equal, flow = (100 * np.array(result["errors"][kind])[:, _RMS] for kind in ("equal", "flow"))
     rows = [
         (
-            "module", "GEMM", "FP8 / bf16", "fake / bf16", "FP8 / fake", "FP8 / bf16, flowing: "
-            "first layer", "last layer",
+            "module",
+            "GEMM",
+            "FP8 / bf16",
+            "fake / bf16",
+            "FP8 / fake",
+            "FP8 / bf16, flowing: first layer",
+            "last layer",
         )
-    ]  # fmt: skip
+    ]
     for place, module in enumerate(MODULES):
         for gemm, name in enumerate(GEMMS):
             means = [f"{x:.2f}" for x in equal[:, :, place, gemm].mean(axis=1)]
@@ -213,8 +238,9 @@ def draw(result: dict[str, Any]) -> Figure:
                     if g == gemm
                 ]
                 label = f"{result['pairs'][pair]}, {name}"
-                axes.plot(*zip(*points, strict=True), marker, color=_COLOURS[name], ms=4,
-                          label=label)  # fmt: skip
+                axes.plot(
+                    *zip(*points, strict=True), marker, color=_COLOURS[name], ms=4, label=label
+                )
         axes.set_yscale("log")
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("GEMM in execution order")

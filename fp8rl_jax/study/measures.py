@@ -200,10 +200,15 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
     d, rows, slots = found.difference, *mask.shape
     size = np.abs(d)
     values = {
-        "abs": size, "expm1": np.expm1(size), "k3": np.expm1(d) - d, "kl": found.divergence,
-        "square": found.square, "size": found.size, "entropy": part.entropy[a],
+        "abs": size,
+        "expm1": np.expm1(size),
+        "k3": np.expm1(d) - d,
+        "kl": found.divergence,
+        "square": found.square,
+        "size": found.size,
+        "entropy": part.entropy[a],
         "unequal": d != 0,
-    }  # fmt: skip
+    }
     sums = {name: np.where(mask, x, 0.0).sum(axis=1) for name, x in values.items()}
     caps = np.log(CAPS)
     probability = np.exp(part.logprobs[a])

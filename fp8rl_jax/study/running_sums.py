@@ -20,7 +20,4 @@ def rows() -> Iterator[dict[str, str]]:
     for _ in range(_ROWS):
         digits = random_digits.choices(range(10), k=DIGITS)
         sums = itertools.accumulate(digits)
-        yield {
-            "question": " ".join(map(str, digits)) + "=",
-            "answer": " ".join(map(str, sums)),
-        }
+        yield {"question": " ".join(map(str, digits)) + "=", "answer": " ".join(map(str, sums))}

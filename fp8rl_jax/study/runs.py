@@ -28,9 +28,16 @@ from fp8rl_jax.training.runtime import make_runtime
 
 # What is kept of every RL step (docs/usage.md has their meanings), where the run has it.
 SERIES = (
-    "reward_mean", "entropy", "train_rollout_logprob_abs_diff", "mismatch_kl",
-    "token_mult_prob_error", "tis_clipfrac", "kl_ref", "grad_norm", "calibrate_frac",
-)  # fmt: skip
+    "reward_mean",
+    "entropy",
+    "train_rollout_logprob_abs_diff",
+    "mismatch_kl",
+    "token_mult_prob_error",
+    "tis_clipfrac",
+    "kl_ref",
+    "grad_norm",
+    "calibrate_frac",
+)
 Fields = Mapping[str, Any]  # {'section.field': value}
 # The learner scores a rollout before its first update, so that update's ratio is 1 and holds
 # nothing of D, the difference to the sampler. Uncorrected, D is then nowhere in the loss; with

@@ -37,55 +37,86 @@ _PLAIN, _EXPERTS, _WEIGHTS = "bf16", "bf16, experts replayed", "bf16, weights re
 
 _SEEDS = 3  # of hypotheses that compare models, which differ by their training too
 ZERO = Hypothesis(
-    "zero", "An FP8 learner has no mismatch on any rung (case 4)",
-    "largest share of tokens whose log-probability differs from the sampler's", 0.0, 0.0,
-)  # fmt: skip
+    "zero",
+    "An FP8 learner has no mismatch on any rung (case 4)",
+    "largest share of tokens whose log-probability differs from the sampler's",
+    0.0,
+    0.0,
+)
 MIXTURE = Hypothesis(
-    "mixture", "A bf16 learner mismatches more on a mixture of experts than on a dense model",
-    "RMS of the logits' difference, {} over {}", 1.0, least_seeds=_SEEDS,
-)  # fmt: skip
+    "mixture",
+    "A bf16 learner mismatches more on a mixture of experts than on a dense model",
+    "RMS of the logits' difference, {} over {}",
+    1.0,
+    least_seeds=_SEEDS,
+)
 EXPERTS = Hypothesis(
-    "experts", "The mismatch grows with the number of experts",
-    "RMS of the logits' difference, {} over {}", 1.0, least_seeds=_SEEDS,
-)  # fmt: skip
+    "experts",
+    "The mismatch grows with the number of experts",
+    "RMS of the logits' difference, {} over {}",
+    1.0,
+    least_seeds=_SEEDS,
+)
 DEPTH = Hypothesis(
-    "depth", "The mismatch grows with depth",
-    "RMS of the logits' difference, {} over {}", 1.0, least_seeds=_SEEDS,
-)  # fmt: skip
+    "depth",
+    "The mismatch grows with depth",
+    "RMS of the logits' difference, {} over {}",
+    1.0,
+    least_seeds=_SEEDS,
+)
 FLIPS = Hypothesis(
-    "flips", "More experts flip more often",
-    "share of tokens with another set of experts in a layer, {} over {}", 1.0,
+    "flips",
+    "More experts flip more often",
+    "share of tokens with another set of experts in a layer, {} over {}",
+    1.0,
     least_seeds=_SEEDS,
-)  # fmt: skip
+)
 REPLAY = Hypothesis(
-    "replay", "Replaying the rollout's experts brings a mixture's mismatch to a dense model's",
-    "RMS of the logits' difference, {} with experts replayed over {}", 0.9, 1.1,
+    "replay",
+    "Replaying the rollout's experts brings a mixture's mismatch to a dense model's",
+    "RMS of the logits' difference, {} with experts replayed over {}",
+    0.9,
+    1.1,
     least_seeds=_SEEDS,
-)  # fmt: skip
+)
 CAUSE = Hypothesis(
-    "cause", "Flips are a cause: replaying the rollout's experts lowers the mismatch",
-    "RMS of the logits' difference on {}, with experts replayed over without", high=0.95,
-)  # fmt: skip
+    "cause",
+    "Flips are a cause: replaying the rollout's experts lowers the mismatch",
+    "RMS of the logits' difference on {}, with experts replayed over without",
+    high=0.95,
+)
 EXACT = Hypothesis(
-    "exact", "An outlier that leaves the function unchanged changes no bit without FP8",
-    "tokens whose log-probability changes, bf16 and f32", 0.0, 0.0,
-)  # fmt: skip
+    "exact",
+    "An outlier that leaves the function unchanged changes no bit without FP8",
+    "tokens whose log-probability changes, bf16 and f32",
+    0.0,
+    0.0,
+)
 HARMLESS = Hypothesis(
-    "harmless", "Blocks of 1x128 bear an outlier of 2^12: E4M3's normal numbers span 2^14.8",
-    "exact KL of fp8 to bf16 with the outlier over that without", 0.8, 1.25,
-)  # fmt: skip
+    "harmless",
+    "Blocks of 1x128 bear an outlier of 2^12: E4M3's normal numbers span 2^14.8",
+    "exact KL of fp8 to bf16 with the outlier over that without",
+    0.8,
+    1.25,
+)
 BREAKS = Hypothesis(
-    "breaks", "Blocks of 1x128 do not bear one of 2^20",
-    "exact KL of fp8 to bf16 with the outlier over that without", 2.0,
-)  # fmt: skip
+    "breaks",
+    "Blocks of 1x128 do not bear one of 2^20",
+    "exact KL of fp8 to bf16 with the outlier over that without",
+    2.0,
+)
 GRANULARITY = Hypothesis(
-    "granularity", "An outlier of 2^18 costs a scale per tensor more than blocks of 1x128",
-    "exact KL to bf16, fp8_tensorwise over fp8, with the outlier over without", 1.0,
-)  # fmt: skip
+    "granularity",
+    "An outlier of 2^18 costs a scale per tensor more than blocks of 1x128",
+    "exact KL to bf16, fp8_tensorwise over fp8, with the outlier over without",
+    1.0,
+)
 FINEST = Hypothesis(
-    "finest", "An outlier of 2^18 costs blocks of 1x128 more than blocks of 1x32",
-    "exact KL to bf16, fp8 over mxfp8, with the outlier over without", 1.0,
-)  # fmt: skip
+    "finest",
+    "An outlier of 2^18 costs blocks of 1x128 more than blocks of 1x32",
+    "exact KL to bf16, fp8 over mxfp8, with the outlier over without",
+    1.0,
+)
 
 
 def study(
@@ -116,10 +147,17 @@ def study(
         for subject in subjects:
             found[rung].append(
                 score_cell(
-                    "scale", subject, cells, views, pairs, rollout="rollout", questions=questions,
-                    group=GROUP, note=note,
+                    "scale",
+                    subject,
+                    cells,
+                    views,
+                    pairs,
+                    rollout="rollout",
+                    questions=questions,
+                    group=GROUP,
+                    note=note,
                 )
-            )  # fmt: skip
+            )
             progress.add(f"{rung}, seed {subject.seed}")
             if rung == _outlier_rung(dense):
                 outliers.append(_outlier_cell(subject, cells, questions, note))
@@ -176,9 +214,14 @@ def _views(experts: bool) -> dict[str, View]:
 
 def _outlier_cell(subject: Subject, cells: Cells, questions: int, note: Note) -> dict[str, Any]:
     key = {
-        "study": "scale-outliers", **subject.identity, **subject.settings, "powers": list(POWERS),
-        "recipes": list(RECIPES), "questions": questions, "group": GROUP,
-    }  # fmt: skip
+        "study": "scale-outliers",
+        **subject.identity,
+        **subject.settings,
+        "powers": list(POWERS),
+        "recipes": list(RECIPES),
+        "questions": questions,
+        "group": GROUP,
+    }
 
     def numbers() -> dict[str, Any]:
         held_out = subject.runtime.questions["eval"][:questions]
@@ -282,23 +325,36 @@ def _outlier_means(outliers: list[dict]) -> dict[str, Any]:
 
 def format_table(result: dict[str, Any]) -> str:
     """Markdown: the ladder, and the outliers."""
-    rows = [("rung", "layers, experts", "loss of the warm-up", "entropy", "mean abs D",
-             "RMS of logits", "with experts replayed", "flips", "abs D, p 0.5 to 0.9")]  # fmt: skip
+    rows = [
+        (
+            "rung",
+            "layers, experts",
+            "loss of the warm-up",
+            "entropy",
+            "mean abs D",
+            "RMS of logits",
+            "with experts replayed",
+            "flips",
+            "abs D, p 0.5 to 0.9",
+        )
+    ]
     for rung, views in result["pooled"].items():
         about, plain = result["rungs"][rung], views[_PLAIN]
         replayed = views.get(_EXPERTS)
         middle = plain["by"]["probability"][2]
         rows.append(
             (
-                rung, f"{about['layers']}, {about['experts'] or '-'} {about['router']}".strip(),
+                rung,
+                f"{about['layers']}, {about['experts'] or '-'} {about['router']}".strip(),
                 ", ".join(f"{w['loss']:.3f}" for w in about["warmup"] if w) or "-",
-                writing.figure(plain["entropy"]), writing.figure(plain["mean_abs"]),
+                writing.figure(plain["entropy"]),
+                writing.figure(plain["mean_abs"]),
                 writing.figure(plain["rms_logits"]),
                 writing.figure(replayed["rms_logits"]) if replayed else "-",
                 writing.figure(plain["flips"]) if "flips" in plain else "-",
                 f"{middle:.3g}" if middle is not None else "-",
             )
-        )  # fmt: skip
+        )
     text = (
         f"Sampled under fp8, scored by a bf16 learner: {result['questions']} questions of "
         f"{result['group']} samples, seeds {', '.join(map(str, result['seeds']))}.\n\n"
@@ -338,9 +394,15 @@ def _draw_ladder(axes: Axes, result: dict[str, Any]) -> None:
         found = [result["pooled"][rungs[i]][view]["rms_logits"] for i in at]
         values, low, high = (np.array([f[j] for f in found]) for j in range(3))
         axes.errorbar(
-            at, values, [values - low, high - values], fmt="o", ms=4, capsize=2,
-            color=writing.COLOURS[index], label=view,
-        )  # fmt: skip
+            at,
+            values,
+            [values - low, high - values],
+            fmt="o",
+            ms=4,
+            capsize=2,
+            color=writing.COLOURS[index],
+            label=view,
+        )
     axes.set_xticks(range(len(rungs)), rungs)
     axes.set_ylim(bottom=0)
     writing.plain(axes, "rung", "RMS of the logits' difference")

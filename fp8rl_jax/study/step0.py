@@ -58,20 +58,30 @@ def score_cell(
             f"{questions} or more, and prompts_per_step to a divisor of that"
         )
     key = {
-        "study": study, **subject.identity, **subject.settings, "questions": questions,
-        "group": group, "rollout": rollout,
+        "study": study,
+        **subject.identity,
+        **subject.settings,
+        "questions": questions,
+        "group": group,
+        "rollout": rollout,
         "pairs": {name: list(pair) for name, pair in pairs.items()},
         "views": {
             name: {**described(v.recipe), "replay": v.replay, "of": v.of}
             for name, v in views.items()
         },
-    }  # fmt: skip
+    }
 
     def numbers() -> dict[str, Any]:
         found = scored(
-            subject.runtime, subject.params, views, pairs,
-            rollout=rollout, questions=held_out[:questions], group=group, note=note,
-        )  # fmt: skip
+            subject.runtime,
+            subject.params,
+            views,
+            pairs,
+            rollout=rollout,
+            questions=held_out[:questions],
+            group=group,
+            note=note,
+        )
         return {**found, "warmup": subject.warmup()}
 
     return cells.get(f"{study}-{subject.tag}-seed{subject.seed}", key, numbers)
@@ -112,13 +122,13 @@ def scored(
     levels = np.linspace(0.05, 0.95, 19)
     return {
         "pairs": found,
-        "decode": {
-            "tokens": tokens, "unequal": decode["differ"] / tokens, "most": decode["most"]
-        },
+        "decode": {"tokens": tokens, "unequal": decode["differ"] / tokens, "most": decode["most"]},
         "margins": {
             f"{level:.2f}": float(value)
             for level, value in zip(
                 levels, np.quantile(np.concatenate(margins, axis=1), levels), strict=True
             )
-        } if margins else {},
-    }  # fmt: skip
+        }
+        if margins
+        else {},
+    }

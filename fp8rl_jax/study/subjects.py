@@ -119,26 +119,38 @@ def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
     content = {
         "run": {"dir": "two_layers", "seed": seed},
         "model": {
-            "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
         },
         "precision": {"self_check": False},
         "env": {
             "task": "basic_arithmetic",
             "task_options": {
-                "min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1,
-                "operators": ["+"], "allow_parentheses": False, "allow_negation": False,
+                "min_terms": 3,
+                "max_terms": 4,
+                "min_digits": 1,
+                "max_digits": 1,
+                "operators": ["+"],
+                "allow_parentheses": False,
+                "allow_negation": False,
             },
             "train_questions": 256,
         },
         "rollout": {
-            "prompts_per_step": 16, "group_size": 8, "max_prompt_tokens": 30, "max_new_tokens": 4,
+            "prompts_per_step": 16,
+            "group_size": 8,
+            "max_prompt_tokens": 30,
+            "max_new_tokens": 4,
         },
         "algo": {"scale": "none"},
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2},
         "sft": {"steps": 60, "questions": 1024, "batch_size": 32, "evaluations": 1},
         "eval": {"questions": 128, "batch_size": 128},
-    }  # fmt: skip
+    }
     return saved_config(content, "the study's own configuration")
 
 
@@ -205,9 +217,12 @@ def of_config(
     config.run.steps, config.run.dir = 0, str(out / f"warmup-{name}-seed{config.run.seed}")
     make = functools.partial(_warm_up, config, note)
     return Subject(
-        name, runtime, make, trained=not config.model.checkpoint,
+        name,
+        runtime,
+        make,
+        trained=not config.model.checkpoint,
         directory=pathlib.Path(config.run.dir),
-    )  # fmt: skip
+    )
 
 
 def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool = True) -> Subject:

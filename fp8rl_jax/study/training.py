@@ -68,33 +68,51 @@ _VIEWS = {name: View(get_recipe(name)) for name in _SIDES}
 
 _TEST = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
 RISES = Hypothesis(
-    "rises", "Uncorrected, the mismatch KL rises over the steps of RL",
-    "Kendall's tau of mismatch KL and step", low=0.0, test=_TEST,
-)  # fmt: skip
+    "rises",
+    "Uncorrected, the mismatch KL rises over the steps of RL",
+    "Kendall's tau of mismatch KL and step",
+    low=0.0,
+    test=_TEST,
+)
 SIZE_RISES = Hypothesis(
-    "size_rises", "Uncorrected, mean |D| rises over the steps of RL",
-    "Kendall's tau of mean |D| and step", low=0.0, test=_TEST,
-)  # fmt: skip
+    "size_rises",
+    "Uncorrected, mean |D| rises over the steps of RL",
+    "Kendall's tau of mean |D| and step",
+    low=0.0,
+    test=_TEST,
+)
 ENTROPY_FALLS = Hypothesis(
-    "entropy_falls", "Uncorrected, the learner's entropy, the confounder, falls",
-    "Kendall's tau of entropy and step", high=0.0, test=_TEST,
-)  # fmt: skip
+    "entropy_falls",
+    "Uncorrected, the learner's entropy, the confounder, falls",
+    "Kendall's tau of entropy and step",
+    high=0.0,
+    test=_TEST,
+)
 ERROR_GROWS = Hypothesis(
-    "error_grows", "Uncorrected, the error of the logits, which entropy does not confound, grows",
-    "RMS of the logits' difference over that of the logits, after RL over before", low=1.0 + ANY,
-)  # fmt: skip
+    "error_grows",
+    "Uncorrected, the error of the logits, which entropy does not confound, grows",
+    "RMS of the logits' difference over that of the logits, after RL over before",
+    low=1.0 + ANY,
+)
 PER_NAT_RISES = Hypothesis(
-    "per_nat_rises", "Uncorrected, the mismatch KL rises per nat of entropy",
-    "Kendall's tau of mismatch KL per nat of entropy and step", low=0.0, test=_TEST,
-)  # fmt: skip
+    "per_nat_rises",
+    "Uncorrected, the mismatch KL rises per nat of entropy",
+    "Kendall's tau of mismatch KL per nat of entropy and step",
+    low=0.0,
+    test=_TEST,
+)
 TIS_STABLE = Hypothesis(
-    "tis_stable", "With TIS training is stable: the reward rises",
-    "mean reward of the last quarter of the steps less that of the first", low=ANY,
-)  # fmt: skip
+    "tis_stable",
+    "With TIS training is stable: the reward rises",
+    "mean reward of the last quarter of the steps less that of the first",
+    low=ANY,
+)
 TIS_NOT_ABOVE = Hypothesis(
-    "tis_not_above", "With TIS the mismatch KL ends no more than a tenth above that without",
-    "mean mismatch KL of the last quarter of the steps, with TIS over without", high=1.1,
-)  # fmt: skip
+    "tis_not_above",
+    "With TIS the mismatch KL ends no more than a tenth above that without",
+    "mean mismatch KL of the last quarter of the steps, with TIS over without",
+    high=1.1,
+)
 
 
 def study(
@@ -143,9 +161,11 @@ def study(
         progress.add(f"scores of {subject.name}, seed {subject.seed}, before RL")
         arms = Arms(subject, {"run.steps": steps}, out, cells, note)
         key = {
-            "questions": questions, "group": GROUP, "rollout": _SIDES[0],
+            "questions": questions,
+            "group": GROUP,
+            "rollout": _SIDES[0],
             "views": {name: described(view.recipe) for name, view in _VIEWS.items()},
-        }  # fmt: skip
+        }
         after = After(key, functools.partial(_score, subject, questions, note))
         for arm, fields in ARMS.items():
             runs[arm].append(arms.run("training", arm, fields, after))
@@ -160,20 +180,26 @@ def study(
         "questions": questions,
         "group": GROUP,
         "before": [_summary(cell["numbers"]) for cell in before],
-        "runs": {arm: [_with_ratio(cell["numbers"]) for cell in found] for arm, found in
-                 runs.items()},
+        "runs": {
+            arm: [_with_ratio(cell["numbers"]) for cell in found] for arm, found in runs.items()
+        },
         "hypotheses": _judge(before, runs),
         "origins": writing.origins(before + [cell for found in runs.values() for cell in found]),
-    }  # fmt: skip
+    }
 
 
 def _score(subject: Subject, questions: int, note: Note, params: Any) -> dict[str, Any]:
     """The numbers of `score_cell` for other weights of a subject's model."""
     return scored(
-        subject.runtime, params, _VIEWS, {_PAIR: _SIDES},
-        rollout=_SIDES[0], questions=subject.runtime.questions["eval"][:questions], group=GROUP,
+        subject.runtime,
+        params,
+        _VIEWS,
+        {_PAIR: _SIDES},
+        rollout=_SIDES[0],
+        questions=subject.runtime.questions["eval"][:questions],
+        group=GROUP,
         note=note,
-    )  # fmt: skip
+    )
 
 
 def _pair(numbers: dict[str, Any]) -> Pair:
@@ -278,7 +304,7 @@ def format_table(result: dict[str, Any]) -> str:
         f"{writing.markdown_table(*ends)}\nBefore and after RL, {result['questions']} held-out "
         f"questions of {result['group']} samples; abs D also among tokens to which the sampler "
         f"gives a probability p.\n\n{writing.markdown_table(*scores)}"
-    )  # fmt: skip
+    )
 
 
 def _known(values: Sequence[float | None]) -> str:

@@ -44,9 +44,16 @@ from fp8rl_jax.training.offload import is_on_host, to_device
 _MISREAD = re.compile(r"[*?\[\]\\:]")
 _PART_BYTES = 2**28  # of arrays that are read back together
 _WRITE_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM,
-    errno.EROFS, errno.EIO,
-)  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+)
 _OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
 
 
@@ -81,9 +88,11 @@ class Checkpoints:
         self._release = weakref.finalize(self, os.close, descriptor)
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, create=True,
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            create=True,
             cleanup_tmp_directories=own,
-        )  # fmt: skip
+        )
         self._manager = ocp.CheckpointManager(self._path, options=options)
         processes.barrier("the checkpoints are known")  # before one is deleted
         for number in sorted(self._manager.all_steps())[:-keep] if own else ():
@@ -232,9 +241,11 @@ class Checkpoints:
         if obstacle:
             return UserError(f"{path} cannot be read ({named}): mend that and try again")
         others = [n for n in self._manager.all_steps() if n < number]
-        back = f"move that directory away to go back to checkpoint {max(others)}" if others else (
-            "start again with another run.dir"
-        )  # fmt: skip
+        back = (
+            f"move that directory away to go back to checkpoint {max(others)}"
+            if others
+            else ("start again with another run.dir")
+        )
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def _said(self, error: Exception) -> str:

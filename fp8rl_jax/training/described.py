@@ -41,10 +41,12 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
     if layers is not None:
         model = dataclasses.replace(model, num_hidden_layers=layers)
     changed = dataclasses.replace(
-        resolved, model=model, rollout_recipe=on_gpu(resolved.rollout_recipe),
+        resolved,
+        model=model,
+        rollout_recipe=on_gpu(resolved.rollout_recipe),
         learner_recipe=on_gpu(resolved.learner_recipe),
         reference_recipe=on_gpu(resolved.reference_recipe),
-    )  # fmt: skip
+    )
     return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
 
 
@@ -75,9 +77,11 @@ def _batch(runtime: Runtime, rows: int) -> learner.Batch:
     new = rollout.max_new_tokens
     tokens = rollout.max_prompt_tokens + new
     field = {
-        "tokens": ((rows, tokens), jnp.int32), "targets": ((rows, new), jnp.int32),
-        "prompt_lengths": ((rows,), jnp.int32), "temperature": ((rows,), jnp.float32),
-    }  # fmt: skip
+        "tokens": ((rows, tokens), jnp.int32),
+        "targets": ((rows, new), jnp.int32),
+        "prompt_lengths": ((rows,), jnp.int32),
+        "temperature": ((rows,), jnp.float32),
+    }
     arrays = {
         f.name: jax.ShapeDtypeStruct(*field.get(f.name, ((rows, new), jnp.float32)))
         for f in dataclasses.fields(learner.Batch)
@@ -115,14 +119,20 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
         "rollout": runtime.engine.sampler.trace(
-            runtime.layout.weight_shapes, prompts, wanted.lengths, wanted.key, wanted.sample_ids,
-            wanted.temperature, wanted.limits, wanted.rope,
+            runtime.layout.weight_shapes,
+            prompts,
+            wanted.lengths,
+            wanted.key,
+            wanted.sample_ids,
+            wanted.temperature,
+            wanted.limits,
+            wanted.rope,
         ),
         "train step": step.trace(*arguments),
         "score": runtime.engine.compiled_score.trace(
             state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
         ),
-    }  # fmt: skip
+    }
 
 
 def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:

@@ -217,9 +217,15 @@ class JaxEngine:
         """A compiled sampler with the run's prompt and response slots."""
         resolved, rollout = self.resolved, self.config.rollout
         settings = SamplerConfig(
-            max_new_tokens=rollout.max_new_tokens, group_size=group_size, eos_ids=self.eos_ids,
-            pad_id=self.pad_id, top_k=top_k, top_p=top_p, cache_slots=self.cache_slots, taps=taps,
-        )  # fmt: skip
+            max_new_tokens=rollout.max_new_tokens,
+            group_size=group_size,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            top_k=top_k,
+            top_p=top_p,
+            cache_slots=self.cache_slots,
+            taps=taps,
+        )
         model, recipe, mesh = resolved.model, resolved.rollout_recipe, self.layout.mesh
         if rollout.slots and not taps:
             return ContinuousSampler(model, recipe, settings, self._batching(settings), mesh=mesh)
@@ -235,10 +241,15 @@ class JaxEngine:
             return sizes
         loop = Loop(resolved.model, resolved.rollout_recipe, settings, self.layout.parallel)
         plan = plan_rollout(
-            loop, resolved.learner_recipe, mesh,
-            prompt_tokens=rollout.max_prompt_tokens, batching=sizes, memory=device_memory(),
-            reference=resolved.algorithm.needs_reference, offload=self.config.learner.offload,
-        )  # fmt: skip
+            loop,
+            resolved.learner_recipe,
+            mesh,
+            prompt_tokens=rollout.max_prompt_tokens,
+            batching=sizes,
+            memory=device_memory(),
+            reference=resolved.algorithm.needs_reference,
+            offload=self.config.learner.offload,
+        )
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
         return dataclasses.replace(sizes, pages=pages * mesh.size)
 
@@ -294,10 +305,15 @@ class JaxEngine:
         group = len(rollout.tokens) // len(prompts.lengths)
         tokens, lengths = (np.repeat(x, group, axis=0) for x in (prompts.tokens, prompts.lengths))
         return learner.make_batch(
-            join(tokens, lengths, rollout.tokens, self.pad_id), lengths, rollout.tokens,
-            rollout.mask, prompts.temperature, advantages=advantages, old_logprobs=rollout.logprobs,
+            join(tokens, lengths, rollout.tokens, self.pad_id),
+            lengths,
+            rollout.tokens,
+            rollout.mask,
+            prompts.temperature,
+            advantages=advantages,
+            old_logprobs=rollout.logprobs,
             routing={n: jnp.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
-        )  # fmt: skip
+        )
 
     # Learner.
 
@@ -365,16 +381,24 @@ class JaxEngine:
         )
         recipe, learn = recipe or resolved.learner_recipe, self.config.learner
         settings = {
-            "parallel": layout.parallel, "micro_batches": micro_batches, "remat": learn.remat,
-            "health": self.config.precision.health, "taps": taps,
-        }  # fmt: skip
+            "parallel": layout.parallel,
+            "micro_batches": micro_batches,
+            "remat": learn.remat,
+            "health": self.config.precision.health,
+            "taps": taps,
+        }
         if layout.offloads:
             gradients = learner.make_gradients(resolved.model, recipe, loss, **settings)
             return OffloadedStep(gradients, optimizer, *shardings, donate)
         return learner.make_train_step(
-            resolved.model, recipe, optimizer, loss, donate=donate,
-            shardings={"out_shardings": shardings}, **settings,
-        )  # fmt: skip
+            resolved.model,
+            recipe,
+            optimizer,
+            loss,
+            donate=donate,
+            shardings={"out_shardings": shardings},
+            **settings,
+        )
 
     @functools.cached_property
     def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:

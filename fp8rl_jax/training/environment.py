@@ -31,8 +31,15 @@ from fp8rl_jax.data import tokenizer_files
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)
 _LIBRARIES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "ml_dtypes",
+    "tokenizers",
+)
 
 
 _COMPARED = ("versions", "devices", "settings")

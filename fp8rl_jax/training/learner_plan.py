@@ -171,8 +171,9 @@ def _weight_bytes(tree: Any, mesh: Mesh | AbstractMesh) -> WeightBytes:
     gathered = sharding.abstract_mesh({"data": 1, "fsdp": 1} | kept)
     counts = {
         name: jax.tree.leaves(run)[0].shape[0]
-        for name, run in tree.items() if name.startswith((STACK, DENSE_STACK))
-    }  # fmt: skip
+        for name, run in tree.items()
+        if name.startswith((STACK, DENSE_STACK))
+    }
     dense = experts = 0
     layer = dict.fromkeys(counts, 0)
     for names, size in _parts(tree, gathered):

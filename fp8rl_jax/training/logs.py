@@ -69,9 +69,11 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
         return [_checked(record) for record in _records(path, b"\n")]
     except (OSError, ValueError) as error:
-        what = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else (
-            f"is damaged ({error})"
-        )  # fmt: skip
+        what = (
+            f"cannot be read ({error.strerror})"
+            if isinstance(error, OSError)
+            else (f"is damaged ({error})")
+        )
         raise UserError(
             f"{path} {what}: put the file back, or start again with another run.dir"
         ) from None

@@ -25,13 +25,17 @@ def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
     """Raises UserError if the train state, or an evaluation beside it, is larger than the
     devices."""
     state = train_bytes(
-        resolved.model, resolved.learner_recipe, mesh, resolved.algorithm.needs_reference,
+        resolved.model,
+        resolved.learner_recipe,
+        mesh,
+        resolved.algorithm.needs_reference,
         resolved.config.learner.offload,
-    )  # fmt: skip
+    )
     _check(
-        state, "the train state (parameters and optimiser moments in float32)",
+        state,
+        "the train state (parameters and optimiser moments in float32)",
         _advise(resolved, mesh),
-    )  # fmt: skip
+    )
     check_eval_memory(resolved, mesh, state)
 
 

@@ -72,9 +72,14 @@ class OffloadedStep:
     metrics)``, as that of `learner.make_train_step`."""
 
     def __init__(
-        self, gradients: Callable, optimizer: Optimizer, shardings: TrainState, rows, whole,
+        self,
+        gradients: Callable,
+        optimizer: Optimizer,
+        shardings: TrainState,
+        rows,
+        whole,
         donate: bool = True,
-    ):  # fmt: skip
+    ):
         """
         Args:
           gradients: of `learner.make_gradients`.
@@ -129,8 +134,9 @@ class OffloadedStep:
             """`moments` with one array in the place of every tree shaped as the parameters."""
             return jax.tree.map(
                 lambda node: jax.tree.leaves(node)[index] if like_params(node) else node,
-                moments, is_leaf=like_params,
-            )  # fmt: skip
+                moments,
+                is_leaf=like_params,
+            )
 
         states = []
         for index in range(len(olds)):

@@ -116,11 +116,17 @@ def optimizer_of_phase(
     o, norm = config.optimizer, norm_of_gradients(config.precision.cpu_products)
     if phase == "rl":
         return make_optimizer(
-            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm,
-            norm=norm,
-        )  # fmt: skip
+            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm, norm=norm
+        )
     w = config.sft
     return make_optimizer(
-        w.learning_rate, w.warmup_steps, o.b1, w.b2, w.weight_decay, o.clip_norm,
-        w.steps if w.end_fraction < 1 else 0, w.end_fraction, norm,
-    )  # fmt: skip
+        w.learning_rate,
+        w.warmup_steps,
+        o.b1,
+        w.b2,
+        w.weight_decay,
+        o.clip_norm,
+        w.steps if w.end_fraction < 1 else 0,
+        w.end_fraction,
+        norm,
+    )

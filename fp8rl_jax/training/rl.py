@@ -165,9 +165,15 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
     """The batch with advantages and weights of its tokens; their metrics go into the record."""
     rollout = samples.rollout
     prepared = prepare(
-        rt.algorithm, samples.rewards, rollout.mask, rollout.finished,
-        batch.old_logprobs, rollout.logprobs, batch.ref_logprobs, samples.counts,
-    )  # fmt: skip
+        rt.algorithm,
+        samples.rewards,
+        rollout.mask,
+        rollout.finished,
+        batch.old_logprobs,
+        rollout.logprobs,
+        batch.ref_logprobs,
+        samples.counts,
+    )
     record |= prepared.metrics
     parts = np.split(prepared.keep, rt.config.algo.num_minibatches)
     return dataclasses.replace(

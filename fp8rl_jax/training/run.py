@@ -37,11 +37,7 @@ class Run:
     logs: RunLogs
 
     def __init__(
-        self,
-        runtime: Runtime,
-        lock: RunLock,
-        display: Display,
-        stop: Callable[[], str | None],
+        self, runtime: Runtime, lock: RunLock, display: Display, stop: Callable[[], str | None]
     ):
         config = runtime.config
         self.runtime, self.display = runtime, display
@@ -109,9 +105,11 @@ class Run:
 def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
     """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
     layer = int(metrics["bad_layer"])
-    where = f"layer {layer} is the first with a non-finite output" if layer >= 0 else (
-        "every layer's output is finite, so it arose in the loss or in a gradient"
-    )  # fmt: skip
+    where = (
+        f"layer {layer} is the first with a non-finite output"
+        if layer >= 0
+        else ("every layer's output is finite, so it arose in the loss or in a gradient")
+    )
     return (
         f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
         f"{float(metrics['grad_norm'])}; {where}; "

@@ -37,9 +37,17 @@ from fp8rl_jax.training.logs import RunLogs
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a write may meet that the user can fix; any other OSError is ours.
 WRITE_ERRORS = (
-    *_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EFBIG,
-    errno.EMFILE, errno.ENFILE, errno.EISDIR,
-)  # fmt: skip
+    *_FULL,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EISDIR,
+)
 # What such an error means, and what helps beside another directory.
 _CAUSES = {
     **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
@@ -52,17 +60,31 @@ _CAUSES = {
 }
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
-    "run.dir", "run.steps", "run.cache_dir", "run.compilation_cache", "run.keep_checkpoints",
-    "run.loggers", "run.project",
-    "model.check_finite", "precision.self_check", "env.data_dir", "env.download",
-    "env.reward_timeout", "env.reward_memory_gb",
-)  # fmt: skip
+    "run.dir",
+    "run.steps",
+    "run.cache_dir",
+    "run.compilation_cache",
+    "run.keep_checkpoints",
+    "run.loggers",
+    "run.project",
+    "model.check_finite",
+    "precision.self_check",
+    "env.data_dir",
+    "env.download",
+    "env.reward_timeout",
+    "env.reward_memory_gb",
+)
 _DIGEST = "data.sha256"
 # What a run writes beside its logs, which see to themselves.
 _FILES = (
-    "config.json", "model.json", _DIGEST, "environment.json", "report.html", "drift.json",
+    "config.json",
+    "model.json",
+    _DIGEST,
+    "environment.json",
+    "report.html",
+    "drift.json",
     "drift.html",
-)  # fmt: skip
+)
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # for a network file system to show a new file
 

@@ -119,9 +119,14 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     checks.check_platform(resolved)
     hold_settings()  # modules of the user's are imported by now
     return Runtime(
-        **vars(resolved), mesh=mesh, tokenizer=tokenizer, chat=chat, questions=data.questions,
-        data_note=data.note, data_digest=data.digest,
-    )  # fmt: skip
+        **vars(resolved),
+        mesh=mesh,
+        tokenizer=tokenizer,
+        chat=chat,
+        questions=data.questions,
+        data_note=data.note,
+        data_digest=data.digest,
+    )
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
@@ -134,6 +139,8 @@ def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
             "data.chat=False, or name the directory of a model that has one"
         )
     return ChatFormat(
-        tokenizer.chat_template, data.system_prompt, plain(data.chat_options.to_dict()),
+        tokenizer.chat_template,
+        data.system_prompt,
+        plain(data.chat_options.to_dict()),
         begun(pathlib.Path(config.run.dir)),
-    )  # fmt: skip
+    )

@@ -57,14 +57,20 @@ class Samples:
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
         prompts = self.prompts
         return Samples(
-            [self.questions[i] for i in chosen], _take(self.rollout, rows), self.versions[rows],
+            [self.questions[i] for i in chosen],
+            _take(self.rollout, rows),
+            self.versions[rows],
             Prompts(
-                prompts.tokens[chosen], prompts.lengths[chosen], prompts.key,
-                prompts.temperature[rows], prompts.first_ids[chosen],
+                prompts.tokens[chosen],
+                prompts.lengths[chosen],
+                prompts.key,
+                prompts.temperature[rows],
+                prompts.first_ids[chosen],
             ),
             self.rewards[chosen],
-            {name: values[chosen] for name, values in self.by_name.items()}, self.counts[chosen],
-        )  # fmt: skip
+            {name: values[chosen] for name, values in self.by_name.items()},
+            self.counts[chosen],
+        )
 
 
 def sample_step(

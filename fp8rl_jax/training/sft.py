@@ -45,9 +45,13 @@ _FIELDS = (
 )
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = (
-    "model.check_finite", "precision.zero_drift", "precision.health", "precision.self_check",
-    "env.reward_timeout", "env.reward_memory_gb",
-)  # fmt: skip
+    "model.check_finite",
+    "precision.zero_drift",
+    "precision.health",
+    "precision.self_check",
+    "env.reward_timeout",
+    "env.reward_memory_gb",
+)
 
 _TWO_DAYS = 2 * 24 * 3600.0
 

@@ -92,9 +92,13 @@ class Wandb:
         import wandb
 
         self._run = wandb.init(
-            project=config.run.project, name=directory.name, dir=str(directory),
-            config=plain(config.to_dict()), id=_identity(directory), resume="allow",
-        )  # fmt: skip
+            project=config.run.project,
+            name=directory.name,
+            dir=str(directory),
+            config=plain(config.to_dict()),
+            id=_identity(directory),
+            resume="allow",
+        )
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         # Steps count within a phase; wandb's own count goes on over all of them.

@@ -19,9 +19,13 @@ from fp8rl_jax.training.counters import add_counts, first_layers, load_metrics, 
 _MEANS = ("loss", "grad_norm", "router_aux_loss")
 # Statistic of a token -> its metric, the mean over tokens.
 _OF_TOKENS = {
-    "ratio": "ratio_mean", "clipped_low": "clipfrac_low", "clipped_high": "clipfrac_high",
-    "clipped_dual": "clipfrac_dual", "kl": "kl_ref", "entropy": "entropy",
-}  # fmt: skip
+    "ratio": "ratio_mean",
+    "clipped_low": "clipfrac_low",
+    "clipped_high": "clipfrac_high",
+    "clipped_dual": "clipfrac_dual",
+    "kl": "kl_ref",
+    "entropy": "entropy",
+}
 
 
 class StepRecord(dict[str, Any]):

@@ -35,8 +35,11 @@ class Text:
         """Questions with their demonstrations as responses, as a batch on the host."""
         prompts, lengths, targets, mask = pad_demonstrations(
             [(q.prompt, q.demonstration) for q in questions],
-            self.tokenizer, self.prompt_slots, self.response_slots, self.chat,
-        )  # fmt: skip
+            self.tokenizer,
+            self.prompt_slots,
+            self.response_slots,
+            self.chat,
+        )
         tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
         ones = np.ones(len(questions), np.float32)
         return learner.make_batch(tokens, lengths, targets, mask, ones)

@@ -117,11 +117,31 @@ def _nothing(V_WIDTH: tl.constexpr):
 
 @triton.jit
 def _one_split(
-    split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale, k_rope, table,
-    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr, SCALE: tl.constexpr, Q_SCALES: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
+    split,
+    query,
+    query_rope,
+    query_scale,
+    position,
+    last,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    k_rope,
+    table,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    PAGED: tl.constexpr,
+):
     """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
     top, total, values = _nothing(V_WIDTH)
     page = 0
@@ -195,14 +215,23 @@ def attention_kernel(
     out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
     total,  # likewise
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, DR: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
-    V_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALES: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PAGED: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    PAGED: tl.constexpr,
     ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
-):  # fmt: skip
+):
     SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
     # The tiles with the most keys first: they end last.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
@@ -231,10 +260,31 @@ def attention_kernel(
         split = tl.program_id(0) % SPLITS
         if split * SPLIT <= last:
             row_top, row_total, values = _one_split(
-                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
-                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
-                K_SCALES, V_SCALES, PAGED,
-            )  # fmt: skip
+                split,
+                query,
+                query_rope,
+                query_scale,
+                position,
+                last,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                k_rope,
+                table,
+                HKV,
+                D,
+                DV,
+                DR,
+                WIDTH,
+                V_WIDTH,
+                R_WIDTH,
+                SCALE,
+                Q_SCALES,
+                K_SCALES,
+                V_SCALES,
+                PAGED,
+            )
             place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
             tl.store(top + place, row_top, mask=exists)
             tl.store(total + place, row_total, mask=exists)
@@ -243,10 +293,31 @@ def attention_kernel(
         row_top, row_total, values = _nothing(V_WIDTH)
         for split in range(0, last // SPLIT + 1):
             more_top, more_total, more_values = _one_split(
-                split, query, query_rope, query_scale, position, last, k, v, k_scale, v_scale,
-                k_rope, table, HKV, D, DV, DR, WIDTH, V_WIDTH, R_WIDTH, SCALE, Q_SCALES,
-                K_SCALES, V_SCALES, PAGED,
-            )  # fmt: skip
+                split,
+                query,
+                query_rope,
+                query_scale,
+                position,
+                last,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                k_rope,
+                table,
+                HKV,
+                D,
+                DV,
+                DR,
+                WIDTH,
+                V_WIDTH,
+                R_WIDTH,
+                SCALE,
+                Q_SCALES,
+                K_SCALES,
+                V_SCALES,
+                PAGED,
+            )
             row_top, row_total, values = _join(
                 row_top, row_total, values, more_top, more_total, more_values
             )
@@ -260,9 +331,13 @@ def join_kernel(
     top,  # (SPLITS, B, T, H)
     total,  # likewise
     out,  # (B, T, H, DV) float32
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    DV: tl.constexpr,
     V_WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
     feature = tl.arange(0, V_WIDTH)
     mask = exists[:, None] & (feature < DV)[None, :]
@@ -397,23 +472,47 @@ def attention(
     rows = (splits, batch, queries, heads) if one_split else (batch, queries, heads)
     results = [(*rows, v_features), *[rows if one_split else (1,)] * 2]
     shape = {
-        "T": queries, "S": slots, "H": heads, "HKV": kv_heads, "DV": v_features,
+        "T": queries,
+        "S": slots,
+        "H": heads,
+        "HKV": kv_heads,
+        "DV": v_features,
         "V_WIDTH": head_width(v_features),
-    }  # fmt: skip
+    }
     warps, stages = warps_and_stages(max(features, v_features), float32)
     parts, *statistics = triton_call(
-        attention_kernel, q, k, v, positions, *others,
+        attention_kernel,
+        q,
+        k,
+        v,
+        positions,
+        *others,
         out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results),
-        grid=(tiles * (splits if one_split else 1), kv_heads, batch), warps=warps, stages=stages,
-        D=features, DR=rope_features, WIDTH=head_width(features),
+        grid=(tiles * (splits if one_split else 1), kv_heads, batch),
+        warps=warps,
+        stages=stages,
+        D=features,
+        DR=rope_features,
+        WIDTH=head_width(features),
         R_WIDTH=head_width(rope_features or 1),
-        SCALE=scale / math.log(2), Q_SCALES=_kind(q_scale), K_SCALES=_kind(k_scale),
-        V_SCALES=_kind(v_scale), PAGED=table is not None, ONE_SPLIT=one_split, **shape,
-    )  # fmt: skip
+        SCALE=scale / math.log(2),
+        Q_SCALES=_kind(q_scale),
+        K_SCALES=_kind(k_scale),
+        V_SCALES=_kind(v_scale),
+        PAGED=table is not None,
+        ONE_SPLIT=one_split,
+        **shape,
+    )
     if not one_split:
         return parts
     return triton_call(
-        join_kernel, positions, parts, *statistics,
+        join_kernel,
+        positions,
+        parts,
+        *statistics,
         out=jax.ShapeDtypeStruct(parts.shape[1:], jnp.float32),
-        grid=(tiles, kv_heads, batch), warps=warps, stages=1, **shape,
-    )  # fmt: skip
+        grid=(tiles, kv_heads, batch),
+        warps=warps,
+        stages=1,
+        **shape,
+    )

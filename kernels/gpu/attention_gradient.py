@@ -39,11 +39,30 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _add_to_query(
-    dquery, start, end, query, query_scale, dout, logsumexp, delta, position, k, v, k_scale,
-    v_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    dquery,
+    start,
+    end,
+    query,
+    query_scale,
+    dout,
+    logsumexp,
+    delta,
+    position,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     slot = start + tl.arange(0, KEYS)
     there = slot < end
     place = slot * HKV
@@ -75,13 +94,20 @@ def query_gradient_kernel(
     logsumexp,  # (B, T, H) float32, over log 2
     delta,  # (B, T, H) float32
     dq,  # (B, T, H, D) float32
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
     k += first_key * D
@@ -104,10 +130,30 @@ def query_gradient_kernel(
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             dquery = _add_to_query(
-                dquery, start, end, query, query_scale, row_dout, row_logsumexp, row_delta,
-                position, k, v, k_scale, v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED,
-                KV_SCALED, masked == 1,
-            )  # fmt: skip
+                dquery,
+                start,
+                end,
+                query,
+                query_scale,
+                row_dout,
+                row_logsumexp,
+                row_delta,
+                position,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                HKV,
+                D,
+                DV,
+                WIDTH,
+                V_WIDTH,
+                KEYS,
+                SCALE,
+                Q_SCALED,
+                KV_SCALED,
+                masked == 1,
+            )
         first, last = unmasked, end
     store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
 
@@ -129,12 +175,34 @@ def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _add_to_keys(
-    dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout, logsumexp,
-    delta, positions, T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr,
+    dkey,
+    dvalue,
+    tile,
+    key,
+    value,
+    key_scale,
+    value_scale,
+    slot,
+    q,
+    q_scale,
+    dout,
+    logsumexp,
+    delta,
+    positions,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """What a tile of rows adds; scores and weights are (keys, rows) here, to be left operands."""
     place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
     query = vectors(q, place, exists, D, WIDTH)
@@ -164,13 +232,31 @@ def _add_to_keys(
 @triton.jit
 def key_gradient_kernel(
     q,  # as of `query_gradient_kernel`
-    k, v, positions, q_scale, k_scale, v_scale, dout, logsumexp, delta,
+    k,
+    v,
+    positions,
+    q_scale,
+    k_scale,
+    v_scale,
+    dout,
+    logsumexp,
+    delta,
     dk,  # (B, S, HKV, D) float32
     dv,  # (B, S, HKV, DV) float32
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = H // HKV
     first_row, first_key = batch * T * H + kv_head * GROUP, batch * S * HKV + kv_head
@@ -199,10 +285,34 @@ def key_gradient_kernel(
     for unmasked_part in tl.static_range(2):
         for tile in range(first, last):
             dkey, dvalue = _add_to_keys(
-                dkey, dvalue, tile, key, value, key_scale, value_scale, slot, q, q_scale, dout,
-                logsumexp, delta, positions, T, S, H, HKV, D, DV, WIDTH, V_WIDTH, ROWS, SCALE,
-                Q_SCALED, KV_SCALED, unmasked_part == 0,
-            )  # fmt: skip
+                dkey,
+                dvalue,
+                tile,
+                key,
+                value,
+                key_scale,
+                value_scale,
+                slot,
+                q,
+                q_scale,
+                dout,
+                logsumexp,
+                delta,
+                positions,
+                T,
+                S,
+                H,
+                HKV,
+                D,
+                DV,
+                WIDTH,
+                V_WIDTH,
+                ROWS,
+                SCALE,
+                Q_SCALED,
+                KV_SCALED,
+                unmasked_part == 0,
+            )
         first, last = border, tiles
     store_vectors(dk + first_key * D, dkey * (SCALE * _LOG_2), place, there, D, WIDTH)
     store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)

@@ -53,9 +53,16 @@ def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: t
 
 @triton.jit
 def scores_of(
-    query, key, query_scale, k_scale, place, there, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
+    query,
+    key,
+    query_scale,
+    k_scale,
+    place,
+    there,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """(rows, keys) scores over log 2, without a mask."""
     score = multiply(query, key.T)
     if KV_SCALED:
@@ -81,11 +88,29 @@ def seen_by(position, exists, S, KEYS: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    top, total, values, start, end, query, query_scale, position, k, v, k_scale, v_scale,
-    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    values,
+    start,
+    end,
+    query,
+    query_scale,
+    position,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Maximum, sum and weighted values with those of a block of keys."""
     slot = start + tl.arange(0, KEYS)
     there = slot < end
@@ -118,13 +143,20 @@ def fast_attention_kernel(
     v_scale,  # likewise
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
-    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores, over log 2
-    Q_SCALED: tl.constexpr, KV_SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     # Within a sequence 32 bits count; the tiles with the most keys come first, as they end last.
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
@@ -146,9 +178,29 @@ def fast_attention_kernel(
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             top, total, values = _add_block(
-                top, total, values, start, end, query, query_scale, position, k, v, k_scale,
-                v_scale, HKV, D, DV, WIDTH, V_WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED, masked == 1,
-            )  # fmt: skip
+                top,
+                total,
+                values,
+                start,
+                end,
+                query,
+                query_scale,
+                position,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                HKV,
+                D,
+                DV,
+                WIDTH,
+                V_WIDTH,
+                KEYS,
+                SCALE,
+                Q_SCALED,
+                KV_SCALED,
+                masked == 1,
+            )
         first, last = unmasked, end
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
@@ -200,11 +252,17 @@ class Operands:
         rows = -(-queries * heads // kv_heads // tile.rows)
         programs = rows if over == "rows" else -(-slots // tile.keys)
         return triton_call(
-            kernel, *self.arrays, *more,
+            kernel,
+            *self.arrays,
+            *more,
             out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out),
-            grid=(programs, kv_heads, batch), warps=tile.warps, stages=tile.stages,
-            ROWS=tile.rows, KEYS=tile.keys, **self.constants,
-        )  # fmt: skip
+            grid=(programs, kv_heads, batch),
+            warps=tile.warps,
+            stages=tile.stages,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            **self.constants,
+        )
 
 
 def supports(q: jax.Array, v: jax.Array) -> bool:
@@ -230,15 +288,24 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
         if used
         else jnp.zeros((1,), jnp.float32)
         for given, like, used in (
-            (q_scale, q, q_scaled), (k_scale, k, kv_scaled), (v_scale, v, kv_scaled)
+            (q_scale, q, q_scaled),
+            (k_scale, k, kv_scaled),
+            (v_scale, v, kv_scaled),
         )
-    ]  # fmt: skip
+    ]
     constants = {
-        "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "HKV": k.shape[2],
-        "D": q.shape[3], "DV": v.shape[3], "WIDTH": head_width(q.shape[3]),
-        "V_WIDTH": head_width(v.shape[3]), "SCALE": scale / math.log(2),
-        "Q_SCALED": q_scaled, "KV_SCALED": kv_scaled,
-    }  # fmt: skip
+        "T": q.shape[1],
+        "S": k.shape[1],
+        "H": q.shape[2],
+        "HKV": k.shape[2],
+        "D": q.shape[3],
+        "DV": v.shape[3],
+        "WIDTH": head_width(q.shape[3]),
+        "V_WIDTH": head_width(v.shape[3]),
+        "SCALE": scale / math.log(2),
+        "Q_SCALED": q_scaled,
+        "KV_SCALED": kv_scaled,
+    }
     return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales), constants)
 
 

@@ -46,9 +46,16 @@ _LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _logits_tile(
-    x, w, row, column, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x,
+    w,
+    row,
+    column,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
-):  # fmt: skip
+):
     """(BM, BN) float32 of x (., K) by w (., K) transposed, at rows and columns that exist."""
     depth = tl.arange(0, BK)
     x_at = x + tl.cast(row, tl.int64)[:, None] * K + depth[None, :]
@@ -105,9 +112,19 @@ def _sum_fine(x):
 
 @triton.jit
 def _store_statistics(
-    scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen,
+    scaled,
+    row,
+    row_ok,
+    column,
+    column_ok,
+    tile,
+    targets,
+    top,
+    total,
+    moment,
+    chosen,
     TILES: tl.constexpr,
-):  # fmt: skip
+):
     """Writes a tile's three numbers per row, and the target's logit if it is in the tile."""
     target = tl.load(targets + row)
     here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
@@ -136,9 +153,15 @@ def head_statistics_kernel(
     total,  # (M, TILES) float32: sum of exp(scaled - top)
     moment,  # (M, TILES) float32: sum of exp(scaled - top) * (scaled - top)
     chosen,  # (M,) float32: the target's scaled logit
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
     TILES: tl.constexpr = (N + BN - 1) // BN
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, TILES, BAND)
     row = row_tile * BM + tl.arange(0, BM)
@@ -157,9 +180,16 @@ def head_statistics_kernel(
 def logits_statistics_kernel(
     logits,  # (M, N) float32
     targets,  # the rest as for head_statistics_kernel
-    inverse_temperature, top, total, moment, chosen, M: tl.constexpr, N: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    inverse_temperature,
+    top,
+    total,
+    moment,
+    chosen,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     TILES: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -178,15 +208,17 @@ def logits_statistics_kernel(
 @triton.jit
 def combine_kernel(
     top,  # (M, TILES), as is
-    total, moment,
+    total,
+    moment,
     chosen,  # (M,)
     targets,  # (M,) int32
     logp,  # (M,) float32
     entropy,  # (M,) float32, in nats
     logsumexp,  # (M,) float32, of the scaled logits
-    N: tl.constexpr, TILES: tl.constexpr,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
     WIDTH: tl.constexpr,  # TILES or more, a power of two
-):  # fmt: skip
+):
     row = tl.program_id(0)
     tile = tl.arange(0, WIDTH)
     at = tl.cast(row, tl.int64) * TILES + tile
@@ -219,11 +251,16 @@ def head_gradient_kernel(
     dlogp,  # (M,) float32
     dlogits,  # (M, WIDTH): gradient with respect to the unscaled logits; zeros from column N on
     dlogits_t,  # (WIDTH, M): the same, transposed
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
     WIDTH: tl.constexpr,  # N or more
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
     BAND: tl.constexpr,
-):  # fmt: skip
+):
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, (WIDTH + BN - 1) // BN, BAND)
     row = row_tile * BM + tl.arange(0, BM)
     row_ok = row < M
@@ -271,11 +308,17 @@ def _statistics_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, .
 def _combine(statistics, targets: jax.Array, columns: int):
     rows, tiles = statistics[0].shape
     return triton_call(
-        combine_kernel, *statistics, targets,
+        combine_kernel,
+        *statistics,
+        targets,
         out=(jax.ShapeDtypeStruct((rows,), jnp.float32),) * 3,
-        grid=(rows,), warps=4, stages=1,
-        N=columns, TILES=tiles, WIDTH=1 << (tiles - 1).bit_length(),
-    )  # fmt: skip
+        grid=(rows,),
+        warps=4,
+        stages=1,
+        N=columns,
+        TILES=tiles,
+        WIDTH=1 << (tiles - 1).bit_length(),
+    )
 
 
 def head_logprobs(
@@ -301,11 +344,20 @@ def head_logprobs(
     hidden, head = align(hidden), align(head.T)
     tile = head_tile(kind, rows)
     statistics = triton_call(
-        head_statistics_kernel, hidden, head, targets, inverse_temperature,
+        head_statistics_kernel,
+        hidden,
+        head,
+        targets,
+        inverse_temperature,
         out=_statistics_shapes(rows, columns),
-        grid=(-(-rows // tile.rows) * _tiles(columns),), warps=tile.warps, stages=tile.stages,
-        M=rows, N=columns, K=hidden.shape[1], **tile.constants(kind),
-    )  # fmt: skip
+        grid=(-(-rows // tile.rows) * _tiles(columns),),
+        warps=tile.warps,
+        stages=tile.stages,
+        M=rows,
+        N=columns,
+        K=hidden.shape[1],
+        **tile.constants(kind),
+    )
     return _combine(statistics, targets, columns)
 
 
@@ -318,11 +370,19 @@ def logprobs_of_logits(
         raise ValueError(f"logits must be float32, got {logits.dtype}; the head's product gives it")
     rows, columns = logits.shape
     statistics = triton_call(
-        logits_statistics_kernel, logits, targets, inverse_temperature,
+        logits_statistics_kernel,
+        logits,
+        targets,
+        inverse_temperature,
         out=_statistics_shapes(rows, columns),
-        grid=(_tiles(columns), -(-rows // _LOGITS_ROWS)), warps=4, stages=1,
-        M=rows, N=columns, BM=_LOGITS_ROWS, BN=HEAD_COLUMNS,
-    )  # fmt: skip
+        grid=(_tiles(columns), -(-rows // _LOGITS_ROWS)),
+        warps=4,
+        stages=1,
+        M=rows,
+        N=columns,
+        BM=_LOGITS_ROWS,
+        BN=HEAD_COLUMNS,
+    )
     return _combine(statistics, targets, columns)
 
 
@@ -356,11 +416,20 @@ def head_logprobs_vjp(
     def gradients(rows_of_chunk: Sequence[jax.Array]):
         x = rows_of_chunk[0]
         dlogits, dlogits_t = triton_call(
-            head_gradient_kernel, x, head_t, *rows_of_chunk[1:],
+            head_gradient_kernel,
+            x,
+            head_t,
+            *rows_of_chunk[1:],
             out=tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((chunk, width), (width, chunk))),
-            grid=(-(-chunk // tile.rows) * _tiles(width),), warps=tile.warps, stages=tile.stages,
-            M=chunk, N=columns, K=x.shape[1], WIDTH=width, **tile.constants(kind),
-        )  # fmt: skip
+            grid=(-(-chunk // tile.rows) * _tiles(width),),
+            warps=tile.warps,
+            stages=tile.stages,
+            M=chunk,
+            N=columns,
+            K=x.shape[1],
+            WIDTH=width,
+            **tile.constants(kind),
+        )
         return matmul(x.T, dlogits_t.T), matmul(dlogits, head.T)
 
     def add(total: jax.Array, rows_of_chunk: Sequence[jax.Array]):

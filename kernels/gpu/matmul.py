@@ -48,10 +48,18 @@ def matmul_kernel(
     out,  # (TOTAL, N)
     TOTAL: tl.constexpr,
     GROUP: tl.constexpr,  # rows that share a weight; TOTAL for a dense product
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr,
-    COLUMN_SCALES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+    N: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    COLUMN_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
     TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
     ROW_TILES: tl.constexpr = (TOTAL // GROUP) * TILES_IN_GROUP
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -120,10 +128,16 @@ def grouped_wgrad_kernel(
     dy_scale,  # (TOTAL / 128, N) float32
     starts,  # (E + 1,) int32: blocks of 128 tokens of expert e are starts[e] .. starts[e + 1] - 1
     out,  # (E, K, N)
-    TOTAL: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TOTAL: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
     BAND: tl.constexpr,
-):  # fmt: skip
+):
     ROW_TILES: tl.constexpr = (K + BM - 1) // BM
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
     LOADS: tl.constexpr = 128 // BK
@@ -199,15 +213,26 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
     elif not by_column:
         w_scale = w_scale.swapaxes(1, 2)
     return triton_call(
-        matmul_kernel, x, w, x_scale, w_scale,
+        matmul_kernel,
+        x,
+        w,
+        x_scale,
+        w_scale,
         _unused(jnp.int32) if experts is None else experts,
         out=jax.ShapeDtypeStruct((total, columns), dtype),
         grid=(total // group * tile.programs(group, columns),),
-        warps=tile.warps, stages=tile.stages,
-        TOTAL=total, GROUP=group, N=columns, K=depth, E=count,
-        GROUPED=experts is not None, COLUMN_SCALES=by_column, SCALED=kind == "fp8",
+        warps=tile.warps,
+        stages=tile.stages,
+        TOTAL=total,
+        GROUP=group,
+        N=columns,
+        K=depth,
+        E=count,
+        GROUPED=experts is not None,
+        COLUMN_SCALES=by_column,
+        SCALED=kind == "fp8",
         **tile.constants(kind),
-    )  # fmt: skip
+    )
 
 
 def matmul(
@@ -305,10 +330,19 @@ def grouped_wgrad(
     else:
         x_scale, dy_scale = x_scale.reshape(-1, depth), dy_scale.reshape(-1, columns)
     return triton_call(
-        grouped_wgrad_kernel, x.reshape(total, depth).T, dy.reshape(total, columns).T,
-        x_scale, dy_scale, starts.astype(jnp.int32),
+        grouped_wgrad_kernel,
+        x.reshape(total, depth).T,
+        dy.reshape(total, columns).T,
+        x_scale,
+        dy_scale,
+        starts.astype(jnp.int32),
         out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
         grid=(tile.programs(depth, columns), count),
-        warps=tile.warps, stages=tile.stages,
-        TOTAL=total, N=columns, K=depth, SCALED=kind == "fp8", **tile.constants(kind),
-    )  # fmt: skip
+        warps=tile.warps,
+        stages=tile.stages,
+        TOTAL=total,
+        N=columns,
+        K=depth,
+        SCALED=kind == "fp8",
+        **tile.constants(kind),
+    )

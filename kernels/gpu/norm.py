@@ -80,11 +80,15 @@ def rms_norm_kernel(
     y,  # (M, D)
     q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
-    M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
     QUANTIZE: tl.constexpr,  # store q and scale
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two that covers the blocks of a row
-):  # fmt: skip
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -117,8 +121,15 @@ def _tile(M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _store_quantized(
     value,  # (ROWS, 128) float32
-    q, scale, row, at, inside, M: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
+    q,
+    scale,
+    row,
+    at,
+    inside,
+    M: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
     s, stored = _scales(tl.max(_magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
     tl.store(q + at, (value * s[:, None]).to(q.dtype.element_ty), mask=inside)
     tl.store(scale + tl.cast(tl.program_id(1), tl.int64) * M + row, stored, mask=row < M)
@@ -131,9 +142,13 @@ def gated_silu_kernel(
     y,  # (M, D)
     q,  # (M, D) FP8, or one element that is not written
     scale,  # (ceil(D / 128), M) float32, likewise
-    M: tl.constexpr, D: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    M: tl.constexpr,
+    D: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row, at, inside = _tile(M, D, ROWS)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
@@ -149,9 +164,12 @@ def quantize_rows_kernel(
     x,  # (M, D)
     q,  # (M, D) FP8
     scale,  # (ceil(D / 128), M) float32
-    M: tl.constexpr, D: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     row, at, inside = _tile(M, D, ROWS)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
@@ -162,9 +180,12 @@ def quantize_columns_kernel(
     x,  # (T, D)
     q,  # (D, T) FP8
     scale,  # (ceil(T / 128), D) float32
-    T: tl.constexpr, D: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < T)[:, None] & (column < D)[None, :]
@@ -223,11 +244,17 @@ def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords
     given = quantisation or Quantisation()
     quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
     y, *quantised = triton_call(
-        kernel, x, other,
+        kernel,
+        x,
+        other,
         out=(jax.ShapeDtypeStruct((rows, width), dtype), *quantised),
-        M=rows, D=width, QUANTIZE=quantisation is not None, FP8_MAX=fp8_max(given.dtype),
-        POWER_OF_TWO=given.power_of_two, **keywords,
-    )  # fmt: skip
+        M=rows,
+        D=width,
+        QUANTIZE=quantisation is not None,
+        FP8_MAX=fp8_max(given.dtype),
+        POWER_OF_TWO=given.power_of_two,
+        **keywords,
+    )
     return (y, *quantised) if quantisation else y
 
 
@@ -293,12 +320,17 @@ def quantize_rows(
     """
     rows, width = x.shape
     return triton_call(
-        quantize_rows_kernel, x,
+        quantize_rows_kernel,
+        x,
         out=_quantised_shapes(rows, width, dtype),
         grid=(-(-rows // TILE_ROWS), _blocks(width)),
-        M=rows, D=width, FP8_MAX=fp8_max(dtype), POWER_OF_TWO=power_of_two, ROWS=TILE_ROWS,
+        M=rows,
+        D=width,
+        FP8_MAX=fp8_max(dtype),
+        POWER_OF_TWO=power_of_two,
+        ROWS=TILE_ROWS,
         **_TILE,
-    )  # fmt: skip
+    )
 
 
 def quantize_columns(
@@ -317,9 +349,14 @@ def quantize_columns(
     """
     tokens, width = x.shape
     return triton_call(
-        quantize_columns_kernel, x,
+        quantize_columns_kernel,
+        x,
         out=_quantised_shapes(width, tokens, dtype),
         grid=(_blocks(tokens), -(-width // TILE_COLUMNS)),
-        T=tokens, D=width, FP8_MAX=fp8_max(dtype), POWER_OF_TWO=power_of_two,
-        COLUMNS=TILE_COLUMNS, **_TILE,
-    )  # fmt: skip
+        T=tokens,
+        D=width,
+        FP8_MAX=fp8_max(dtype),
+        POWER_OF_TWO=power_of_two,
+        COLUMNS=TILE_COLUMNS,
+        **_TILE,
+    )

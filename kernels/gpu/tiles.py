@@ -36,8 +36,11 @@ class Tile:
         """What a product's kernel is told of the tile; `kind` as for `matmul_tile`."""
         return {
             "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
-            "BM": self.rows, "BN": self.columns, "BK": self.depth, "BAND": BAND,
-        }  # fmt: skip
+            "BM": self.rows,
+            "BN": self.columns,
+            "BK": self.depth,
+            "BAND": BAND,
+        }
 
 
 # Few rows: the weight's bytes are the time, so narrow tiles put every multiprocessor to work.

@@ -28,9 +28,15 @@ _LOWEST = -1e30
 
 
 def attention_vjp(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cotangent: jax.Array, *,
-    scale: float, way: Way | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+    way: Way | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of softmax attention with respect to dequantised q, k, v; memory grows with T * S.
 
     Args:
@@ -61,9 +67,14 @@ def attention_vjp(
 
 
 def attention_vjp_by_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cotangent: jax.Array, *,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`attention_vjp`, with memory that grows with T + S instead of T * S."""
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads

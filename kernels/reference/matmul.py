@@ -134,9 +134,16 @@ def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int
 
 
 def _sum_of_blocks(
-    way: Way, dtypes, depth: int, lhs, rhs, lhs_scale, rhs_scale,
-    first: int | jax.Array, columns: int,
-) -> jax.Array:  # fmt: skip
+    way: Way,
+    dtypes,
+    depth: int,
+    lhs,
+    rhs,
+    lhs_scale,
+    rhs_scale,
+    first: int | jax.Array,
+    columns: int,
+) -> jax.Array:
     """``columns`` columns of the product from `first` on; operands as bytes, scales by column.
 
     The weights are read as they are: what is left of K behind whole blocks is a block of its own.

@@ -106,9 +106,14 @@ class Numbers:
 
 
 def _wrong(
-    way: Way, multiply: Callable, order: Callable, dtype, sizes: Sequence[Size],
-    batch: tuple[int, ...] = (), lie: Callable = lambda x, w: (x, w),
-) -> list[tuple[int, int]]:  # fmt: skip
+    way: Way,
+    multiply: Callable,
+    order: Callable,
+    dtype,
+    sizes: Sequence[Size],
+    batch: tuple[int, ...] = (),
+    lie: Callable = lambda x, w: (x, w),
+) -> list[tuple[int, int]]:
     """(rows, columns) of those sizes whose product is not that of the order.
 
     `lie` turns operands around before they are given to ``multiply(x, w)``: a dot of what a program

@@ -106,8 +106,10 @@ def _holds(way: Way, dot: Dot) -> bool:
     multiply = jax.jit(multiply, compiler_options=dict(way.options))
     found = np.asarray(multiply(*dot.operands(numbers)))
     found = found.reshape(-1, rows, columns)
-    ends = [np.unique(np.r_[0 : min(n, _LOOKED_AT), max(n - _LOOKED_AT, 0) : n])
-            for n in (rows, columns)]  # fmt: skip
+    ends = [
+        np.unique(np.r_[0 : min(n, _LOOKED_AT), max(n - _LOOKED_AT, 0) : n])
+        for n in (rows, columns)
+    ]
     entries = np.unique(np.linspace(0, len(found) - 1, 8).astype(int))
     return not numbers.differ(found[np.ix_(entries, *ends)], *ends)
 

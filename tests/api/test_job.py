@@ -60,10 +60,13 @@ def test_a_function_of_a_module_is_named(tmp_path):
 
 def test_fields_by_their_last_name():
     for name, path in (
-        ("learning_rate", "optimizer.learning_rate"), ("steps", "run.steps"),
-        ("sft__learning_rate", "sft.learning_rate"), ("eval.samples", "eval.samples"),
-        ("temperature", "rollout.temperature"), ("reward_timeout", "env.reward_timeout"),
-    ):  # fmt: skip
+        ("learning_rate", "optimizer.learning_rate"),
+        ("steps", "run.steps"),
+        ("sft__learning_rate", "sft.learning_rate"),
+        ("eval.samples", "eval.samples"),
+        ("temperature", "rollout.temperature"),
+        ("reward_timeout", "env.reward_timeout"),
+    ):
         assert path_of(name) == path
     with pytest.raises(UserError, match="write sft__batch_size or eval__batch_size"):
         path_of("batch_size")
@@ -93,10 +96,18 @@ def test_grpo_on_ones_own_questions(tmp_path):
     """A list of questions and a closure: it runs, can be resumed, and refuses another reward."""
     questions = [(f"{a} + {b} = ?", str(a + b)) for a in range(20) for b in range(20)]
     fields = {
-        "dir": str(tmp_path / "run"), "prompts_per_step": 8, "group_size": 4, "loggers": "",
-        "sft__steps": 4, "sft__questions": 64, "sft__batch_size": 16, "sft__evaluations": 1,
-        "eval__questions": 16, "num_hidden_layers": 1, "checkpoint_every": 1,
-    }  # fmt: skip
+        "dir": str(tmp_path / "run"),
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "loggers": "",
+        "sft__steps": 4,
+        "sft__questions": 64,
+        "sft__batch_size": 16,
+        "sft__evaluations": 1,
+        "eval__questions": 16,
+        "num_hidden_layers": 1,
+        "checkpoint_every": 1,
+    }
     ended = fp8rl_jax.grpo(None, questions, _closure(0.25), steps=1, **fields)
     assert ended.finished and ended.report.exists() and len(ended.metrics) == 1
     assert 0.25 <= ended.metrics[0]["reward_mean"] <= 1.25

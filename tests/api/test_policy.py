@@ -18,9 +18,13 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.training.runtime import make_runtime
 
 _SMALL = {
-    "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32,
-}  # fmt: skip
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 _PROMPTS = ["3 + 4?", "12 + 30?", "5?"]
 
 
@@ -92,7 +96,7 @@ def test_texts_are_scored_with_their_end(policy):
         (lambda p: fp8rl_jax.score(p, ["a"]), "1 prompts and none"),
         (lambda p: fp8rl_jax.train_step(p, _samples(p), [1.0]), r"write \(3, 2\), or \(6,\)"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_sentence(call, words, policy):
     with pytest.raises(UserError, match=words):
         call(policy)
@@ -110,14 +114,25 @@ def test_what_is_not_finite_is_refused(policy):
 def test_train_step_has_the_bits_of_the_main_job(tmp_path):
     """An RL step of the main job, and the same questions by sample and train_step."""
     fields = {
-        "dir": str(tmp_path / "run"), "steps": 1, "sft__steps": 0, "prompts_per_step": 8,
-        "group_size": 4, "max_prompt_tokens": 32, "max_new_tokens": 5, "eval__questions": 16,
+        "dir": str(tmp_path / "run"),
+        "steps": 1,
+        "sft__steps": 0,
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "max_prompt_tokens": 32,
+        "max_new_tokens": 5,
+        "eval__questions": 16,
         "task_options": {
-            "max_terms": 2, "max_digits": 1, "allow_parentheses": False, "allow_negation": False,
+            "max_terms": 2,
+            "max_digits": 1,
+            "allow_parentheses": False,
+            "allow_negation": False,
         },
-        "train_questions": 64, "checkpoint_every": 1,
-        "loggers": "", **_SMALL,
-    }  # fmt: skip
+        "train_questions": 64,
+        "checkpoint_every": 1,
+        "loggers": "",
+        **_SMALL,
+    }
     reward = lambda prompt, response, answer: len({*response}) + 0.25 * (response < "a")
     job = fp8rl_jax.grpo(questions="basic_arithmetic", reward=reward, **fields)
 

@@ -114,8 +114,10 @@ def test_against_the_oracle():
     shape = m, k, n = 40, 200, 24
     result = gemm_errors(["fp8"], [shape])
     rng = np.random.default_rng((0, *shape))
-    x, w, dy = (oracle.round_bf16(rng.standard_normal(s).astype(np.float32))
-                for s in ((m, k), (k, n), (m, n)))  # fmt: skip
+    x, w, dy = (
+        oracle.round_bf16(rng.standard_normal(s).astype(np.float32))
+        for s in ((m, k), (k, n), (m, n))
+    )
     x, w, dy = (np.float32(a) for a in (x, w, dy))
     exact = x.astype(np.float64) @ w.astype(np.float64)
     theirs = oracle.calc_diff(oracle.matmul_1x128_128x128(x, w), exact)

@@ -260,9 +260,12 @@ def _synthetic() -> dict:
     kernels._compare_caches(rows)
     return {
         "environment": {"device": "X", "date": "D", "platform": "gpu", "versions": {"jax": "9"}},
-        "quick": True, "ceilings": _CEILINGS, "rows": rows, "ok": False,
+        "quick": True,
+        "ceilings": _CEILINGS,
+        "rows": rows,
+        "ok": False,
         "targets": kernels.targets(rows),
-    }  # fmt: skip
+    }
 
 
 def test_rows_and_targets():

@@ -56,8 +56,11 @@ def test_a_run_outlives_its_output(tmp_path: pathlib.Path):
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-c", _TALKER, str(tmp_path / "file")],
-        stdout=write, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(write)
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "done"
     assert done.stderr == "standard output is gone (Broken pipe); the run goes on\n"
@@ -92,8 +95,8 @@ cli.entry()
 def test_code_that_closes_streams(does):
     """Of a logger, or a loss: the run goes on, whatever is left to say it to."""
     done = subprocess.run(
-        [sys.executable, "-c", _CLOSER, does], capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _CLOSER, does], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
@@ -141,9 +144,11 @@ with Interrupt() as stop:
 def test_what_ends_a_process_at_once(waits, name, output):
     """Any signal before a run waits for them, and a second Ctrl-C; a second SIGTERM does not."""
     done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED, waits, name], capture_output=True, text=True,
+        [sys.executable, "-c", _INTERRUPTED, waits, name],
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     ends = 0 if output.count(name) == 2 else -getattr(signal, name)
     assert (done.returncode, done.stdout, done.stderr) == (ends, output, "")
 
@@ -178,10 +183,18 @@ os.write(2, b"of a library")
 def test_streams_that_are_closed_at_the_start(closed, tmp_path):
     """As under cron, or by `>&-` and `2>&-`: they are nothing, and no file takes their number."""
     done = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1" "$2" ' + " ".join(f"{n}>&-" for n in closed),
-         sys.executable, _STREAMS, str(tmp_path / "file")],
-        stdin=subprocess.DEVNULL, capture_output=True, check=False,
-    )  # fmt: skip
+        [
+            "bash",
+            "-c",
+            '"$0" -c "$1" "$2" ' + " ".join(f"{n}>&-" for n in closed),
+            sys.executable,
+            _STREAMS,
+            str(tmp_path / "file"),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert (done.stdout == b"") == (1 in closed) and (done.stderr == b"") == (2 in closed)
     assert (tmp_path / "file").read_bytes() == b""
@@ -190,9 +203,12 @@ def test_streams_that_are_closed_at_the_start(closed, tmp_path):
 @pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1", "utf-8"])
 def test_characters_that_an_output_cannot_hold(encoding, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", _STREAMS, str(tmp_path / "file")], stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _STREAMS, str(tmp_path / "file")],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (b"? ? ?\n\n" if encoding != "utf-8" else "→ \ufffd ?\n\n".encode())
 
@@ -201,9 +217,12 @@ def test_standard_error_that_is_full_or_gone(tmp_path):
     """It is nothing from then on, without a word: there is nowhere to say it."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", _STREAMS, str(tmp_path / "file")], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=full, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", _STREAMS, str(tmp_path / "file")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            check=False,
+        )
     assert done.returncode == 0 and done.stdout
 
 

@@ -40,9 +40,8 @@ _EXPERTS = dataclasses.replace(
     _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
 )
 _LATENT = models.ModelConfig(
-    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
-    v_head_dim=16,
-)  # fmt: skip
+    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+)
 _TIED = dataclasses.replace(_DENSE, tie_word_embeddings=True)
 _SETTINGS = SamplerConfig(64, 4, (1,), 0)
 _GIB = 2**30
@@ -59,11 +58,17 @@ def _loop(model, recipe: str, **changes) -> Loop:
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (_DENSE, "fp8"), slow(_DENSE, "bf16"), (_DENSE, "f32"), slow(_DENSE, "fp8_delayed"),
-        slow(_TIED, "fp8"), (_EXPERTS, "fp8"), (_LATENT, "fp8"), slow(_LATENT, "bf16"),
+        (_DENSE, "fp8"),
+        slow(_DENSE, "bf16"),
+        (_DENSE, "f32"),
+        slow(_DENSE, "fp8_delayed"),
+        slow(_TIED, "fp8"),
+        (_EXPERTS, "fp8"),
+        (_LATENT, "fp8"),
+        slow(_LATENT, "bf16"),
     ],
     ids=["fp8", "bf16", "f32", "delayed", "tied", "experts", "latent", "latent bf16"],
-)  # fmt: skip
+)
 def test_counts_are_those_of_real_arrays(model, recipe):
     """Weights as refit makes them, pages as the sampler allocates them, masters and moments."""
     named = get_recipe(recipe)
@@ -100,9 +105,11 @@ def _compiled_workspace(model, recipe: str, slots: int) -> int:
         requests = Requests(
             jnp.ones(prompts, jnp.int32),
             jax.random.key(1, impl="threefry2x32"),
-            ids, jnp.ones(count), ids,
+            ids,
+            jnp.ones(count),
+            ids,
             tuple(map(jnp.asarray, rope)),
-        )  # fmt: skip
+        )
         return models.quantize_params(params, named), requests, jnp.int32(1)
 
     weights, requests, turns = jax.eval_shape(arguments)
@@ -122,7 +129,7 @@ def _compiled_workspace(model, recipe: str, slots: int) -> int:
         (models.ModelConfig(512, 512, 1536, 2, 4, 2, 32), 8),
     ],
     ids=["small", "large vocabulary", "wide"],
-)  # fmt: skip
+)
 def test_workspace_is_an_upper_estimate(model, slots):
     """Never below the compiler's figure, and not far above it."""
     found = workspace_bytes(_loop(model, "fp8"), slots, 64) / _compiled_workspace(
@@ -133,9 +140,14 @@ def test_workspace_is_an_upper_estimate(model, slots):
 
 def _plan(**changes) -> RolloutPlan:
     sizes = dict(
-        weights=2 * _GIB, train_state=_GIB, workspace=_GIB, page=2**20, memory=None, tokens=200,
+        weights=2 * _GIB,
+        train_state=_GIB,
+        workspace=_GIB,
+        page=2**20,
+        memory=None,
+        tokens=200,
         slots=8,
-    )  # fmt: skip
+    )
     return RolloutPlan(**{**sizes, **changes})
 
 
@@ -184,9 +196,13 @@ def test_a_run_allocates_the_plan(tiny, monkeypatch):
 
     def plan(mesh, slots: int, memory: int) -> RolloutPlan:
         return plan_rollout(
-            Loop(tiny.model, tiny.rollout_recipe, settings), tiny.learner_recipe, mesh,
-            prompt_tokens=36, batching=Batching(slots * mesh.size, 1), memory=memory,
-        )  # fmt: skip
+            Loop(tiny.model, tiny.rollout_recipe, settings),
+            tiny.learner_recipe,
+            mesh,
+            prompt_tokens=36,
+            batching=Batching(slots * mesh.size, 1),
+            memory=memory,
+        )
 
     for spare in (100, 5):
         bare = plan(tiny.mesh, 4, _GIB)
@@ -226,9 +242,13 @@ def _row(output: str, name: str) -> list[float]:
 def test_qwen3_8b(told, memory):
     """Shapes by name where the checkpoint is not there, eight GPUs that are not there."""
     status, output, error = told(
-        "--rollout", "--config", _QWEN, "--config.model.name=qwen3_8b", f"--memory-gb={memory}",
+        "--rollout",
+        "--config",
+        _QWEN,
+        "--config.model.name=qwen3_8b",
+        f"--memory-gb={memory}",
         "--config.rollout.slots=512",
-    )  # fmt: skip
+    )
     assert (status, error) == (0, "")
     assert f"8 devices of {memory}.00 GiB" in output
     assert "fp8_blockwise *" in output
@@ -329,12 +349,19 @@ def test_experts_and_latents(told):
 
 
 _CONFIGS = {
-    "llama3p1_8b": "llama3p1_8b", "moonlight_16b": "moonlight_16b_a3b",
-    "qwen3_1p7b_gsm8k": "qwen3_1p7b", "qwen3_235b_a22b": "qwen3_235b_a22b",
-    "deepseek_v3_671b": "deepseek_v3", "kimi_k2_1t": "kimi_k2",
-    "qwen3_30b_a3b": "qwen3_30b_a3b", "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b",
-    "smollm2_135m": "smollm2_135m", "study_scale": "", "tiny_arithmetic": "",
-}  # fmt: skip
+    "llama3p1_8b": "llama3p1_8b",
+    "moonlight_16b": "moonlight_16b_a3b",
+    "qwen3_1p7b_gsm8k": "qwen3_1p7b",
+    "qwen3_235b_a22b": "qwen3_235b_a22b",
+    "deepseek_v3_671b": "deepseek_v3",
+    "kimi_k2_1t": "kimi_k2",
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen3_4b": "qwen3_4b",
+    "qwen3_8b": "qwen3_8b",
+    "smollm2_135m": "smollm2_135m",
+    "study_scale": "",
+    "tiny_arithmetic": "",
+}
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
@@ -351,9 +378,9 @@ def test_every_config_fits_its_own_mesh(told, path):
     _check_times(output)
     (sizes, _) = re.findall(r"mesh: data (\d+), fsdp (\d+), tensor (\d+), expert (\d+)", output)
     config = load_config(str(path)).mesh
-    assert [int(n) for n in sizes] == [max(n, 1) for n in (
-        config.data, config.fsdp, config.tensor, config.expert
-    )]  # fmt: skip
+    assert [int(n) for n in sizes] == [
+        max(n, 1) for n in (config.data, config.fsdp, config.tensor, config.expert)
+    ]
 
 
 def _check_times(output: str) -> None:
@@ -397,10 +424,14 @@ def test_the_learner_of_a_cluster(told):
     status, output, _ = told(*_learner(moe, *fields), "--devices=64")
     assert status == 0
     assert "64 H200 of 141.00 GiB on 8 hosts (mesh: data 1, fsdp 8, tensor 1, expert 8)" in output
-    inside, between = zip(*(
-        map(float, re.findall(r"([\d.]+) GiB", line))
-        for line in output.splitlines() if re.match(r"(fsdp|expert): ", line)
-    ), strict=True)  # fmt: skip
+    inside, between = zip(
+        *(
+            map(float, re.findall(r"([\d.]+) GiB", line))
+            for line in output.splitlines()
+            if re.match(r"(fsdp|expert): ", line)
+        ),
+        strict=True,
+    )
     assert inside[:3] == (0, 0, 0) and min(between[:3]) > 0  # fsdp
     assert min(inside[3:]) > 0 and set(between[3:]) == {0}
     assert "989 TFLOPS bf16, 1,979 FP8" in output and "NVLink" in output
@@ -424,7 +455,7 @@ def _fixes(error: str) -> list[tuple[list[str], float]]:
         (["mesh.fsdp=4", "mesh.data=2"], 55, ["mesh.data"]),
         (["mesh.fsdp=1", "learner.remat=none"], 60, ["learner.gradient_accumulation_steps"]),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_fixed_as_the_plan_says(told, fields, memory, fixed):
     """Status 2 and the fixes by price; each, written into the command, fits with its figure."""
     arguments = _learner(_QWEN, "model.name=qwen3_8b", *fields)
@@ -452,8 +483,12 @@ def test_experts_that_fsdp_does_not_store(told):
 
 def test_hosts_that_are_not_full(told):
     """Twenty devices are on four hosts of five, not on three."""
-    fields = ["mesh.fsdp=20", "rollout.prompts_per_step=20", "eval.batch_size=20",
-              "model.name=qwen3_8b"]  # fmt: skip
+    fields = [
+        "mesh.fsdp=20",
+        "rollout.prompts_per_step=20",
+        "eval.batch_size=20",
+        "model.name=qwen3_8b",
+    ]
     _, output, _ = told(*_learner(_QWEN, *fields), "--devices=20")
     assert "on 4 hosts" in output
 
@@ -469,8 +504,9 @@ def test_both_halves(told):
     status, output, _ = told("--config", _TINY)
     assert status == 0
     assert output.index("slots of 40 tokens") < output.index("\n\nLearner: 1 H200")
-    status, output, error = told("--config", _QWEN, "--config.model.name=qwen3_8b",
-                                 "--memory-gb=16")  # fmt: skip
+    status, output, error = told(
+        "--config", _QWEN, "--config.model.name=qwen3_8b", "--memory-gb=16"
+    )
     assert status == 2
     assert "pages that fit" in output and "masters, float32" in output
     assert re.fullmatch(r"error: beside [^\n]*; the train step needs [^\n]*\n", error)
@@ -484,8 +520,10 @@ def test_both_halves(told):
         (["--learner", "--config", _TINY, "--devices=4", "--hosts=3"], ["--hosts is 3", "the 4"]),
         (["--learner", "--config", _TINY, "--gpu=b200"], ["--gpu", "h100"]),
         (["--learner", "--config", _TINY, "--config.mesh.expert=2"], ["mesh.expert is 2"]),
-        (_learner(_TINY, "mesh.expert=-1", "model.num_experts=8"),
-         ["mesh.expert is -1", "write the number"]),
+        (
+            _learner(_TINY, "mesh.expert=-1", "model.num_experts=8"),
+            ["mesh.expert is -1", "write the number"],
+        ),
         (["--rollout", "--compile", "--config", _TINY], ["--compile", "--learner"]),
         (["--learner", "--compile", "--gpu=h100", "--config", _TINY], ["--gpu is h100"]),
         (["--rollout"], ["name a config"]),
@@ -498,12 +536,18 @@ def test_both_halves(told):
         (["--rollout", "--config", _TINY, "now"], ["'now' is not understood"]),
         (["--rollout", "--config", _TINY, "--config.mesh.tensor=2"], ["mesh.tensor is 2"]),
         (
-            ["--rollout", "--config", _TINY, "--config.rollout.slots=8",
-             "--config.rollout.pages=99999", "--memory-gb=1"],
+            [
+                "--rollout",
+                "--config",
+                _TINY,
+                "--config.rollout.slots=8",
+                "--config.rollout.pages=99999",
+                "--memory-gb=1",
+            ],
             ["rollout.pages is 99999", "or 0"],
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(told, arguments, words):
     status, _, error = told(*arguments)
     assert status == 2

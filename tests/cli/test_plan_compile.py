@@ -126,7 +126,7 @@ _NO_REMAT = ("learner.remat=none", "learner.gradient_accumulation_steps=32")
         ("moonlight_16b", "moonlight_16b_a3b", ()),
         ("moonlight_16b", "moonlight_16b_a3b", ("mesh.fsdp=4", "mesh.expert=2")),
     ],
-)  # fmt: skip
+)
 def test_the_estimate_is_an_upper_one(config, name, fields):
     pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
     found = _planned(config, f"model.name={name}", *fields)

@@ -72,18 +72,25 @@ def test_sample_is_the_sampler(model, capsys):
         tokens, lengths = load.pad(runtime, rows)
         ones = np.ones(3, np.float32)
         rollout = runtime.engine.make_sampler(1, 0, 1.0)(
-            policy.weights, tokens, lengths, runtime.engine.keys["rollout"],
-            np.arange(3, dtype=np.int32), ones,
-            np.full(3, 20, np.int32), runtime.engine.rope,
-        )  # fmt: skip
+            policy.weights,
+            tokens,
+            lengths,
+            runtime.engine.keys["rollout"],
+            np.arange(3, dtype=np.int32),
+            ones,
+            np.full(3, 20, np.int32),
+            runtime.engine.rope,
+        )
         rollout = jax.device_get(rollout)
         expected = runtime.text.decode(rollout.tokens, rollout.mask)
         pieces: dict[int, list[str]] = {row: [] for row in range(3)}
         ended: list[int] = []
         timing = generate.generate(
-            policy, 1.0, lambda row, text: pieces[row].append(text),
+            policy,
+            1.0,
+            lambda row, text: pieces[row].append(text),
             lambda row, by_itself: ended.append(row),
-        )  # fmt: skip
+        )
     assert len(set(expected)) == 3
     assert ["".join(texts) for texts in pieces.values()] == expected
     assert any(len([t for t in texts if t]) > 1 for texts in pieces.values()), pieces
@@ -96,9 +103,16 @@ def test_sample_chat_shows_the_conversation_to_the_model(model, capsys, monkeypa
     seen = []
     monkeypatch.setattr(generate, "generate", lambda policy, *_: seen.append(policy))
     _run(
-        capsys, "sample", "--checkpoint", model, "--prompt=hi", "--chat", "--system=be brief",
-        "--chat-options=enable_thinking=false,list=[{\"a.b\": null}]", "--precision=f32",
-    )  # fmt: skip
+        capsys,
+        "sample",
+        "--checkpoint",
+        model,
+        "--prompt=hi",
+        "--chat",
+        "--system=be brief",
+        '--chat-options=enable_thinking=false,list=[{"a.b": null}]',
+        "--precision=f32",
+    )
     (policy,) = seen
     text = policy.runtime.tokenizer._reader.decode(policy.rows[0], skip_special_tokens=False)
     assert text == (
@@ -135,10 +149,18 @@ def test_sample_of_a_run_by_either_name(run_dir, tmp_path, capsys):
 def test_eval_of_a_model(model, capsys):
     """One line of JSON; the number of questions and the recipe are those asked for."""
     output, _ = _run(
-        capsys, "eval", "--checkpoint", model, "--task=basic_arithmetic",
-        f"--task-options={_OPTIONS}", "--questions=3", "--batch-size=2", "--chat",
-        "--max-new-tokens=4", "--precision=f32",
-    )  # fmt: skip
+        capsys,
+        "eval",
+        "--checkpoint",
+        model,
+        "--task=basic_arithmetic",
+        f"--task-options={_OPTIONS}",
+        "--questions=3",
+        "--batch-size=2",
+        "--chat",
+        "--max-new-tokens=4",
+        "--precision=f32",
+    )
     (line,) = output.splitlines()
     record = json.loads(line)
     assert record["questions"] == 3 and record["precision"] == "f32"
@@ -183,8 +205,10 @@ def test_sample_on_two_devices(model):
             [sys.executable, "-m", "fp8rl_jax.cli", *arguments]
             + [f"--config.mesh.{field}" for field in fields],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
-            capture_output=True, text=True, timeout=1800,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
         assert process.returncode == 0, process.stderr
         shown.append(process.stdout)
     assert len(shown[0]) > 40 and set(shown) == {shown[0]}

@@ -476,10 +476,7 @@ def test_the_other_side_of_a_bound(fields):
     assert begins(*train_command(*fields))
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["rollout.max_prompt_tokens=5", "rollout.max_new_tokens=1"],
-)
+@pytest.mark.parametrize("field", ["rollout.max_prompt_tokens=5", "rollout.max_new_tokens=1"])
 def test_the_number_advised_is_enough(field, refused_fields):
     """Whoever writes the number of the sentence is not sent back with a larger one."""
     (number,) = re.findall(r"raise it to (\d+)", refused_fields(field))

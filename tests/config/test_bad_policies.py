@@ -60,13 +60,38 @@ def _recipe(fields: str):
 _FORMS = ["dynamic", "delayed(history=1024, margin=0)", "static(amax=8.0)", "power_of_two(dynamic)"]
 _FORMS += ["'package.module:function'"]
 _NOT_UNDERSTOOD = [
-    "zzzzz", "dynamc", "Dynamic", "delayd(history=4)", "fp8_delayed", "math", "math.sqrt", " ",
-    "delayed(histroy=4)", "delayed(history='4')", "delayed(history=[4])", "delayed(1, 2, 'max')",
-    "delayed(history: 4)", "delayed(", "delayed)", "dynamic(history=3)", "dynamic + delayed",
-    "dynamic;", "'dynamic'", "1", "None", "static", "static()", "static(amax='8')",
-    "static(amax=None)", "static(amax=8.0, x=1)", "power_of_two", "power_of_two()",
-    "power_of_two(dynamc)", "power_of_two(dynamic, dynamic)", "power_of_two(math:sqrt)",
-]  # fmt: skip
+    "zzzzz",
+    "dynamc",
+    "Dynamic",
+    "delayd(history=4)",
+    "fp8_delayed",
+    "math",
+    "math.sqrt",
+    " ",
+    "delayed(histroy=4)",
+    "delayed(history='4')",
+    "delayed(history=[4])",
+    "delayed(1, 2, 'max')",
+    "delayed(history: 4)",
+    "delayed(",
+    "delayed)",
+    "dynamic(history=3)",
+    "dynamic + delayed",
+    "dynamic;",
+    "'dynamic'",
+    "1",
+    "None",
+    "static",
+    "static()",
+    "static(amax='8')",
+    "static(amax=None)",
+    "static(amax=8.0, x=1)",
+    "power_of_two",
+    "power_of_two()",
+    "power_of_two(dynamc)",
+    "power_of_two(dynamic, dynamic)",
+    "power_of_two(math:sqrt)",
+]
 
 
 @pytest.mark.parametrize("text", _NOT_UNDERSTOOD)
@@ -212,10 +237,7 @@ _MODULES = {
     "fails": ("x = 1 + 'a'", ["TypeError"]),
     "exits": ("raise SystemExit(0)", ["SystemExit"]),
     "function that exits": ("def f(): raise SystemExit(0)", ["SystemExit"]),
-    "raises two lines": (
-        r"raise ValueError('one\ntwo')",
-        ["ValueError", "one", "two"],
-    ),
+    "raises two lines": (r"raise ValueError('one\ntwo')", ["ValueError", "one", "two"]),
 }
 
 
@@ -290,11 +312,7 @@ _OWN = f"{_HEAD}p = lambda: ScalingPolicy(jnp.zeros, lambda s, a, m: s + 1, lamb
 
 @pytest.mark.parametrize("fields", [[], ["zero_drift=required"]])
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        "Recipe('mine')",
-        "Recipe('mine', weight=Operand(block=(-1, -1), policy=p()))",
-    ],
+    "recipe", ["Recipe('mine')", "Recipe('mine', weight=Operand(block=(-1, -1), policy=p()))"]
 )
 def test_recipe_of_the_user_on_both_sides(recipe, fields, module):
     """One function named on both sides is one recipe, whatever policy it makes."""
@@ -316,10 +334,20 @@ def test_policy_of_the_user_that_reads_the_batch(recipe, init, refused_fields, m
 # What is accepted.
 
 _TEXTS = [
-    "dynamic", "dynamic()", " dynamic ", "static(amax=8.0)", "static(8)", "power_of_two(dynamic)",
-    "power_of_two(static(amax=8.0))", "delayed", "delayed()", "delayed(history=16, margin=1)",
-    "delayed(1, -2)", "power_of_two(delayed(history=4))", "ema_policy:ema",
-]  # fmt: skip
+    "dynamic",
+    "dynamic()",
+    " dynamic ",
+    "static(amax=8.0)",
+    "static(8)",
+    "power_of_two(dynamic)",
+    "power_of_two(static(amax=8.0))",
+    "delayed",
+    "delayed()",
+    "delayed(history=16, margin=1)",
+    "delayed(1, -2)",
+    "power_of_two(delayed(history=4))",
+    "ema_policy:ema",
+]
 
 
 @pytest.mark.parametrize("text", _TEXTS)

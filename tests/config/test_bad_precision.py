@@ -146,20 +146,26 @@ _SEVERAL = {
     "delayed learner": (["learner=fp8_delayed", _REQUIRED], [*_DIFFER, "fp8_delayed"]),
     "FP8 and its imitation": (["learner=fake", _REQUIRED], [*_DIFFER, "fp8_blockwise", "fake"]),
     "no gradients quantised": (
-        [*_both("fake_forward"), "gradient_policy=zzzzz"], ["gradient_policy"]
+        [*_both("fake_forward"), "gradient_policy=zzzzz"],
+        ["gradient_policy"],
     ),
     "no module named": (["bf16_modules=,"], ["precision.bf16_modules", "q_proj"]),
     "margin beyond float32": (
-        ["kv_cache=fp8_calibrated", "kv_margin=1e39"], ["kv_margin", "1e+39"]
+        ["kv_cache=fp8_calibrated", "kv_margin=1e39"],
+        ["kv_margin", "1e+39"],
     ),
     **{
         f"{field} of bf16": ([*_BF16, field], [field.partition("=")[0], "(bf16, bf16)", "fp8"])
         for field in (
-            "weight_policy=dynamic", "activation_policy=zzzzz", "gradient_policy=delayed",
-            "first_layers_bf16=1", "last_layers_bf16=1", "bf16_modules=down_proj",
+            "weight_policy=dynamic",
+            "activation_policy=zzzzz",
+            "gradient_policy=delayed",
+            "first_layers_bf16=1",
+            "last_layers_bf16=1",
+            "bf16_modules=down_proj",
         )
     },
-}  # fmt: skip
+}
 
 
 @_cases(_SEVERAL)

@@ -6,12 +6,7 @@ With the fixtures of conftest.py, for `rollout.slots`, `rollout.pages` and what 
 from __future__ import annotations
 
 import pytest
-from refusals import (
-    REFUSALS,
-    assert_words,
-    begins,
-    train_command,
-)
+from refusals import REFUSALS, assert_words, begins, train_command
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import checks, load_config
@@ -26,10 +21,12 @@ _REFUSED = {
     "no chunk": (["rollout.prefill_chunk=0"], ["rollout.prefill_chunk is 0", "from 1 "]),
     "slots in words": (["rollout.slots=many"], ["rollout.slots", "'many'", "whole number"]),
     "more slots than responses": (
-        ["rollout.slots=5"], ["rollout.slots is 5", "4 responses", "at most 4"],
+        ["rollout.slots=5"],
+        ["rollout.slots is 5", "4 responses", "at most 4"],
     ),
     "pages without slots": (
-        ["rollout.pages=9"], ["rollout.pages is 9", "set rollout.slots", "pages to 0"],
+        ["rollout.pages=9"],
+        ["rollout.pages is 9", "set rollout.slots", "pages to 0"],
     ),
     "columns in parts": (
         ["rollout.slots=2", "mesh.tensor=2"],
@@ -44,13 +41,14 @@ _REFUSED = {
         ["rollout.slots is 2", "'fp8_tensorwise'", "rollout.slots to 0", "such as fp8"],
     ),
     "too few pages": (
-        ["rollout.slots=2", "rollout.pages=2"], ["rollout.pages is 2", "at least 3", "or 0"],
+        ["rollout.slots=2", "rollout.pages=2"],
+        ["rollout.pages is 2", "at least 3", "or 0"],
     ),
     "too few pages for longer responses": (
         ["rollout.slots=2", "rollout.pages=3", "rollout.max_new_tokens=64"],
         ["rollout.pages is 3", "at least 4", "or 0"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", _REFUSED)

@@ -298,13 +298,16 @@ def test_former_names_are_read(tmp_path, capsys):
     assert "learner.micro_batches in the config is called learner.gradient_accumul" in notes
     content = {
         "learner": {"micro_batches": 3},
-        "warmup": {"steps": 7}, "rollout": {"cache_slots": 0},
+        "warmup": {"steps": 7},
+        "rollout": {"cache_slots": 0},
         "precision": {"attention_kernel": "strict"},
-    }  # fmt: skip
+    }
     now = {
-        "learner": {"gradient_accumulation_steps": 3}, "sft": {"steps": 7}, "rollout": {},
+        "learner": {"gradient_accumulation_steps": 3},
+        "sft": {"steps": 7},
+        "rollout": {},
         "precision": {},
-    }  # fmt: skip
+    }
     assert upgraded(content, "config.json") == now
     content["rollout"]["cache_slots"] = 9
     with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
@@ -313,11 +316,16 @@ def test_former_names_are_read(tmp_path, capsys):
 
 # Configs that start from a checkpoint, which is not here: the published shapes in its place.
 _PUBLISHED = {
-    "qwen3_4b": "qwen3_4b", "qwen3_8b": "qwen3_8b", "qwen3_30b_a3b": "qwen3_30b_a3b",
-    "qwen3_235b_a22b": "qwen3_235b_a22b", "llama3p1_8b": "llama3p1_8b",
-    "moonlight_16b": "moonlight_16b_a3b", "qwen3_1p7b_gsm8k": "qwen3_1p7b",
-    "deepseek_v3_671b": "deepseek_v3", "kimi_k2_1t": "kimi_k2",
-}  # fmt: skip
+    "qwen3_4b": "qwen3_4b",
+    "qwen3_8b": "qwen3_8b",
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen3_235b_a22b": "qwen3_235b_a22b",
+    "llama3p1_8b": "llama3p1_8b",
+    "moonlight_16b": "moonlight_16b_a3b",
+    "qwen3_1p7b_gsm8k": "qwen3_1p7b",
+    "deepseek_v3_671b": "deepseek_v3",
+    "kimi_k2_1t": "kimi_k2",
+}
 _SMALL = ("smollm2_135m", "tiny_arithmetic")
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
@@ -357,10 +365,13 @@ def test_shipped_configs_are_valid():
 
 
 _CASES = {
-    ":bf16": ("bf16", "bf16"), ":case1": ("fp8_blockwise", "bf16"),
-    ":case2": ("fp8_blockwise", "fake_forward"), ":case3": ("fp8_blockwise", "fake"),
-    ":case4": ("fp8_blockwise", "fp8_blockwise"), "": ("fp8_blockwise", "fp8_blockwise"),
-}  # fmt: skip
+    ":bf16": ("bf16", "bf16"),
+    ":case1": ("fp8_blockwise", "bf16"),
+    ":case2": ("fp8_blockwise", "fake_forward"),
+    ":case3": ("fp8_blockwise", "fake"),
+    ":case4": ("fp8_blockwise", "fp8_blockwise"),
+    "": ("fp8_blockwise", "fp8_blockwise"),
+}
 
 
 @pytest.mark.parametrize("name", (*_PUBLISHED, *_SMALL))
@@ -535,17 +546,27 @@ def test_options_that_are_no_json(load):
 
 
 @pytest.mark.parametrize(
-    "name", ["run.dir", "run.cache_dir", "run.compilation_cache", "model.checkpoint",
-             "data.tokenizer", "env.data_dir"],
-)  # fmt: skip
+    "name",
+    [
+        "run.dir",
+        "run.cache_dir",
+        "run.compilation_cache",
+        "model.checkpoint",
+        "data.tokenizer",
+        "env.data_dir",
+    ],
+)
 def test_home_in_paths(name, load, monkeypatch):
     """`~` alike in every path, from a file and from the command line, as a shell expands it."""
     section, field = name.split(".")
     monkeypatch.setenv("HOME", "/home/me")
     for text, path in [
-        ("~/x", "/home/me/x"), ("~", "/home/me"), ("a/~", "a/~"), ("~nobody-has-it/x",) * 2,
+        ("~/x", "/home/me/x"),
+        ("~", "/home/me"),
+        ("a/~", "a/~"),
+        ("~nobody-has-it/x",) * 2,
         ("~root", pwd.getpwnam("root").pw_dir),
-    ]:  # fmt: skip
+    ]:
         assert load({section: {field: text}})[section][field] == path
         assert load({}, f"{name}={text}")[section][field] == path
     monkeypatch.delenv("HOME")

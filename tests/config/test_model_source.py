@@ -292,9 +292,10 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
 def test_fine_tuning_ends_and_a_rollout_stops_as_the_template_ends_a_turn(chat, tmp_path):
     """The end of a document is <|end|> (0); the template ends a turn with <|stop|> (2)."""
     path = tiny_checkpoint.write(
-        tmp_path / "model", tokenizer_config={"eos_token": "<|end|>"},
+        tmp_path / "model",
+        tokenizer_config={"eos_token": "<|end|>"},
         generation_config={"eos_token_id": None},
-    )  # fmt: skip
+    )
     sections = {"data": {"chat": chat}, "sft": {"steps": 1, "questions": 4, "batch_size": 4}}
     sections["data"]["tokenizer"] = "checkpoint"
     sections["rollout"] = {"max_prompt_tokens": 90, "max_new_tokens": 6}

@@ -15,10 +15,16 @@ from fp8rl_jax.training.run_directory import as_saved, first_difference, read_sa
 
 _VALUES = [
     [{"type": "function", "function": {"name": "f", "parameters": {"a.b": [{"c": None}]}}}],
-    {"a.b": 1}, {"__class__": 1}, {"": {"x": [[{"y": 2}]]}}, [[1, {"a": []}]],
+    {"a.b": 1},
+    {"__class__": 1},
+    {"": {"x": [[{"y": 2}]]}},
+    [[1, {"a": []}]],
     {"get": {"items": 1}},
-    True, None, [False, None], "text",
-]  # fmt: skip
+    True,
+    None,
+    [False, None],
+    "text",
+]
 
 
 @pytest.mark.parametrize("field", ["data.chat_options", "env.task_options"])
@@ -65,7 +71,7 @@ def test_a_config_file_may_have_dicts_in_lists(tmp_path):
         ("=3", "write its options one by one"),
         (".a.b=1", "holds no dot"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("field", ["data.chat_options", "env.task_options"])
 def test_what_it_does_not_hold_is_refused(field, argument, words):
     with pytest.raises(UserError, match=f"^command line: {field}.*{words}"):
@@ -75,15 +81,21 @@ def test_what_it_does_not_hold_is_refused(field, argument, words):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("true", True), ("false", False), ("null", None), ("True", True),
+        ("true", True),
+        ("false", False),
+        ("null", None),
+        ("True", True),
         ("[true, None]", [True, None]),
-        ("{'a': [null, {\"b\": false}]}", {"a": [None, {"b": False}]}), ("'true'", "true"),
-        ('"\\ud83d\\ude00"', "\U0001f600"), ("truely", "truely"),
-        ("NaN", "NaN"), ("(1, 2)", (1, 2)),
+        ("{'a': [null, {\"b\": false}]}", {"a": [None, {"b": False}]}),
+        ("'true'", "true"),
+        ('"\\ud83d\\ude00"', "\U0001f600"),
+        ("truely", "truely"),
+        ("NaN", "NaN"),
+        ("(1, 2)", (1, 2)),
         *((text, text) for text in ("-" * 5000, "a" + "+a" * 5000, "[" * 5000, "{[]: 1}")),
     ],
     ids=lambda x: str(x)[:20],
-)  # fmt: skip
+)
 def test_literals(text, value):
     found = literal(text)
     assert found == value and type(found) is type(value)

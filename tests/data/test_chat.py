@@ -120,12 +120,16 @@ _HOSTILE = [
     "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro f() %}" + "a{% if 1 %}{% endif %}" * 500
+    "{% macro f() %}"
+    + "a{% if 1 %}{% endif %}" * 500
     + "{% endmacro %}{% for i in range(99999) %}{% set y = f() %}{% endfor %}",
-    "{% block z %}a{% endblock %}" + "".join(
+    "{% block z %}a{% endblock %}"
+    + "".join(
         f"{{% block b{i} %}}{{% if messages | length < {i + 99} %}}{{{{ self.b{i + 1}() }}}}"
-        f"{{{{ self.b{i + 1}() }}}}{{% endif %}}{{% endblock %}}" for i in range(60)
-    ) + "{% block b60 %}{% endblock %}",
+        f"{{{{ self.b{i + 1}() }}}}{{% endif %}}{{% endblock %}}"
+        for i in range(60)
+    )
+    + "{% block b60 %}{% endblock %}",
     # Text and lists that double.
     "{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}",
@@ -144,43 +148,74 @@ _HOSTILE = [
     "{% set n = namespace(x=[]) %}{% for i in range(400) %}{% set n.x = [n.x] %}{% endfor %}",
     _LONG + "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
     "{% set n.x = n.x + [x[1:] | length] %}{% endfor %}",
-    _LONG + "{{ x }}{{ x }}{{ x }}", _LONG + "{{ [x, x, x] }}",
+    _LONG + "{{ x }}{{ x }}{{ x }}",
+    _LONG + "{{ [x, x, x] }}",
     # Operators.
-    "{{ 'a' * 10**12 }}", "{{ 10**12 * 'a' }}", "{{ [1] * 10**9 }}", "{{ 9**(9**9) }}",
-    "{{ '%999999999d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '%9999d' * 9999 % ((1,) * 9999) }}",
+    "{{ 'a' * 10**12 }}",
+    "{{ 10**12 * 'a' }}",
+    "{{ [1] * 10**9 }}",
+    "{{ 9**(9**9) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (10**9, 1) }}",
+    "{{ '%9999d' * 9999 % ((1,) * 9999) }}",
     _SHORT + "{{ '%s' * 99999 % ((x,) * 99999) }}",
     # Filters.
-    "{{ lipsum(10**9) }}", "{{ 'a' | center(10**9) }}", "{{ ('a\nb' * 9999) | indent(10**6) }}",
-    "{{ ('a\n' * 10**6) | indent(10**4) }}", "{{ ('a\n' * 10**6) | indent('b' * 10**4) }}",
-    _SHORT + "{{ x | replace('a', x) }}", "{{ '%999999999d' | format(1) }}",
-    "{{ '%99999s%s' | format(1, 2) }}", _SHORT + "{{ range(99999) | join(x) }}",
-    "{{ [1] | slice(10**9) | list }}", "{{ [1] | batch(10**9, 1) | list }}",
-    "{{ [[[1]]] | tojson(indent=10**9) }}", _LIST + "{{ x | tojson(indent=10**4) }}",
+    "{{ lipsum(10**9) }}",
+    "{{ 'a' | center(10**9) }}",
+    "{{ ('a\nb' * 9999) | indent(10**6) }}",
+    "{{ ('a\n' * 10**6) | indent(10**4) }}",
+    "{{ ('a\n' * 10**6) | indent('b' * 10**4) }}",
+    _SHORT + "{{ x | replace('a', x) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ '%99999s%s' | format(1, 2) }}",
+    _SHORT + "{{ range(99999) | join(x) }}",
+    "{{ [1] | slice(10**9) | list }}",
+    "{{ [1] | batch(10**9, 1) | list }}",
+    "{{ [[[1]]] | tojson(indent=10**9) }}",
+    _LIST + "{{ x | tojson(indent=10**4) }}",
     _SHORT + "{{ range(99999) | list | tojson(separators=(x, x)) }}",
     "{% set n = namespace(x=[1] * 999) %}{% for i in range(60) %}{% set n.x = [n.x] %}{% endfor %}"
     "{{ n.x | tojson(indent=99) }}",
-    _LONG + "{{ x | wordwrap(1, wrapstring=x) }}", _LONG + "{{ x | title }}",
-    "{{ ('<!--x-->' * 200000) | striptags }}", "{{ ('http://a.b ' * 200000) | urlize }}",
-    "{{ ([[1]] * 200000) | sum(start=[]) }}", _LIST + "{{ x | pprint }}",
-    "{{ 1.5 | round(10**9) }}", "{{ messages | map(attribute='0.' * 10**7) | list }}",
+    _LONG + "{{ x | wordwrap(1, wrapstring=x) }}",
+    _LONG + "{{ x | title }}",
+    "{{ ('<!--x-->' * 200000) | striptags }}",
+    "{{ ('http://a.b ' * 200000) | urlize }}",
+    "{{ ([[1]] * 200000) | sum(start=[]) }}",
+    _LIST + "{{ x | pprint }}",
+    "{{ 1.5 | round(10**9) }}",
+    "{{ messages | map(attribute='0.' * 10**7) | list }}",
     "{{ range(99999) | map('center', 9999) | join }}",
     _LIST + "{% for i in range(9999) %}{% if x | sort == 1 %}{% endif %}{% endfor %}",
-    _LONG + "{{ x | list }}", _LONG + "{{ x | sort }}", _LONG + "{{ x | groupby('a') }}",
-    _LONG + "{{ x | trim(x) }}", "{% filter center(10**9) %}{% endfilter %}",
+    _LONG + "{{ x | list }}",
+    _LONG + "{{ x | sort }}",
+    _LONG + "{{ x | groupby('a') }}",
+    _LONG + "{{ x | trim(x) }}",
+    "{% filter center(10**9) %}{% endfilter %}",
     _LIST + "{{ ((x | map('string') | list) * 1) | unique | list }}",
-    "{{ ('9' * 3000000) | int(base=16) }}", "{{ ('a' * 4000) | urlize(rel='b' * 10**6) }}",
+    "{{ ('9' * 3000000) | int(base=16) }}",
+    "{{ ('a' * 4000) | urlize(rel='b' * 10**6) }}",
     # Methods.
-    "{{ 'a'.center(10**9) }}", "{{ 'a'.ljust(10**9) }}", "{{ '1'.zfill(10**9) }}",
-    "{{ '\t'.expandtabs(10**9) }}", _SHORT + "{{ x.replace('a', x) }}", _SHORT + "{{ x.join(x) }}",
-    _SHORT + "{{ x.translate({97: x}) }}", "{{ '{:999999999}'.format(1) }}",
-    "{{ '{:{}}'.format(1, 10**9) }}", "{{ '{a:{b}}'.format_map({'a': 1, 'b': 10**9}) }}",
-    "{{ ('{:9999}' * 9999).format(*([1] * 9999)) }}", "{{ (5).to_bytes(10**9) }}",
-    _LONG + "{{ x.strip(x ~ 'b') }}", "{{ ('é' * 99999).encode('punycode') }}",
-    "{{ ('é' * 99999).encode(encoding='idna') }}", "{{ ('a' | safe).ljust(10**9) }}",
-    "{{ ('a' | e).replace('a', 'b' * 10**7 * 10) }}", "{{ 'a' | attr('center')(10**9) }}",
+    "{{ 'a'.center(10**9) }}",
+    "{{ 'a'.ljust(10**9) }}",
+    "{{ '1'.zfill(10**9) }}",
+    "{{ '\t'.expandtabs(10**9) }}",
+    _SHORT + "{{ x.replace('a', x) }}",
+    _SHORT + "{{ x.join(x) }}",
+    _SHORT + "{{ x.translate({97: x}) }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**9) }}",
+    "{{ '{a:{b}}'.format_map({'a': 1, 'b': 10**9}) }}",
+    "{{ ('{:9999}' * 9999).format(*([1] * 9999)) }}",
+    "{{ (5).to_bytes(10**9) }}",
+    _LONG + "{{ x.strip(x ~ 'b') }}",
+    "{{ ('é' * 99999).encode('punycode') }}",
+    "{{ ('é' * 99999).encode(encoding='idna') }}",
+    "{{ ('a' | safe).ljust(10**9) }}",
+    "{{ ('a' | e).replace('a', 'b' * 10**7 * 10) }}",
+    "{{ 'a' | attr('center')(10**9) }}",
     "{{ strftime_now('%999999999Y' * 9999) }}",
     _LONG + "{% for i in range(999) %}{% set y = x.split('a') %}{% endfor %}",
-]  # fmt: skip
+]
 
 
 @contextlib.contextmanager
@@ -211,10 +246,15 @@ def test_limits(source, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ " + "(" * 5000 + " }}", "{{ " + "1" * 5000 + " }}",
-     "{% if 1 %}" * 300 + "{% endif %}" * 300, "{{ [1, 2] | random }}", "{{ a }}" * 99_999],
+    [
+        "{{ " + "(" * 5000 + " }}",
+        "{{ " + "1" * 5000 + " }}",
+        "{% if 1 %}" * 300 + "{% endif %}" * 300,
+        "{{ [1, 2] | random }}",
+        "{{ a }}" * 99_999,
+    ],
     ids=range(5),
-)  # fmt: skip
+)
 def test_what_is_no_jinja(source):
     with time_limit(), pytest.raises(UserError, match="no Jinja"):
         _template(source)

@@ -10,14 +10,7 @@ import tokenizers
 from hypothesis import strategies as st
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.data import (
-    ByteTokenizer,
-    Stream,
-    encode_prompt,
-    join,
-    load_tokenizer,
-    pad_prompts,
-)
+from fp8rl_jax.data import ByteTokenizer, Stream, encode_prompt, join, load_tokenizer, pad_prompts
 
 _BYTES = ByteTokenizer()
 _PAD, _BOS, _EOS = 256, 257, 258
@@ -208,8 +201,7 @@ def test_pad_prompts_layout():
     tokens, lengths = pad_prompts(["ab", "", "c"], _BYTES, 5)
     assert tokens.dtype == np.int32 and lengths.dtype == np.int32
     np.testing.assert_array_equal(
-        tokens,
-        [[_BOS, 97, 98, 10, _PAD], [_BOS, 10, _PAD, _PAD, _PAD], [_BOS, 99, 10, _PAD, _PAD]],
+        tokens, [[_BOS, 97, 98, 10, _PAD], [_BOS, 10, _PAD, _PAD, _PAD], [_BOS, 99, 10, _PAD, _PAD]]
     )
     np.testing.assert_array_equal(lengths, [4, 2, 3])
 

@@ -31,13 +31,9 @@ _PAD, _BOS, _EOS = 256, 257, 258
 
 def test_layout():
     """Prompt, answer and end token; the last two under the mask, padding not."""
-    tokens, lengths, targets, mask = pad_demonstrations(
-        [("a", "42"), ("bc", "")], _BYTES, 5, 4
-    )  # fmt: skip
+    tokens, lengths, targets, mask = pad_demonstrations([("a", "42"), ("bc", "")], _BYTES, 5, 4)
     assert tokens.dtype == lengths.dtype == targets.dtype == np.int32 and mask.dtype == bool
-    np.testing.assert_array_equal(
-        tokens, [[_BOS, 97, 10, _PAD, _PAD], [_BOS, 98, 99, 10, _PAD]]
-    )  # fmt: skip
+    np.testing.assert_array_equal(tokens, [[_BOS, 97, 10, _PAD, _PAD], [_BOS, 98, 99, 10, _PAD]])
     np.testing.assert_array_equal(lengths, [3, 4])
     np.testing.assert_array_equal(targets, [[52, 50, _EOS, _PAD], [_EOS, _PAD, _PAD, _PAD]])
     np.testing.assert_array_equal(mask, [[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -58,9 +54,7 @@ def tokenizer(tmp_path_factory):
     """Byte-level BPE; the end of a document is <|end|> (0), that of a turn <|stop|> (2)."""
     path = tmp_path_factory.mktemp("model") / "model"
     names = {"eos_token": "<|end|>", "bos_token": "<|turn|>"}
-    tiny_checkpoint.write(
-        path, tokenizer_config=names, generation_config={"eos_token_id": None}
-    )  # fmt: skip
+    tiny_checkpoint.write(path, tokenizer_config=names, generation_config={"eos_token_id": None})
     return PretrainedTokenizer(path)
 
 
@@ -74,12 +68,14 @@ _MANNERS = {
     # A blank before the end token.
     "llama 2": (
         "{% for m in messages %}{{ '[I] ' ~ m.content ~ ' [/I]' if m.role == 'user' else "
-        "' ' ~ m.content ~ ' <|end|>' }}{% endfor %}", " 4 <|end|>",
+        "' ' ~ m.content ~ ' <|end|>' }}{% endfor %}",
+        " 4 <|end|>",
     ),
     # No end token: the tokenizer's own.
     "words": (
         "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:\n{% endif %}", "4\n\n<|end|>",
+        "{% if add_generation_prompt %}assistant:\n{% endif %}",
+        "4\n\n<|end|>",
     ),
     # Empty reasoning before an answer that has none.
     "qwen3": (
@@ -93,7 +89,7 @@ _MANNERS = {
         "<|stop|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n<think>{% endif %}",
         "4<|stop|>",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("manner", _MANNERS)

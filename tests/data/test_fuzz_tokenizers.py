@@ -50,20 +50,31 @@ def test_tokenizer(file, count, model):
         content = json.loads(good)
         content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
         content["padding"] = {
-            "strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": 4, "pad_id": 3,
-            "pad_type_id": 0, "pad_token": "<|pad|>",
-        }  # fmt: skip
+            "strategy": {"Fixed": 8},
+            "direction": "Right",
+            "pad_to_multiple_of": 4,
+            "pad_id": 3,
+            "pad_type_id": 0,
+            "pad_token": "<|pad|>",
+        }
         content["truncation"] = {
-            "direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0,
-        }  # fmt: skip
+            "direction": "Right",
+            "max_length": 16,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
         content["post_processor"] = {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<|turn|>", "type_id": 0}},
-                       {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
-                     {"Sequence": {"id": "B", "type_id": 1}}],
+            "single": [
+                {"SpecialToken": {"id": "<|turn|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
             "special_tokens": {"<|turn|>": {"id": "<|turn|>", "ids": [1], "tokens": ["<|turn|>"]}},
-        }  # fmt: skip
+        }
         more = [json.dumps(content).encode()]
     fuzz(file, read, [good, *more], count)
 

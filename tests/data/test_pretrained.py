@@ -184,10 +184,14 @@ def test_two_tokens_in_front_of_a_text_are_refused(write):
 _CALL = {
     "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
     "padding": {
-        "strategy": {"Fixed": 16}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 3,
-        "pad_type_id": 0, "pad_token": "<|pad|>",
+        "strategy": {"Fixed": 16},
+        "direction": "Left",
+        "pad_to_multiple_of": 8,
+        "pad_id": 3,
+        "pad_type_id": 0,
+        "pad_token": "<|pad|>",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", ["truncation", "padding", "dropout"])
@@ -218,13 +222,20 @@ def test_options_of_a_call_in_the_settings_have_no_effect(write):
     tokenizer = PretrainedTokenizer(
         write(
             tokenizer_config={
-                "split_special_tokens": True, "model_max_length": 4, "max_length": 4, "stride": 1,
-                "padding_side": "left", "truncation_side": "left", "pad_to_multiple_of": 8,
-                "truncation_strategy": "longest_first", "add_eos_token": True,
-                "clean_up_tokenization_spaces": True, "return_token_type_ids": True,
+                "split_special_tokens": True,
+                "model_max_length": 4,
+                "max_length": 4,
+                "stride": 1,
+                "padding_side": "left",
+                "truncation_side": "left",
+                "pad_to_multiple_of": 8,
+                "truncation_strategy": "longest_first",
+                "add_eos_token": True,
+                "clean_up_tokenization_spaces": True,
+                "return_token_type_ids": True,
             }
         )
-    )  # fmt: skip
+    )
     text = "<|turn|>What is 5 + 6 ? The answer is 11 .<|stop|>"
     assert tokenizer.encode(text) == plain.encode(text)
     ids = plain.encode("the cat . 5 ?")
@@ -232,24 +243,36 @@ def test_options_of_a_call_in_the_settings_have_no_effect(write):
 
 
 _PLAIN = {
-    "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False
-}  # fmt: skip
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": False,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "files", "text", "ids"),
     [
         ({"320": {"content": "<think>", **_PLAIN}}, {}, "x <think>3", [91, 224, 320, 22]),
-        ({"320": {"content": "<think>", **_PLAIN, "lstrip": True}}, {}, "x <think>3",
-         [91, 320, 22]),
-        ({"321": {"content": "<b>", **_PLAIN}, "320": {"content": "<a>", **_PLAIN}}, {}, "<a><b>",
-         [320, 321]),
+        (
+            {"320": {"content": "<think>", **_PLAIN, "lstrip": True}},
+            {},
+            "x <think>3",
+            [91, 320, 22],
+        ),
+        (
+            {"321": {"content": "<b>", **_PLAIN}, "320": {"content": "<a>", **_PLAIN}},
+            {},
+            "<a><b>",
+            [320, 321],
+        ),
         ({"260": {"content": "at", **_PLAIN}}, {}, "the cat", [266, 268, 260]),
         (None, {"added_tokens.json": {"<think>": 320}}, "x <think>3", [91, 224, 320, 22]),
         (None, {"added_tokens.json": {"<|turn|>": 1}}, "<|turn|>3", [1, 22]),
     ],
     ids=range(6),
-)  # fmt: skip
+)
 def test_tokens_that_another_file_lists(config, files, text, ids, write):
     """Right ids are those of transformers 5.24 for the same files."""
     path = write(tokenizer_config={"added_tokens_decoder": config})
@@ -276,7 +299,7 @@ def test_tokens_that_another_file_lists(config, files, text, ids, write):
         ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<x>"]}}, "'<x>'"),
     ],
     ids=range(10),
-)  # fmt: skip
+)
 def test_lists_of_tokens_that_contradict_each_other(config, files, words, write):
     path = write(tokenizer_config=config)
     for name, content in files.items():

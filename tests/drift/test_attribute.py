@@ -103,9 +103,11 @@ class _Disturbed:
     def rollout(self, names=()):
         self.calls += 1
         out = types.SimpleNamespace(
-            tokens=np.zeros((2, 3), np.int32), mask=np.ones((2, 3), bool), logprobs=self.logp,
+            tokens=np.zeros((2, 3), np.int32),
+            mask=np.ones((2, 3), bool),
+            logprobs=self.logp,
             taps=self._taps(names, 0.5),
-        )  # fmt: skip
+        )
         return out
 
     def learner(self, batch, names=()):
@@ -140,10 +142,14 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
 
 def _explained(first=None, not_compared=(), logits=None, drifts=True):
     result = {
-        "first": first, "logits": logits, "unobservable": [], "not_compared": list(not_compared),
-        "tapped_programs": 1, "weights": {"comparable": True, "leaves": 1, "differing": []},
+        "first": first,
+        "logits": logits,
+        "unobservable": [],
+        "not_compared": list(not_compared),
+        "tapped_programs": 1,
+        "weights": {"comparable": True, "leaves": 1, "differing": []},
         "headline": {"drift_tokens": 812.0},
-    }  # fmt: skip
+    }
     recipe = get_recipe("f32")
     return explain(Evidence(recipe, recipe, drifts, result, {}))["sentence"]
 

@@ -144,11 +144,7 @@ def test_self_check_sees_a_platform_that_does_not_keep_it(monkeypatch):
 
 def _train(directory, *overrides: str) -> int:
     places = [f"--config.run.dir={directory / 'run'}", f"--config.run.cache_dir={directory}"]
-    short = [
-        "--config.run.steps=2",
-        "--config.sft.steps=0",
-        "--config.precision.self_check=True",
-    ]
+    short = ["--config.run.steps=2", "--config.sft.steps=0", "--config.precision.self_check=True"]
     return cli.run(
         ["train", "--config", _TINY, *places, *short, *(f"--config.{text}" for text in overrides)]
     )

@@ -36,10 +36,12 @@ def _runtime():
     config = default_config()
     config.rollout.update(prompts_per_step=2, group_size=2, max_new_tokens=3)
     return types.SimpleNamespace(
-        config=config, zero_drift=True, data_digest="d",
+        config=config,
+        zero_drift=True,
+        data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},
         layout=types.SimpleNamespace(state_shapes=lambda optimizer: _state()),
-    )  # fmt: skip
+    )
 
 
 def _samples(runtime, seed=3):
@@ -47,11 +49,12 @@ def _samples(runtime, seed=3):
         tokens=np.ones((4, 3), np.int32), mask=_MASK, logprobs=np.full((4, 3), -1, np.float32)
     )
     return types.SimpleNamespace(
-        rollout=rollout, questions=runtime.questions["train"][1:3],
+        rollout=rollout,
+        questions=runtime.questions["train"][1:3],
         prompts=types.SimpleNamespace(
             first_ids=np.array([4, 0]), key=jax.random.key(seed, impl="threefry2x32")
         ),
-    )  # fmt: skip
+    )
 
 
 def _logp(drift):
@@ -246,9 +249,12 @@ def test_both_sides_are_compared_with_what_they_recorded(rows, tokens, sampler, 
 
 def test_a_drift_that_does_not_come_back_blames_no_operation():
     result = {
-        "step": 79, "questions": 2, "of": 4, "verdict": {"culprit": "none"},
+        "step": 79,
+        "questions": 2,
+        "of": 4,
+        "verdict": {"culprit": "none"},
         "again": {"tokens": 1200, "sampler": 4, "learner": 0, "drift": 0.0},
-    }  # fmt: skip
+    }
     verdict = kept_step._verdict(result)
     assert verdict["culprit"] == "not repeated"
     assert "of 1,200 log-probabilities the sampler (4) now gives others" in verdict["sentence"]
@@ -262,11 +268,14 @@ def test_a_drift_that_does_not_come_back_blames_no_operation():
 @pytest.mark.parametrize(
     ("fit", "parts", "rows", "groups"),
     [
-        (4, 1, 8, [0, 1, 2, 3]), (2, 1, 8, [2, 3]), (1, 1, 8, [2]), (3, 4, 8, [2, 3]),
+        (4, 1, 8, [0, 1, 2, 3]),
+        (2, 1, 8, [2, 3]),
+        (1, 1, 8, [2]),
+        (3, 4, 8, [2, 3]),
         (4, 1, 4, [0, 1]),
     ],
     ids=["all", "two", "one", "equal parts", "the first update's"],
-)  # fmt: skip
+)
 def test_groups_with_the_largest_drift(fit, parts, rows, groups, monkeypatch):
     """As many as fit, of the first update's rows, in equal parts."""
     runtime = _runtime()
@@ -346,5 +355,8 @@ def test_planted_drift(tmp_path, monkeypatch, capsys):
     assert "The drift of RL step 5 does not come back" in " ".join(capsys.readouterr().out.split())
     result = json.loads((tmp_path / "run" / "drift.json").read_text())
     assert result["again"] == {
-        "tokens": result["again"]["tokens"], "sampler": 1, "learner": 0, "drift": 0.0
-    }  # fmt: skip
+        "tokens": result["again"]["tokens"],
+        "sampler": 1,
+        "learner": 0,
+        "drift": 0.0,
+    }

@@ -45,10 +45,14 @@ COLUMNS: dict[str, tuple[pa.Array, object]] = {
     "half": (pa.array([0.1, 2.0], pa.float16()), 0.1),
     "list": (pa.array([[0.1], []], pa.list_(pa.float32())), [0.1]),
     "fixed": (pa.array([[0.1, 1], [0, 0]], pa.list_(pa.float32(), 2)), [0.1, 1]),
-    "struct": (pa.StructArray.from_arrays([_NS, _F32, _BAD], ["t", "f", "bad"]),
-               {"t": _TIME, "f": 0.1}),
-    "structs": (pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([_BAD], ["a"])),
-                [{}]),
+    "struct": (
+        pa.StructArray.from_arrays([_NS, _F32, _BAD], ["t", "f", "bad"]),
+        {"t": _TIME, "f": 0.1},
+    ),
+    "structs": (
+        pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([_BAD], ["a"])),
+        [{}],
+    ),
     "views of floats": (pa.array([[0.1], []], pa.list_view(pa.float32())), [0.1]),
     "map of times": (pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), _NS), [("a", _TIME)]),
     "map of bad": (pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), _BAD), [("a", None)]),
@@ -59,7 +63,7 @@ COLUMNS: dict[str, tuple[pa.Array, object]] = {
     "views": (pa.array(["a", "b"], pa.string_view()), "a"),
     "uint": (pa.array([2**64 - 1, 0], pa.uint64()), 2**64 - 1),
     "extension": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "1"])), "{}"),
-}  # fmt: skip
+}
 
 
 def _load(path: pathlib.Path, **fields):

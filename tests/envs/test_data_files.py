@@ -39,12 +39,15 @@ def _write(root: pathlib.Path, name: str, rows=ROWS) -> None:
 @pytest.mark.parametrize(
     ("train", "test"),
     [
-        ("train.jsonl", "test.parquet"), ("train.parquet", "test.jsonl"),
-        ("train.jsonl.gz", "eval/0000.parquet"), ("data/train-00000-of-00001.parquet", "dev.jsonl"),
-        ("TRAIN.JSONL", "Test.Parquet"), ("part-0.jsonl", "a/b/c/d/validation.parquet"),
+        ("train.jsonl", "test.parquet"),
+        ("train.parquet", "test.jsonl"),
+        ("train.jsonl.gz", "eval/0000.parquet"),
+        ("data/train-00000-of-00001.parquet", "dev.jsonl"),
+        ("TRAIN.JSONL", "Test.Parquet"),
+        ("part-0.jsonl", "a/b/c/d/validation.parquet"),
         ("train.parquet/part-0.parquet", "test.parquet/part-0.parquet"),
     ],
-)  # fmt: skip
+)
 def test_splits_in_files_of_several_kinds(train, test, tmp_path):
     """Each split is what its file says, whatever kind of file another one is."""
     _write(tmp_path, train, _TRAIN)
@@ -82,8 +85,10 @@ def test_a_held_out_split_alone_is_for_evaluation(tmp_path):
     assert len(_load(tmp_path / "sets", {"eval": 1000}).questions["eval"]) == len(_TEST)
     data = _load(tmp_path / "train.jsonl", eval_task=str(tmp_path / "sets"))
     assert {split: len(part) for split, part in data.questions.items()} == {
-        "sft": 0, "train": len(_TRAIN), "eval": len(_TEST),
-    }  # fmt: skip
+        "sft": 0,
+        "train": len(_TRAIN),
+        "eval": len(_TEST),
+    }
 
 
 @pytest.mark.parametrize(
@@ -94,12 +99,16 @@ def test_a_held_out_split_alone_is_for_evaluation(tmp_path):
         ("math_dev.jsonl", "trained on although its name says 'validation'"),
         ("test/data.jsonl", "trained on although its name says 'test'"),
         ("test/Dataset.jsonl", "trained on although its name says 'test'"),
-        ("dev/part-00000-0a1b2c3d-4e5f-c000.parquet",
-         "trained on although its name says 'validation'"),
-        ("train.jsonl", ""), ("my_train_and_test.jsonl", ""), ("test/mine.jsonl", ""),
+        (
+            "dev/part-00000-0a1b2c3d-4e5f-c000.parquet",
+            "trained on although its name says 'validation'",
+        ),
+        ("train.jsonl", ""),
+        ("my_train_and_test.jsonl", ""),
+        ("test/mine.jsonl", ""),
         ("my_test_of_this/data.jsonl", ""),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_named_by_the_user(name, said, tmp_path):
     """It is trained on, as its user says, and the first line speaks of its name."""
     _write(tmp_path, name)
@@ -124,10 +133,21 @@ def test_what_is_not_used_is_said(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "test.jsonlines", "test.parq", "test.pq", "test.h5", "test.xml", "test.pt", "test.bin",
-        "test.jsonl.br", "test", "a/my-dev.rows", "test/0.dat", "more.jsonlines", "more.h5",
+        "test.jsonlines",
+        "test.parq",
+        "test.pq",
+        "test.h5",
+        "test.xml",
+        "test.pt",
+        "test.bin",
+        "test.jsonl.br",
+        "test",
+        "a/my-dev.rows",
+        "test/0.dat",
+        "more.jsonlines",
+        "more.h5",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("saved", [False, True])
 def test_files_that_are_not_read_are_named(name, saved, tmp_path):
     """Whatever their suffix, where name or folder speak of a split; beside Arrow files, too."""
@@ -222,11 +242,20 @@ def test_words_of_splits():
 @pytest.mark.parametrize(
     "content",
     [
-        '{"splits": [5]}', '{"splits": "train"}', '{"splits": {"a": 1}}', '{"splits": []}', "[]",
-        '{"splits": [".."]}', '{"splits": ["../train"]}', '{"splits": ["/etc"]}', "[" * 5000,
-        '{"splits": ["a\\u0000"]}', '{"splits": ["%s"]}' % ("a" * 300), '{"splits": ["\\ud800"]}',
+        '{"splits": [5]}',
+        '{"splits": "train"}',
+        '{"splits": {"a": 1}}',
+        '{"splits": []}',
+        "[]",
+        '{"splits": [".."]}',
+        '{"splits": ["../train"]}',
+        '{"splits": ["/etc"]}',
+        "[" * 5000,
+        '{"splits": ["a\\u0000"]}',
+        '{"splits": ["%s"]}' % ("a" * 300),
+        '{"splits": ["\\ud800"]}',
     ],
-)  # fmt: skip
+)
 def test_a_damaged_dataset_dict(content, tmp_path):
     """One sentence, and nothing outside of the directory is opened."""
     arrow(tmp_path / "train", ROWS)

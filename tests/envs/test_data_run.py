@@ -63,8 +63,11 @@ def test_killed_and_resumed_over_a_tfds_set(tmp_path):
     jsonl(tmp_path / "train.jsonl", jsonl_rows)
     tfds_prepare.prepare_rows("sums", {"train": jsonl_rows}, tmp_path)
     fields = {
-        "env.task": "tfds:sums", "env.data_dir": tmp_path, "sft.questions": 8, "sft.batch_size": 8,
-    }  # fmt: skip
+        "env.task": "tfds:sums",
+        "env.data_dir": tmp_path,
+        "sft.questions": 8,
+        "sft.batch_size": 8,
+    }
     finish(start(tmp_path / "whole", **fields))
     killed = tmp_path / "killed"
     kill_after_records(start(killed, **fields), killed, "metrics", 4)

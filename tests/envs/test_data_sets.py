@@ -13,14 +13,7 @@ from data_files import ROWS, arrow, arrow_dict, env, jsonl, parquet, trl, verl
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
-from fp8rl_jax.envs import (
-    Question,
-    check_source,
-    is_generated,
-    load,
-    load_questions,
-    split_of,
-)  # fmt: skip
+from fp8rl_jax.envs import Question, check_source, is_generated, load, load_questions, split_of
 from fp8rl_jax.envs.digest import digest_of
 
 _ALL = {"train": 1, "eval": 1000}
@@ -140,9 +133,13 @@ def test_shares_and_numbers(tmp_path):
 def test_what_is_left_out_is_counted(tmp_path):
     """Repeated questions, empty ones, and those that do not fit."""
     rows = [
-        *ROWS, *ROWS[:3], {"question": " ", "answer": "1"}, {"question": "a", "answer": ""},
-        {"question": "b", "answer": "work ####"}, {"question": None, "answer": "1"},
-    ]  # fmt: skip
+        *ROWS,
+        *ROWS[:3],
+        {"question": " ", "answer": "1"},
+        {"question": "a", "answer": ""},
+        {"question": "b", "answer": "work ####"},
+        {"question": None, "answer": "1"},
+    ]
     fits = lambda split, question: question.text != ROWS[0]["question"]
     data = _load(jsonl(tmp_path / "a.jsonl", rows), fits=fits)
     assert data.note.endswith(
@@ -161,19 +158,37 @@ def test_what_is_left_out_is_counted(tmp_path):
         ({"prompt": "p", "label": 1.5}, {}, Question("p", "1.5")),
         ({"input": "p", "target": ["a", "b"]}, {}, Question("p", '["a", "b"]')),
         ({"q": "p", "a": "1"}, {"question_key": "q", "answer_key": "a"}, Question("p", "1")),
-        ({"x": {"q": "p", "a": "1"}}, {"question_key": "x.q", "answer_key": "x.a"},
-         Question("p", "1")),
+        (
+            {"x": {"q": "p", "a": "1"}},
+            {"question_key": "x.q", "answer_key": "x.a"},
+            Question("p", "1"),
+        ),
         ({"question": "p", "answer": "9"}, {"answer_key": "-"}, Question("p", "")),
-        ({"question": "p", "answer": "a #### 1 b #### 1,072"}, {},
-         Question("p", "1072", "a #### 1 b #### 1,072")),
-        ({"question": "p", "answer": "A: 1. A: 2"}, {"answer_pattern": r"A: (\d)"},
-         Question("p", "2", "A: 1. A: 2")),
-        ({"question": "p", "answer": "12 cm"}, {"answer_pattern": r"\d+"},
-         Question("p", "12", "12 cm")),
-        ({"prompt": [{"role": "user", "content": "p"}],
-          "completion": [{"role": "assistant", "content": "c"}]}, {}, Question("p", "c")),
+        (
+            {"question": "p", "answer": "a #### 1 b #### 1,072"},
+            {},
+            Question("p", "1072", "a #### 1 b #### 1,072"),
+        ),
+        (
+            {"question": "p", "answer": "A: 1. A: 2"},
+            {"answer_pattern": r"A: (\d)"},
+            Question("p", "2", "A: 1. A: 2"),
+        ),
+        (
+            {"question": "p", "answer": "12 cm"},
+            {"answer_pattern": r"\d+"},
+            Question("p", "12", "12 cm"),
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "p"}],
+                "completion": [{"role": "assistant", "content": "c"}],
+            },
+            {},
+            Question("p", "c"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_columns(row, fields, expected, tmp_path):
     """Usual names, named ones, nested ones, no answer at all, and patterns."""
     path = jsonl(tmp_path / "a.jsonl", [row])
@@ -199,9 +214,11 @@ def test_conversations(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "4"}])
     data = _load(
-        path, {"train": 1, "eval": 1}, eval_task="basic_arithmetic",
+        path,
+        {"train": 1, "eval": 1},
+        eval_task="basic_arithmetic",
         prompt_template="{question} Now.",
-    )  # fmt: skip
+    )
     (question,) = data.questions["train"]
     assert question.text == "Be brief.\n\n2+2? Now."
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -249,19 +266,26 @@ def test_a_function_that_returns_rows(tmp_path, monkeypatch):
         (b'{"question": "a", "answer": "1"}\nnonsense\n', r"a\.jsonl:2 is not JSON .*: write one"),
         (b'{"question": "a", "answer": "1"}\n\n[1]\n', r"a\.jsonl:3 is list; write one object"),
         (b'{"question": "a\xff"}\n', r"a\.jsonl:1 is not UTF-8 \(byte 16 of the line\)"),
-        (b'{"question": "a"}\n', r"a\.jsonl:1: no column is known as the answer \(.*\); the row "
-         r"has question: name one by env\.answer_key, or write '-' for rows without one"),
+        (
+            b'{"question": "a"}\n',
+            r"a\.jsonl:1: no column is known as the answer \(.*\); the row "
+            r"has question: name one by env\.answer_key, or write '-' for rows without one",
+        ),
         (b'{"text": "a", "answer": "1"}\n', "no column is known as the question.*env.question_key"),
-        (b'{"question": "a", "answer": "1"}\n{"question": "b", "reply": "1"}\n',
-         r"a\.jsonl:2: the row has no 'answer', only question, reply: put it there, or name"),
+        (
+            b'{"question": "a", "answer": "1"}\n{"question": "b", "reply": "1"}\n',
+            r"a\.jsonl:2: the row has no 'answer', only question, reply: put it there, or name",
+        ),
         (b'{"question": {"a": 1}, "answer": "1"}\n', "'question' is dict .*; name a column of"),
         (b'{"prompt": [], "answer": "1"}\n', r"'prompt' is list .*; write a conversation"),
-        (b'{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}\n',
-         r"ends with a message of the role 'assistant'"),
+        (
+            b'{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}\n',
+            r"ends with a message of the role 'assistant'",
+        ),
         (b'{"question": "\\ud800", "answer": "1"}\n', "half of a character"),
         (b'{"question": "a", "answer": ""}\n', "no rows with both question and answer"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_are_named(content, message, tmp_path):
     """One sentence, with the line where there is one."""
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -343,8 +367,14 @@ def test_the_digest_of_any_rows():
 
     circle: list = []
     circle.append(circle)
-    for make in (lambda: Thing(), lambda: 10**5000, lambda: {(1, 2): circle}, lambda: {"b", "a"},
-                 lambda: np.arange(3.0), lambda: datetime.date(2020, 1, 1)):  # fmt: skip
+    for make in (
+        lambda: Thing(),
+        lambda: 10**5000,
+        lambda: {(1, 2): circle},
+        lambda: {"b", "a"},
+        lambda: np.arange(3.0),
+        lambda: datetime.date(2020, 1, 1),
+    ):
         assert digest(x=make()) == digest(x=make()) != digest(x=3)
 
 

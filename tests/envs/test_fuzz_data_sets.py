@@ -29,11 +29,17 @@ _CHAT = ChatFormat(
     ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools }}tool_calls", {}, "")
 )
 _FEW_ROWS = [
-    *ROWS[:3], verl(ROWS[3]), trl(ROWS[4]), {"instruction": "a", "input": "b", "output": 1e400},
+    *ROWS[:3],
+    verl(ROWS[3]),
+    trl(ROWS[4]),
+    {"instruction": "a", "input": "b", "output": 1e400},
     {"question": "\0", "answer": 10**400, "x": [[{"a": None}]], "context": "\u2028"},
-    {"prompt": [{"role": "user", "content": "a", "name": "b"}], "answer": ["\U0001f99c"],
-     "tools": [{"type": "function", "function": {"name": "f"}}]},
-]  # fmt: skip
+    {
+        "prompt": [{"role": "user", "content": "a", "name": "b"}],
+        "answer": ["\U0001f99c"],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+]
 
 
 def _use(path: pathlib.Path) -> None:
@@ -58,13 +64,16 @@ def _jsonl(rows: list, end: str = "\n") -> bytes:
 
 
 _JSONL = [
-    *(_jsonl([row]) for row in _FEW_ROWS), _jsonl(ROWS[:4], "\r\n"), b"\xef\xbb\xbf" + _jsonl(ROWS),
-    b'{"question": "a", "question": "b", "answer": "1"}\n', b'{"question": "\\ud800", "answer": 1}',
+    *(_jsonl([row]) for row in _FEW_ROWS),
+    _jsonl(ROWS[:4], "\r\n"),
+    b"\xef\xbb\xbf" + _jsonl(ROWS),
+    b'{"question": "a", "question": "b", "answer": "1"}\n',
+    b'{"question": "\\ud800", "answer": 1}',
     b'{"question": "a", "answer": NaN}\n{"question": "b", "answer": -Infinity}\n\n\n',
     b'{"question": "a", "answer": "b", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
     _jsonl(ROWS[:2]).decode().encode("utf-16"),
     b'{"question": "a", "answer": ' + b"9" * 5000 + b"}",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("count", [FEW, slow(MANY)])
@@ -85,9 +94,13 @@ def test_jsonl(suffix, count, tmp_path):
 _CSV = [
     b'question,answer,x\r\n"a ""b"",\nc",1,\n\n2,3\n',
     b"\xef\xbb\xbfquestion,answer\na,007\nb,1e400\n",
-    b"question,question,answer\n1,2,3\n", b"question;answer\n1;2\n", b'question,answer\n"a,1\n',
-    b"question\tanswer\n", b"question,answer\r1,2\r3,4\r", b'"",""\n"\0",1\n',
-]  # fmt: skip
+    b"question,question,answer\n1,2,3\n",
+    b"question;answer\n1;2\n",
+    b'question,answer\n"a,1\n',
+    b"question\tanswer\n",
+    b"question,answer\r1,2\r3,4\r",
+    b'"",""\n"\0",1\n',
+]
 _JSON = [json.dumps(_FEW_ROWS).encode(), b'{"data": [{"question": "a"}]}', _JSONL[8], _JSONL[9]]
 
 
@@ -108,19 +121,24 @@ def _tables() -> list[pa.Table]:
     odd = columns | {name: column for name, (column, _) in COLUMNS.items()}
     twice = pa.table([["a"], ["1"], ["2"]], names=["question", "answer", "answer"])
     return [
-        pa.Table.from_pylist(ROWS), pa.Table.from_pylist(list(map(verl, ROWS))),
-        pa.Table.from_pylist(list(map(trl, ROWS[:5]))), pa.table(odd), twice,
+        pa.Table.from_pylist(ROWS),
+        pa.Table.from_pylist(list(map(verl, ROWS))),
+        pa.Table.from_pylist(list(map(trl, ROWS[:5]))),
+        pa.table(odd),
+        twice,
         *(pa.table(columns | {"x": column}) for column, _ in COLUMNS.values()),
-    ]  # fmt: skip
+    ]
 
 
 def _as_parquet() -> list[bytes]:
     found = []
     for options in (
-        {}, {"compression": "zstd"}, {"compression": "none", "use_dictionary": False},
+        {},
+        {"compression": "zstd"},
+        {"compression": "none", "use_dictionary": False},
         {"compression": "gzip", "data_page_version": "2.0", "write_page_index": True},
         {"store_schema": False, "write_statistics": False},
-    ):  # fmt: skip
+    ):
         for table in _tables():
             sink = io.BytesIO()
             try:
@@ -158,18 +176,43 @@ def test_columns(suffix, make, count, tmp_path):
 # Directories: a tree that a hash of the content draws, with the content in one of its files.
 
 _NAMES = (
-    "train.jsonl", "test.jsonl", "train-00000-of-00002.parquet", "test-00000-of-00001.parquet",
-    "data.jsonl", "train.jsonl.gz", "TRAIN.JSONL", "val.csv", "train-test.jsonl", "README.md",
-    ".hidden.jsonl", "dev/0000.parquet", "train/a.jsonl", "a/b/c/d/test.jsonl", "x" * 255,
-    "train.parquet/part-0.parquet", "dataset_dict.json", "state.json", "dataset_info.json",
-    "features.json", "cafe\u0301\u202e.jsonl", "new\nline.jsonl", "\udcff.jsonl", "-.jsonl",
-    "train/state.json", "test/state.json", "test.csv", "train.json",
-)  # fmt: skip
+    "train.jsonl",
+    "test.jsonl",
+    "train-00000-of-00002.parquet",
+    "test-00000-of-00001.parquet",
+    "data.jsonl",
+    "train.jsonl.gz",
+    "TRAIN.JSONL",
+    "val.csv",
+    "train-test.jsonl",
+    "README.md",
+    ".hidden.jsonl",
+    "dev/0000.parquet",
+    "train/a.jsonl",
+    "a/b/c/d/test.jsonl",
+    "x" * 255,
+    "train.parquet/part-0.parquet",
+    "dataset_dict.json",
+    "state.json",
+    "dataset_info.json",
+    "features.json",
+    "cafe\u0301\u202e.jsonl",
+    "new\nline.jsonl",
+    "\udcff.jsonl",
+    "-.jsonl",
+    "train/state.json",
+    "test/state.json",
+    "test.csv",
+    "train.json",
+)
 _STATES = (
-    b'{"splits": ["train", "test"]}', b'{"_data_files": [{"filename": "data-0.arrow"}]}',
-    b'{"_data_files": [{"filename": "../train.jsonl"}], "_split": "test"}', b'{"splits": [5]}',
-    b'{"splits": ["..", "/etc"]}', b'{"fileFormat": "array_record", "name": "a"}',
-)  # fmt: skip
+    b'{"splits": ["train", "test"]}',
+    b'{"_data_files": [{"filename": "data-0.arrow"}]}',
+    b'{"_data_files": [{"filename": "../train.jsonl"}], "_split": "test"}',
+    b'{"splits": [5]}',
+    b'{"splits": ["..", "/etc"]}',
+    b'{"fileFormat": "array_record", "name": "a"}',
+)
 
 
 def _entry(path: pathlib.Path, content: bytes, rng: random.Random, good: dict[str, bytes]) -> None:

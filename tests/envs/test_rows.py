@@ -56,16 +56,30 @@ def test_the_instruction_form(suffix, tmp_path):
         ({"prompt": "q", "input": "i", "answer": "a"}, "input"),
         ({"question": "q", "answer": "a", "tools": "hammer, saw"}, "tools"),
         ({"question": "q", "answer": "a", "context": None, "choices": [], "text": ""}, ""),
-        ({"prompt": "q", "reward_model": {"ground_truth": "a"}, "data_source": "d",
-          "extra_info": {"index": 1}}, ""),
-        ({"prompt": "q", "completion": [{"role": "user", "content": "b"}, {
-            "role": "assistant", "content": "a", "reasoning_content": "r", "name": None}]},
-         "completion.reasoning_content, completion before its last message"),
+        (
+            {
+                "prompt": "q",
+                "reward_model": {"ground_truth": "a"},
+                "data_source": "d",
+                "extra_info": {"index": 1},
+            },
+            "",
+        ),
+        (
+            {
+                "prompt": "q",
+                "completion": [
+                    {"role": "user", "content": "b"},
+                    {"role": "assistant", "content": "a", "reasoning_content": "r", "name": None},
+                ],
+            },
+            "completion.reasoning_content, completion before its last message",
+        ),
         ({"question": "q", "answer": "a", "x": [[]], "y": [{}, None], "z": {"a": []}}, ""),
         ({"question": "q", "answer": "a", "x": [[], [0]], "y": {"a": [False]}}, "x, y"),
         ({"question": "q", "answer": "a", "b" * 99 + "\x1b": 1}, "b" * 60),
     ],
-)  # fmt: skip
+)
 def test_columns_beside_the_question_are_said(row, said, tmp_path):
     """Those with a value in any row; of verl's rows not what is about a row."""
     note = _load(tmp_path / "a.jsonl", [row]).note
@@ -83,13 +97,21 @@ def test_a_later_row_has_a_column_more(tmp_path):
     [
         ([{"answer": None, "solution": "long"}, {"answer": "1", "solution": "l"}], "answer", ["1"]),
         ([{"answer": "", "solution": "long"}, {"answer": "1", "solution": "l"}], "answer", ["1"]),
-        ([{"answer": None, "solution": "x"}, {"answer": None, "solution": "y"}], "solution",
-         ["x", "y"]),
-        ([{"reward_model": {"ground_truth": None}, "answer": "x"},
-          {"reward_model": {"ground_truth": "1"}, "answer": "y"}], "reward_model.ground_truth",
-         ["1"]),
+        (
+            [{"answer": None, "solution": "x"}, {"answer": None, "solution": "y"}],
+            "solution",
+            ["x", "y"],
+        ),
+        (
+            [
+                {"reward_model": {"ground_truth": None}, "answer": "x"},
+                {"reward_model": {"ground_truth": "1"}, "answer": "y"},
+            ],
+            "reward_model.ground_truth",
+            ["1"],
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_column_counts_by_its_first_value(rows, key, answers, suffix, tmp_path):
     """Not by what the first row happens to have."""
@@ -119,7 +141,7 @@ def test_text_and_conversations_in_one_column(tmp_path):
         (["a\n#### yes", "b\n#### no", "4"], ["a\n#### yes", "b\n#### no", "4"]),
         (["a\n#### 5", "b\n#### c\n#### 6\n"], ["5", "6"]),
     ],
-)  # fmt: skip
+)
 def test_the_mark_of_answers(answers, expected, tmp_path):
     """It is one where a number is behind it, or where all answers end with such a line."""
     rows = [{"question": str(i), "answer": answer} for i, answer in enumerate(answers)]
@@ -156,15 +178,26 @@ _PROMPTS = [
     {"prompt": [_user("a"), {"role": "assistant", "content": "b"}, _user("c")]},
     {"prompt": [_user("a"), {"role": "system", "content": "b"}, _user("c")]},
     {"prompt": [_user("a", name="Ann"), _user("b"), _user("c")]},
-    {"prompt": [_user("a"), {"role": "assistant", "content": "b", "reasoning_content": "r"},
-                _user("c")]},
-    {"prompt": [_user("a"), {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-                {"role": "tool", "content": "b", "name": "add"}, _user("c")]},
+    {
+        "prompt": [
+            _user("a"),
+            {"role": "assistant", "content": "b", "reasoning_content": "r"},
+            _user("c"),
+        ]
+    },
+    {
+        "prompt": [
+            _user("a"),
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "content": "b", "name": "add"},
+            _user("c"),
+        ]
+    },
     {"prompt": [_user("c")]},
     {"prompt": [_user("c", name="Ann")]},
     {"prompt": [_user("c")], "tools": [_TOOL]},
     {"prompt": "c", "tools": json.dumps([_TOOL, _TOOL])},
-]  # fmt: skip
+]
 _TEMPLATE = (
     "{{ tools | tojson }};{% for m in messages %}{{ m | tojson }}{{ m.tool_calls }}{% endfor %}"
 )
@@ -229,13 +262,18 @@ def test_tools_with_half_of_a_character(tmp_path):
 @pytest.mark.parametrize(
     ("value", "counted"),
     [
-        ([_user("a")], True), ([{"name": "x", "role": "user", "content": "y"}], True),
-        ({"messages": [_user("a")]}, True), (_user("a"), True),
+        ([_user("a")], True),
+        ([{"name": "x", "role": "user", "content": "y"}], True),
+        ({"messages": [_user("a")]}, True),
+        (_user("a"), True),
         ({"tools": [], "conversations": [{"from": "human", "value": "a"}]}, True),
         ([{"role": "assistant", "tool_calls": [{}]}], True),
-        ([{"role": "admin"}], False), ([1, 2], False), ({"content": "a"}, False), ([], False),
+        ([{"role": "admin"}], False),
+        ([1, 2], False),
+        ({"content": "a"}, False),
+        ([], False),
     ],
-)  # fmt: skip
+)
 def test_json_of_messages_is_a_text(value, counted, tmp_path):
     """As TRL takes it; the first line says so."""
     text = json.dumps(value)
@@ -250,11 +288,14 @@ def test_json_of_messages_is_a_text(value, counted, tmp_path):
     [
         ([{"instruction": "a", "output": "b"}], "instruction, answer"),
         ([{"instruction": "a", "input": "", "output": "b"}], "instruction, answer"),
-        ([{"instruction": str(i), "output": "b"} for i in range(1100)]
-         + [{"instruction": "a", "input": "c", "output": "b"}], "instruction and input, answer"),
+        (
+            [{"instruction": str(i), "output": "b"} for i in range(1100)]
+            + [{"instruction": "a", "input": "c", "output": "b"}],
+            "instruction and input, answer",
+        ),
     ],
     ids=range(3),
-)  # fmt: skip
+)
 def test_the_input_is_said_where_a_row_has_one(rows, said, tmp_path):
     assert f"(question in {said} in output)" in _load(tmp_path / "a.jsonl", rows).note
 

@@ -40,14 +40,25 @@ def test_a_question_with_rewards_is_an_environment_of_one_reply():
     """Its step pays what `Scoring` does, in every form of a reward, and in sums of them."""
     question, row = Question("quest", "5", row={"level": 2}), {"level": 2}
     expected = {
-        "steps:text": 6.0, "steps:trl": 3.0, "steps:verl_batch": 1.0, "steps:verl_dict": 1.0,
-        "steps:level": 2.0, "exact_match": 1.0, "gsm8k": 1.0, "math_equal": 1.0,
+        "steps:text": 6.0,
+        "steps:trl": 3.0,
+        "steps:verl_batch": 1.0,
+        "steps:verl_dict": 1.0,
+        "steps:level": 2.0,
+        "exact_match": 1.0,
+        "gsm8k": 1.0,
+        "math_equal": 1.0,
         "0.1*steps:text, 0.2*steps:length, -0.7*exact_match": 0.1 * 6 + 0.2 * 1 + -0.7 * 1,
-        "steps:nothing, 3*steps:length": 3.0, "steps:nothing": math.nan,
-        "steps:fails": math.nan, "exact_match, steps:fails": math.nan, "steps:leaves": math.nan,
-        "steps:no_number": math.nan, "steps:infinite": math.nan,
-        "steps:large": 3e38, "2*steps:large": math.nan,
-    }  # fmt: skip
+        "steps:nothing, 3*steps:length": 3.0,
+        "steps:nothing": math.nan,
+        "steps:fails": math.nan,
+        "exact_match, steps:fails": math.nan,
+        "steps:leaves": math.nan,
+        "steps:no_number": math.nan,
+        "steps:infinite": math.nan,
+        "steps:large": 3e38,
+        "2*steps:large": math.nan,
+    }
     terms = {text: load_rewards(text) for text in expected}
     scorings = {text: Scoring(terms[text], [question], ["5"]) for text in expected}
     for text, reward in expected.items():

@@ -112,8 +112,11 @@ def test_rows_come_back_as_they_were(root):
 )
 def test_what_cannot_be_read(task, message, tmp_path):
     for name, text in {
-        "old": '{"fileFormat": "tfrecord"}', "broken": "{", "many/a": "{}", "many/b": "{}",
-    }.items():  # fmt: skip
+        "old": '{"fileFormat": "tfrecord"}',
+        "broken": "{",
+        "many/a": "{}",
+        "many/b": "{}",
+    }.items():
         directory = tmp_path / name / "1.0.0"
         directory.mkdir(parents=True)
         (directory / "dataset_info.json").write_text(text)
@@ -144,9 +147,14 @@ def test_places_that_cannot_be(root):
 def test_values_of_other_types():
     """A float32 by its shortest decimal; a text that is no UTF-8 is no error of its own."""
     row = tfds._plain(
-        {"f": np.float32(0.1), "fs": np.array([[0.1, 2]], np.float16), "bad": b"\xff",
-         "i": np.int8(3), "texts": np.array([b"a", "\u00e9".encode()], object)}
-    )  # fmt: skip
+        {
+            "f": np.float32(0.1),
+            "fs": np.array([[0.1, 2]], np.float16),
+            "bad": b"\xff",
+            "i": np.int8(3),
+            "texts": np.array([b"a", "\u00e9".encode()], object),
+        }
+    )
     assert isinstance(row.pop("bad"), Unreadable)
     assert row == {"f": 0.1, "fs": [[0.1, 2.0]], "i": 3, "texts": ["a", "\u00e9"]}
 
@@ -174,8 +182,11 @@ def test_no_network_is_one_sentence_soon(blocked, tmp_path, monkeypatch, capsys)
     assert time.monotonic() - begin < 10
     output, error = capsys.readouterr()
     assert output == "" and error.count("\n") == 1
-    for way in ("copy a prepared directory gsm8k", "--config.env.task=train.jsonl",
-                "`fp8rl data prepare gsm8k` on a machine with a network"):  # fmt: skip
+    for way in (
+        "copy a prepared directory gsm8k",
+        "--config.env.task=train.jsonl",
+        "`fp8rl data prepare gsm8k` on a machine with a network",
+    ):
         assert way in error
     with pytest.raises(UserError, match=r"env\.download is False: copy a prepared directory"):
         _load("gsm8k", tmp_path, download=False)

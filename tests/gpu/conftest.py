@@ -99,12 +99,17 @@ class Report:
         if why is not None:
             crash = getattr(why, "reprcrash", None)
             lines.append(why[2] if isinstance(why, tuple) else crash.message if crash else str(why))
-        self.tests.append({
-            "name": report.nodeid.partition("tests/gpu/")[2] or report.nodeid,
-            "decides": decides, "verdict": verdict, "seconds": report.duration, "lines": lines,
-            "data": report.user_properties,
-            "traceback": "" if isinstance(why, tuple) else report.longreprtext,
-        })  # fmt: skip
+        self.tests.append(
+            {
+                "name": report.nodeid.partition("tests/gpu/")[2] or report.nodeid,
+                "decides": decides,
+                "verdict": verdict,
+                "seconds": report.duration,
+                "lines": lines,
+                "data": report.user_properties,
+                "traceback": "" if isinstance(why, tuple) else report.longreprtext,
+            }
+        )
         self.write()
 
     @pytest.hookimpl(trylast=True)
@@ -155,9 +160,12 @@ class Report:
 
         self.directory.mkdir(parents=True, exist_ok=True)
         result = {
-            "environment": self.environment, "ok": self.ok, "name": self.suggested_name,
-            "seconds": time.monotonic() - self.start, "tests": self.tests,
-        }  # fmt: skip
+            "environment": self.environment,
+            "ok": self.ok,
+            "name": self.suggested_name,
+            "seconds": time.monotonic() - self.start,
+            "tests": self.tests,
+        }
         text = json.dumps(result, indent=1, default=np.generic.item) + "\n"
         for name, content in (("gpu_check.json", text), ("gpu_check.md", self.markdown())):
             beside = self.directory / f"{name}.new"

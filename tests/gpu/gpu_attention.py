@@ -65,9 +65,11 @@ class Attention:
         starts = np.asarray(self.lengths)[:, None] - self.queries
         k, v = (cache(lambda *shape: source.take(dtype, *shape), self.width) for _ in "kv")
         found = {
-            "q": source.take(other, *rows, self.width), "k": k, "v": k if self.rope else v,
+            "q": source.take(other, *rows, self.width),
+            "k": k,
+            "v": k if self.rope else v,
             "positions": jnp.asarray(starts + np.arange(self.queries), jnp.int32),
-        }  # fmt: skip
+        }
         if self.paged:
             found["table"] = jnp.asarray(table)
         if self.kind == "fp8":

@@ -101,9 +101,13 @@ def float64_product(lhs, rhs, lhs_scale=None, rhs_scale=None) -> tuple[np.ndarra
 
 
 def print_time(
-    what: str, flops: float, moved: float, operands: Callable[[], tuple], ours: Callable,
+    what: str,
+    flops: float,
+    moved: float,
+    operands: Callable[[], tuple],
+    ours: Callable,
     **others: Callable,
-) -> None:  # fmt: skip
+) -> None:
     """Prints a line: microseconds of a call, TFLOPS, GB/s, and times of `others` over `ours`.
 
     `moved` are its bytes through memory; `operands` makes new ones for a call.

@@ -67,9 +67,10 @@ def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 @pytest.mark.parametrize(
-    ("queries", "one_split"), [(1, True), (1, False), (40, None)],
+    ("queries", "one_split"),
+    [(1, True), (1, False), (40, None)],
     ids=["a program for each split", "one program", "many queries"],
-)  # fmt: skip
+)
 def test_pages_or_one_piece(
     queries, one_split, kind, source, lengths=LENGTHS, heads=(8, 2), width=128
 ):

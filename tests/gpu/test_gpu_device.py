@@ -25,13 +25,24 @@ pytestmark = pytest.mark.gpu
 # config, device.
 _DEVICE = (9, 2, 8, 1)
 _NAMES = {
-    1: "threads_per_block_limit", 2: "threads_per_warp", 3: "shared_memory_per_block",
-    4: "shared_memory_per_core", 5: "threads_per_core_limit", 6: "core_count", 7: "fpus_per_core",
-    8: "block_dim_limit_x", 9: "block_dim_limit_y", 10: "block_dim_limit_z",
-    11: "memory_bandwidth", 12: "l2_cache_size", 13: "clock_rate_ghz", 14: "device_memory_size",
-    15: "shared_memory_per_block_optin", 18: "registers_per_core_limit",
+    1: "threads_per_block_limit",
+    2: "threads_per_warp",
+    3: "shared_memory_per_block",
+    4: "shared_memory_per_core",
+    5: "threads_per_core_limit",
+    6: "core_count",
+    7: "fpus_per_core",
+    8: "block_dim_limit_x",
+    9: "block_dim_limit_y",
+    10: "block_dim_limit_z",
+    11: "memory_bandwidth",
+    12: "l2_cache_size",
+    13: "clock_rate_ghz",
+    14: "device_memory_size",
+    15: "shared_memory_per_block_optin",
+    18: "registers_per_core_limit",
     19: "registers_per_block_limit",
-}  # fmt: skip
+}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

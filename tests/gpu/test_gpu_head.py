@@ -74,6 +74,10 @@ def test_speed(source, shape=(4096, 4096, 151_936)):
     rows, width, vocabulary = shape
     moved = 2.0 * width * (rows + vocabulary)
     print_time(
-        f"log-probabilities {shape}", 2.0 * rows * width * vocabulary, moved,
-        lambda: operands(source, *shape), fused, XLA=library,
-    )  # fmt: skip
+        f"log-probabilities {shape}",
+        2.0 * rows * width * vocabulary,
+        moved,
+        lambda: operands(source, *shape),
+        fused,
+        XLA=library,
+    )

@@ -73,9 +73,13 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
             new = longest(call(few)[1], start + seconds / 2 - time.monotonic(), cell.new)
         tokens, took = call(long_tail(count, new))
         row = {
-            "case": case, "longest": new, "samples": count, "tokens": tokens, "seconds": took,
+            "case": case,
+            "longest": new,
+            "samples": count,
+            "tokens": tokens,
+            "seconds": took,
             "tokens_per_s": tokens / took,
-        }  # fmt: skip
+        }
         row["over_bf16"] = row["tokens_per_s"] / (found or [row])[0]["tokens_per_s"]
         found.append(row)
         del weights, sample, call

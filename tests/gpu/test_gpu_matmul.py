@@ -39,9 +39,39 @@ TILES = {
     "bf16": dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS),
 }  # of 'wgrad' and 'float32' there is one each: nothing to compare
 ROWS = (
-    1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 256,
-    257, 511, 512, 513, 1000, 1024, 2048, 4095, 4096,
-)  # fmt: skip
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    96,
+    127,
+    128,
+    129,
+    191,
+    192,
+    193,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1000,
+    1024,
+    2048,
+    4095,
+    4096,
+)
 _FEW_ROWS = (1, 31, 32, 33, 64, 1000, 4096)  # of float32, which has one tile
 
 
@@ -136,9 +166,10 @@ def test_tiles(kind, shape, source):
 
 
 @pytest.mark.parametrize(
-    ("kind", "counts"), [("fp8", ROWS), ("bf16", ROWS), ("float32", _FEW_ROWS)],
+    ("kind", "counts"),
+    [("fp8", ROWS), ("bf16", ROWS), ("float32", _FEW_ROWS)],
     ids=["fp8", "bf16", "float32"],
-)  # fmt: skip
+)
 def test_rows(kind, counts, source):
     """A call of some rows gives the bits of the same rows of one call of the most.
 

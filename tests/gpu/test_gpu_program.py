@@ -27,9 +27,14 @@ from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_r
 pytestmark = pytest.mark.gpu
 
 DENSE = ModelConfig(
-    vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-)  # fmt: skip
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
 SPARSE = dataclasses.replace(
     DENSE, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
 )
@@ -44,11 +49,14 @@ def _batch(rollout, prompts, lengths, temperature, rng: np.random.Generator) -> 
     tokens = np.pad(np.repeat(prompts, group, axis=0), ((0, 0), (0, new)))
     np.put_along_axis(tokens, lengths[:, None] + np.arange(new), rollout.tokens, axis=1)
     return make_batch(
-        tokens=tokens, prompt_lengths=lengths, targets=rollout.tokens,
-        mask=rollout.mask, temperature=temperature,
+        tokens=tokens,
+        prompt_lengths=lengths,
+        targets=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
         advantages=rng.standard_normal(rows).astype(np.float32),
         old_logprobs=rollout.logprobs,
-    )  # fmt: skip
+    )
 
 
 def differing_bits(one, other, mask: np.ndarray) -> int:
@@ -76,9 +84,15 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
     temperature = np.ones(rows, np.float32)
     rope = tuple(map(jnp.asarray, rope_tables(model, slots)))
     arguments = (
-        weights, prompts, lengths, key, np.arange(rows, dtype=np.int32), temperature,
-        np.full(rows, new, np.int32), rope,
-    )  # fmt: skip
+        weights,
+        prompts,
+        lengths,
+        key,
+        np.arange(rows, dtype=np.int32),
+        temperature,
+        np.full(rows, new, np.int32),
+        rope,
+    )
     rollout = jax.device_get(make_sampler(model, numerics, settings)(*arguments))
     batching = Batching(SLOTS, (SLOTS + 1) * pages_of(slots) + 1)
     sampler = ContinuousSampler(model, numerics, settings, batching)
@@ -110,9 +124,10 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
 
 @reports
 @pytest.mark.parametrize(
-    ("recipe", "model"), [("fp8", DENSE), ("bf16", DENSE), ("fp8", SPARSE)],
+    ("recipe", "model"),
+    [("fp8", DENSE), ("bf16", DENSE), ("fp8", SPARSE)],
     ids=["fp8", "bf16", "fp8, experts"],
-)  # fmt: skip
+)
 def test_rollout_and_train_step(recipe, model, record_property, sizes=SIZES):
     found = measure(model, recipe, sizes)
     record_property("program", found)

@@ -26,9 +26,8 @@ def _forms(torch):
     if hasattr(functional, "scaled_mm") and hasattr(functional, "ScalingType"):
         kinds = functional.ScalingType
         found["scaled_mm"] = lambda x, wt, sx, sw: functional.scaled_mm(
-            x, wt, sx, kinds.BlockWise1x128, sw, kinds.BlockWise128x128,
-            output_dtype=torch.bfloat16,
-        )  # fmt: skip
+            x, wt, sx, kinds.BlockWise1x128, sw, kinds.BlockWise128x128, output_dtype=torch.bfloat16
+        )
     if hasattr(torch, "_scaled_mm"):
         found["_scaled_mm"] = lambda x, wt, sx, sw: torch._scaled_mm(
             x, wt, scale_a=sx, scale_b=sw, out_dtype=torch.bfloat16

@@ -52,9 +52,17 @@ CPUS: dict[str, tuple[dict[str, str], str]] = {
     "QEMU Nehalem": ({}, "Nehalem"),
 }
 _COLUMNS = (
-    "CPU", "way", "rows", "columns", "probe s", "kept s", "canary: bits that differ",
-    "run: largest drift", "exact run: drift", "exact record",
-)  # fmt: skip
+    "CPU",
+    "way",
+    "rows",
+    "columns",
+    "probe s",
+    "kept s",
+    "canary: bits that differ",
+    "run: largest drift",
+    "exact run: drift",
+    "exact record",
+)
 
 
 def _probed() -> dict:
@@ -91,9 +99,11 @@ def _short_run(products: str) -> dict:
     from fp8rl_jax.config import load_config
 
     fields = {
-        "algo.old_logprobs": "learner", "sft.steps": 0, "run.steps": 3,
+        "algo.old_logprobs": "learner",
+        "sft.steps": 0,
+        "run.steps": 3,
         "precision.cpu_products": products,
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         train.train(load_config(str(CONFIG), overrides(pathlib.Path(directory), **fields)))
         record = reproducible(pathlib.Path(directory))

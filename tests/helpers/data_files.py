@@ -37,9 +37,7 @@ def verl(row: dict) -> dict:
 
 def trl(row: dict) -> dict:
     """A conversational row as TRL's GRPOTrainer takes it."""
-    return {
-        "prompt": [{"role": "user", "content": row["question"]}], "solution": row["answer"],
-    }  # fmt: skip
+    return {"prompt": [{"role": "user", "content": row["question"]}], "solution": row["answer"]}
 
 
 def jsonl(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:

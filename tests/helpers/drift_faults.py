@@ -145,57 +145,85 @@ def _patch(target, name: str, value) -> Patch:
 
 FAULTS = {
     "bf16 learner": Fault(
-        ("precision.learner=bf16",), culprit="recipe",
+        ("precision.learner=bf16",),
+        culprit="recipe",
         words=("fp8_blockwise", "bf16", "not quantised"),
     ),
     "no KV round trip": Fault(
         learner=_patch(attention, "quantize_kv", _no_round_trip),
-        culprit="self_attn/k_read", layer=0, words=("KV cache", "quantize_kv"),
+        culprit="self_attn/k_read",
+        layer=0,
+        words=("KV cache", "quantize_kv"),
     ),
     "stale weights": Fault(
-        ("optimizer.warmup_steps=0",), stale=True, culprit="weights", words=("stale", "refit"),
+        ("optimizer.warmup_steps=0",), stale=True, culprit="weights", words=("stale", "refit")
     ),
     "temperature forgotten": Fault(
         ("rollout.temperature=0.7",),
         learner=_patch(models.logprobs, "inverse_temperature", jnp.ones_like),
-        culprit="logprob", words=("the learner leaves the temperature out",),
+        culprit="logprob",
+        words=("the learner leaves the temperature out",),
     ),
     "top-p renormalised": Fault(
         ("rollout.top_p=0.8",),
         rollout=_patch(sampler, "drawn_logprobs", _renormalised),
-        culprit="logprob", words=("the rollout renormalises",),
+        culprit="logprob",
+        words=("the rollout renormalises",),
     ),
     "per-tensor activations": Fault(
-        ("precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise",
-         "precision.zero_drift=report"),
-        culprit="scaling", words=("whole tensor", "fp8_delayed"),
+        (
+            "precision.rollout=fp8_tensorwise",
+            "precision.learner=fp8_tensorwise",
+            "precision.zero_drift=report",
+        ),
+        culprit="scaling",
+        words=("whole tensor", "fp8_delayed"),
     ),
     "another KV chunk": Fault(
-        _F32, learner=_patch(sys.modules["fp8rl_jax.kernels.reference.attention"], "KV_CHUNK", 8),
-        culprit="self_attn/attention", layer=0, words=("keys", "chunks"), may_vanish=True,
+        _F32,
+        learner=_patch(sys.modules["fp8rl_jax.kernels.reference.attention"], "KV_CHUNK", 8),
+        culprit="self_attn/attention",
+        layer=0,
+        words=("keys", "chunks"),
+        may_vanish=True,
     ),
     "1 / sqrt in one norm": Fault(
-        _F32, learner=_patch(decoder_layer, "RMSNorm", _OneOddNorm),
-        culprit="post_attention_layernorm/output", layer=0, words=("rsqrt",), may_vanish=True,
+        _F32,
+        learner=_patch(decoder_layer, "RMSNorm", _OneOddNorm),
+        culprit="post_attention_layernorm/output",
+        layer=0,
+        words=("rsqrt",),
+        may_vanish=True,
     ),
     "not rounded to bf16": Fault(
-        learner=_no_rounding, everywhere=True, culprit="input_layernorm/output", layer=0,
+        learner=_no_rounding,
+        everywhere=True,
+        culprit="input_layernorm/output",
+        layer=0,
         words=("learner's values", "not rounded to bf16"),
     ),
     "rotary tables as constants": Fault(
-        _F32, learner=_patch(learner_module, "forward", constant_tables),
-        culprit="self_attn/q_rope", layer=0, words=("tables", "arguments"), may_vanish=True,
+        _F32,
+        learner=_patch(learner_module, "forward", constant_tables),
+        culprit="self_attn/q_rope",
+        layer=0,
+        words=("tables", "arguments"),
+        may_vanish=True,
     ),
     "router in bf16": Fault(
         ("model.num_experts=8", "model.moe_intermediate_size=64"),
         learner=_patch(feed_forward, "router_logits", _bf16_router),
-        culprit="router_logits", layer=0, words=("the router", "float32"),
+        culprit="router_logits",
+        layer=0,
+        words=("the router", "float32"),
     ),
     "one layer in bf16": Fault(
-        ("precision.learner=drift_faults:first_layer_in_bf16",), culprit="layers", layer=0,
+        ("precision.learner=drift_faults:first_layer_in_bf16",),
+        culprit="layers",
+        layer=0,
         words=("rollout first_layers=0", "learner first_layers=1"),
     ),
-}  # fmt: skip
+}
 
 
 def programs(fault: Fault) -> Programs:

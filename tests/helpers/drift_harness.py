@@ -21,26 +21,42 @@ from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
 _LATENT = dict(
-    kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24, qk_norm=False,
-    rope_interleave=True, scoring_func="sigmoid", n_group=4, topk_group=2,
-    routed_scaling_factor=2.5, n_shared_experts=1, first_k_dense_replace=1, num_experts=8,
-    rope_type="yarn", rope_factor=4.0, rope_original_max_position_embeddings=16, rope_mscale=1.0,
+    kv_lora_rank=136,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    qk_norm=False,
+    rope_interleave=True,
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    num_experts=8,
+    rope_type="yarn",
+    rope_factor=4.0,
+    rope_original_max_position_embeddings=16,
+    rope_mscale=1.0,
     rope_mscale_all_dim=1.0,
-)  # fmt: skip
+)
 # What tells other families from Qwen3's, as fields of a ModelConfig.
 FAMILIES: dict[str, dict] = {
     "qwen3": {},
     "llama": dict(
-        qk_norm=False, rope_type="llama3", rope_factor=8.0,
-        rope_original_max_position_embeddings=16,
+        qk_norm=False, rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=16
     ),
     "deepseek": {**_LATENT, "q_lora_rank": 40},
     "wide deepseek": {
-        **_LATENT, "q_lora_rank": 200, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128,
+        **_LATENT,
+        "q_lora_rank": 200,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
     },
     "moonlight": {**_LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +104,23 @@ class Case:
 
     def model(self) -> models.ModelConfig:
         fields = dict(
-            tie_word_embeddings=self.tied, embedding_init_std=0.05 if self.tied else 1.0,
-            num_experts=self.experts, num_experts_per_tok=self.experts_per_token,
-            moe_intermediate_size=self.expert_width, norm_topk_prob=self.norm_topk_prob,
-        )  # fmt: skip
+            tie_word_embeddings=self.tied,
+            embedding_init_std=0.05 if self.tied else 1.0,
+            num_experts=self.experts,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_width,
+            norm_topk_prob=self.norm_topk_prob,
+        )
         return models.ModelConfig(
-            self.vocabulary, self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads,
-            self.head_dim, **{**fields, **FAMILIES[self.family]},
-        )  # fmt: skip
+            self.vocabulary,
+            self.hidden,
+            3 * self.hidden,
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            **{**fields, **FAMILIES[self.family]},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +137,7 @@ class Result:
 
     def differing(self) -> tuple[int, int]:
         """Number of log-probabilities and of logits whose bits differ."""
-        pairs = (
-            (self.rollout_logp, self.learner_logp),
-            (self.rollout_logits, self.learner_logits),
-        )
+        pairs = ((self.rollout_logp, self.learner_logp), (self.rollout_logits, self.learner_logits))
         logp, logits = (int((a.view(np.int32) != b.view(np.int32)).sum()) for a, b in pairs)
         return logp, logits
 
@@ -190,18 +212,29 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     rope = tuple(jnp.asarray(t) for t in models.rope_tables(model, max(slots, case.cache_slots)))
     optimizer = optax.adam(1e-3)
     step = learner.make_train_step(
-        model, recipe, optimizer, learner.LossConfig(),
-        micro_batches=case.micro_batches, remat=case.remat,
+        model,
+        recipe,
+        optimizer,
+        learner.LossConfig(),
+        micro_batches=case.micro_batches,
+        remat=case.remat,
         taps=("logits",) if case.tap_logits else (),
-    )  # fmt: skip
+    )
     refit = rollout.make_refit(rollout_recipe or recipe)
     sample = rollout.make_sampler(
-        model, rollout_recipe or recipe,
+        model,
+        rollout_recipe or recipe,
         rollout.SamplerConfig(
-            case.new_tokens, case.group_size, (case.eos,), case.pad, case.top_k, case.top_p,
-            case.cache_slots, taps=("logits", *ROUTING[: case.replay]),
+            case.new_tokens,
+            case.group_size,
+            (case.eos,),
+            case.pad,
+            case.top_k,
+            case.top_p,
+            case.cache_slots,
+            taps=("logits", *ROUTING[: case.replay]),
         ),
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(case.seed)
     lengths = np.asarray(case.prompts, np.int32)
     prompts = rng.integers(0, case.pad, (len(lengths), lengths.max())).astype(np.int32)
@@ -213,9 +246,12 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     order = np.concatenate([rng.permutation(rows), [0] * (-(rows + 1) % case.micro_batches + 1)])
     calibrated = recipe.kv == "calibrated"
     state = learner.new_state(
-        params, optimizer, np.zeros(2, np.uint32), recipe,
+        params,
+        optimizer,
+        np.zeros(2, np.uint32),
+        recipe,
         kv_scales=missing_scales(case.layers) if calibrated else None,
-    )  # fmt: skip
+    )
     calibrate = rollout.make_calibrate(model, recipe)
     seen = (prompts, lengths)
     for update in range(case.updates + 1):
@@ -266,9 +302,15 @@ def _learner_logits(case: Case, state, batch: learner.Batch, rope) -> np.ndarray
         weights = models.quantize_params(jax.lax.stop_gradient(params), recipe, frozen)
         paired = models.trainable_params(params, weights, recipe, frozen)
         out = models.forward(
-            paired, batch.tokens, model, recipe, kv_scales=state.kv_scales,
-            rope=rope, remat=case.remat, output="hidden",
-        )  # fmt: skip
+            paired,
+            batch.tokens,
+            model,
+            recipe,
+            kv_scales=state.kv_scales,
+            rope=rope,
+            remat=case.remat,
+            output="hidden",
+        )
         index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
         hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
         head = models.output_head(paired, model)

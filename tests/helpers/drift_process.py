@@ -17,9 +17,14 @@ from drift_harness import Case, run
 def main() -> None:
     """Prints hashes of both sides' log-probabilities and logits, and how many differ."""
     case = Case(
-        sys.argv[1], hidden=256, heads=8, kv_heads=2, head_dim=64, prompts=(1, 13, 40),
+        sys.argv[1],
+        hidden=256,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        prompts=(1, 13, 40),
         new_tokens=60,
-    )  # fmt: skip
+    )
     jax.block_until_ready(jax.numpy.ones(3))
     result = run(case)
     sides = {

@@ -143,15 +143,31 @@ def case_of(choice: Choice, tap_logits: bool = False) -> Case:
     experts, chosen = v["ffn"]  # type: ignore[misc]
     three = isinstance(recipe, Recipe) and recipe.first_layers
     return Case(
-        recipe, prompts=prompts, group_size=1, new_tokens=new_tokens,
+        recipe,
+        prompts=prompts,
+        group_size=1,
+        new_tokens=new_tokens,
         cache_slots=v["length"] + v["cache"] if v["cache"] else 0,
-        vocabulary=v["vocabulary"], hidden=v["width"], layers=3 if three else 2, heads=8,
+        vocabulary=v["vocabulary"],
+        hidden=v["width"],
+        layers=3 if three else 2,
+        heads=8,
         kv_heads=v["G"],
-        head_dim=v["head dim"], tied=v["head"], temperature=temperature, top_k=top_k, top_p=top_p,
-        remat=v["remat"], micro_batches=v["micro-batches"], eos_share=v["end"],
-        outliers=v["weights"], updates=v["updates"], unroll=v["layers"],
-        experts=experts, experts_per_token=chosen, tap_logits=tap_logits,
-    )  # fmt: skip
+        head_dim=v["head dim"],
+        tied=v["head"],
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        remat=v["remat"],
+        micro_batches=v["micro-batches"],
+        eos_share=v["end"],
+        outliers=v["weights"],
+        updates=v["updates"],
+        unroll=v["layers"],
+        experts=experts,
+        experts_per_token=chosen,
+        tap_logits=tap_logits,
+    )
 
 
 def main() -> None:

@@ -33,10 +33,17 @@ from fp8rl_jax.quant.site import COUNTS
 
 _EXPERTS, _CHOSEN = 16, 4
 CONFIG = ModelConfig(
-    vocab_size=97, hidden_size=256, intermediate_size=128, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-    num_experts=_EXPERTS, num_experts_per_tok=_CHOSEN, moe_intermediate_size=128,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=256,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    num_experts=_EXPERTS,
+    num_experts_per_tok=_CHOSEN,
+    moe_intermediate_size=128,
+)
 _WIDE = (_EXPERTS, CONFIG.hidden_size, CONFIG.moe_intermediate_size)
 SHAPES = {"gate_proj": _WIDE, "up_proj": _WIDE, "down_proj": (_WIDE[0], _WIDE[2], _WIDE[1])}
 
@@ -100,23 +107,30 @@ def main() -> None:
 
         return run
 
-    experts = {n: exact_jit(lambda m, n=n: _bound(recipe, n, m, gradient))(m)
-               for n, m in masters.items()}  # fmt: skip
+    experts = {
+        n: exact_jit(lambda m, n=n: _bound(recipe, n, m, gradient))(m) for n, m in masters.items()
+    }
     one = jax.device_get(
         exact_jit(everything(lambda *a: layer(moe.moe_forward, *a)))(x, weights, chosen, experts)
     )
     results = []
     for fsdp, expert in case["meshes"]:
         mesh = jax.make_mesh(
-            (1, fsdp, 1, expert), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 4,
+            (1, fsdp, 1, expert),
+            sharding.MESH_AXES,
+            axis_types=(AxisType.Auto,) * 4,
             devices=jax.devices()[: fsdp * expert],
-        )  # fmt: skip
+        )
 
         def over_devices(x, weights, chosen, experts, mesh=mesh):
             return Parallel.on(mesh).by_own_rows(
                 lambda *a: layer(expert_parallel.exchange_forward, *a),
-                x, weights, chosen, shared=(experts,), spec=PartitionSpec("expert"),
-            )  # fmt: skip
+                x,
+                weights,
+                chosen,
+                shared=(experts,),
+                spec=PartitionSpec("expert"),
+            )
 
         parts = NamedSharding(mesh, PartitionSpec("expert"))
         held = jax.device_put(jax.device_get(experts), parts)

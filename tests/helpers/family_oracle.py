@@ -127,25 +127,39 @@ def greedy(name: str) -> tuple[np.ndarray, np.ndarray]:
     prompts = tokens(3, 9)
     sample = make_sampler(config, "f32", SamplerConfig(_NEW, 1, (_NO_END,), 0))
     out = sample(
-        quantized(params_of(name), "f32"), prompts, lengths, jax.random.key(0, impl="threefry2x32"),
-        np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, _NEW, np.int32),
+        quantized(params_of(name), "f32"),
+        prompts,
+        lengths,
+        jax.random.key(0, impl="threefry2x32"),
+        np.arange(3, dtype=np.int32),
+        np.zeros(3, np.float32),
+        np.full(3, _NEW, np.int32),
         tuple(jnp.asarray(t) for t in rope_tables(config, 9 + _NEW)),
-    )  # fmt: skip
+    )
     expected = []
     for row, length in enumerate(lengths):
         prompt = torch.tensor(prompts[row : row + 1, :length])
         generated = theirs(name).generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW,
-            min_new_tokens=_NEW, do_sample=False, pad_token_id=0,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=_NEW,
+            min_new_tokens=_NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )
         expected.append(generated[0, length:].numpy())
     return np.asarray(out.tokens), np.stack(expected)
 
 
 def main() -> None:
     """Prints the table as Markdown, a row as it is measured."""
-    head = ("family", "logits, float32", "gradients, float32 (worst parameter)", "greedy tokens",
-            "logits, bf16")  # fmt: skip
+    head = (
+        "family",
+        "logits, float32",
+        "gradients, float32 (worst parameter)",
+        "greedy tokens",
+        "logits, bf16",
+    )
     for cells in (head, ("---",) * len(head)):
         print("| " + " | ".join(cells) + " |")
     for name in sys.argv[1:] or NAMES:
@@ -153,9 +167,12 @@ def main() -> None:
         worst = max(errors, key=errors.__getitem__)
         ours, expected = greedy(name)
         cells = (
-            name, f"{padded_error(name):.1e}", f"{errors[worst]:.1e} of {len(errors)} (`{worst}`)",
-            f"{(ours == expected).sum()} of {expected.size} equal", f"{bf16_error(name):.3f}",
-        )  # fmt: skip
+            name,
+            f"{padded_error(name):.1e}",
+            f"{errors[worst]:.1e} of {len(errors)} (`{worst}`)",
+            f"{(ours == expected).sum()} of {expected.size} equal",
+            f"{bf16_error(name):.3f}",
+        )
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -28,14 +28,50 @@ SECONDS = 10  # longer is a hang
 MANY = 10_000  # inputs of a reader in a slow test
 FEW = 100  # and in a quick one
 _NUMBERS = (
-    0, 1, -1, 2, 127, 128, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64,
-    -(2**63), 10**9, 10**18, 10**30, 10**400, 1e-320, 1e39, 1e308, float("nan"), float("inf"),
+    0,
+    1,
+    -1,
+    2,
+    127,
+    128,
+    255,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    10**9,
+    10**18,
+    10**30,
+    10**400,
+    1e-320,
+    1e39,
+    1e308,
+    float("nan"),
+    float("inf"),
     -float("inf"),
-)  # fmt: skip
+)
 _TEXTS = (
-    "", "\0", "../x", "/dev/zero", "a" * 300, "a.b", "\ud800", "\u202e", "\x1b[2J", "$\\frac{",
-    "<script>", "NaN", "__proto__", "{{", "%s",
-)  # fmt: skip
+    "",
+    "\0",
+    "../x",
+    "/dev/zero",
+    "a" * 300,
+    "a.b",
+    "\ud800",
+    "\u202e",
+    "\x1b[2J",
+    "$\\frac{",
+    "<script>",
+    "NaN",
+    "__proto__",
+    "{{",
+    "%s",
+)
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 _VALUES = st.recursive(
     _LEAVES | st.sampled_from(_NUMBERS) | st.sampled_from(_TEXTS),
@@ -43,8 +79,11 @@ _VALUES = st.recursive(
     max_leaves=12,
 )
 _DEEP = (
-    b"[" * 200_000, b'{"a":' * 200_000, b"[" * 150 + b"]" * 150, b'{"a":' * 99 + b"1" + b"}" * 99,
-)  # fmt: skip
+    b"[" * 200_000,
+    b'{"a":' * 200_000,
+    b"[" * 150 + b"]" * 150,
+    b'{"a":' * 99 + b"1" + b"}" * 99,
+)
 
 
 class Hang(BaseException):
@@ -134,9 +173,12 @@ def _of_hypothesis(count: int) -> list[bytes]:
     for strategy in (st.binary(max_size=64), values):
 
         @hypothesis.settings(
-            max_examples=max(count // 2, 1), deadline=None, database=None, derandomize=True,
+            max_examples=max(count // 2, 1),
+            deadline=None,
+            database=None,
+            derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),
-        )  # fmt: skip
+        )
         @hypothesis.given(content=strategy)
         def keep(content: bytes) -> None:
             found.append(content)

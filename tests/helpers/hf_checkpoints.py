@@ -22,35 +22,74 @@ from fp8rl_jax.models import ModelConfig, init_params
 from fp8rl_jax.models.hf.config_json import config_json
 
 _SIZES = dict(
-    vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=3, rms_norm_eps=1e-5,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-)  # fmt: skip
+    vocab_size=60,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    rms_norm_eps=1e-5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 _DEEPSEEK = _SIZES | dict(
-    num_key_value_heads=4, head_dim=8, qk_norm=False, scoring_func="sigmoid", kv_lora_rank=32,
-    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, rope_interleave=True,
-    n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.5, **_EXPERTS,
-)  # fmt: skip
+    num_key_value_heads=4,
+    head_dim=8,
+    qk_norm=False,
+    scoring_func="sigmoid",
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rope_interleave=True,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    **_EXPERTS,
+)
 CONFIGS = {
     "qwen3": ModelConfig(**_SIZES, rope_theta=1e6),
     "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
     "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS, first_k_dense_replace=1),  # mlp_only_layers: [0]
-    "llama": ModelConfig(**_SIZES | dict(
-        qk_norm=False, rope_type="llama3", rope_factor=8.0,
-        rope_original_max_position_embeddings=16,
-    )),
-    "deepseek_v3": ModelConfig(**_DEEPSEEK | dict(
-        q_lora_rank=48, n_group=4, topk_group=2, rope_type="yarn", rope_factor=4.0,
-        rope_original_max_position_embeddings=32, rope_mscale=0.7, rope_mscale_all_dim=1.0,
-    )),
+    "llama": ModelConfig(
+        **_SIZES
+        | dict(
+            qk_norm=False,
+            rope_type="llama3",
+            rope_factor=8.0,
+            rope_original_max_position_embeddings=16,
+        )
+    ),
+    "deepseek_v3": ModelConfig(
+        **_DEEPSEEK
+        | dict(
+            q_lora_rank=48,
+            n_group=4,
+            topk_group=2,
+            rope_type="yarn",
+            rope_factor=4.0,
+            rope_original_max_position_embeddings=32,
+            rope_mscale=0.7,
+            rope_mscale_all_dim=1.0,
+        )
+    ),
     "moonlight": ModelConfig(**_DEEPSEEK),
     # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
-    "latent_fp8": ModelConfig(**_DEEPSEEK | dict(
-        hidden_size=136, num_hidden_layers=2, first_k_dense_replace=0,
-        num_attention_heads=2, num_key_value_heads=2,
-        qk_nope_head_dim=128, v_head_dim=128, kv_lora_rank=40, q_lora_rank=24,
-    )),
-}  # fmt: skip
+    "latent_fp8": ModelConfig(
+        **_DEEPSEEK
+        | dict(
+            hidden_size=136,
+            num_hidden_layers=2,
+            first_k_dense_replace=0,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            kv_lora_rank=40,
+            q_lora_rank=24,
+        )
+    ),
+}
 
 
 @functools.cache
@@ -152,9 +191,11 @@ def fields_of(name: str, fp8: bool = False) -> dict:
     fields = config_json(CONFIGS[name], "bfloat16")
     if fp8:
         fields["quantization_config"] = {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
-        }  # fmt: skip
+        }
     return fields
 
 
@@ -206,12 +247,19 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
     for name, value in (fields or {}).items():
         add[type(value)](name, value)
     names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+    }
     kind = gguf.GGMLQuantizationType[type_name]
     for key, value in (named(config, params) | tensors).items():
         module = key.removesuffix(".weight")

@@ -59,7 +59,7 @@ def scorers() -> dict[str, Callable[[str, str], float | None]]:
         "verl math_verify": lambda a, r: verify._verify_in_subprocess(rf"\boxed{{{a}}}", r),
         "verl math": lambda a, r: math.compute_score(r, a),
         "verl gsm8k": lambda a, r: float(gsm8k.compute_score(r, a)),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str]) -> None:

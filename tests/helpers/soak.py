@@ -46,19 +46,33 @@ class Run:
         self.output = ""
         paths = [str(CONFIG.parent), os.environ.get("PYTHONPATH", "")]  # its reward
         self._environment = {
-            **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths),
-            "SOAK": str(root), "SOAK_SLOW": str(self.slow), "SOAK_CLOCK": clock,
-        }  # fmt: skip
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "SOAK": str(root),
+            "SOAK_SLOW": str(self.slow),
+            "SOAK_CLOCK": clock,
+        }
 
     def start(self) -> subprocess.Popen:
         resume = ["--resume"] if (self.directory / "config.json").exists() else []
         fields = {"env.reward": "dense_reward:share_at_leisure", "run.keep_checkpoints": 3}
         return subprocess.Popen(
-            [sys.executable, str(_CHILD), "train", "--config", str(CONFIG),
-             *overrides(self.root, **fields), *resume],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment,
+            [
+                sys.executable,
+                str(_CHILD),
+                "train",
+                "--config",
+                str(CONFIG),
+                *overrides(self.root, **fields),
+                *resume,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def end(self, process: subprocess.Popen, expected: tuple[int, ...]) -> int:
         """The status of a process, which must be one of those expected."""
@@ -251,8 +265,10 @@ def main() -> int:
             verdict = f"WRONG: {problem}"
         wrong += verdict != "equal"
         seconds = time.monotonic() - begin
-        print(f"run {number}: {', '.join(faults) or 'no fault'}: {verdict} ({seconds:.0f} s)",
-              flush=True)  # fmt: skip
+        print(
+            f"run {number}: {', '.join(faults) or 'no fault'}: {verdict} ({seconds:.0f} s)",
+            flush=True,
+        )
     counts = ", ".join(f"{count} {name}" for name, count in sorted(soak.counts.items()))
     print(f"{number} runs, {sum(soak.counts.values())} faults ({counts}); {wrong} not as expected")
     return int(wrong > 0)

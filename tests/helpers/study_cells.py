@@ -24,10 +24,14 @@ def pair_numbers(error: float, size: float = 1.0) -> dict[str, Any]:
         "sums": sums
         | {"square": (error**2 * tokens).tolist(), "size": (size**2 * tokens).tolist()},
         "binned": {name: values.tolist() for name, values in binned.items()},
-        "most": 0.1, "tokens": tokens.tolist(), "tail": np.ones((2, len(CAPS))).tolist(),
-        "sequence": np.ones((2, 3)).tolist(), "prefix": np.ones((2, 2, 3)).tolist(),
-        "flips": np.zeros((2, 0)).tolist(), "inputs": tokens.tolist(),
-    }  # fmt: skip
+        "most": 0.1,
+        "tokens": tokens.tolist(),
+        "tail": np.ones((2, len(CAPS))).tolist(),
+        "sequence": np.ones((2, 3)).tolist(),
+        "prefix": np.ones((2, 2, 3)).tolist(),
+        "flips": np.zeros((2, 0)).tolist(),
+        "inputs": tokens.tolist(),
+    }
 
 
 def run_cell(
@@ -45,8 +49,10 @@ def run_cell(
             "bf16": {"accuracy_sampled": bf16, "accuracy_sampled_se": error},
             "own": {"accuracy_sampled": own, "accuracy_sampled_se": error},
         },
-        "commit": "c", "cpu": "c", "versions": {"jax": "0"},
-    }  # fmt: skip
+        "commit": "c",
+        "cpu": "c",
+        "versions": {"jax": "0"},
+    }
 
 
 def arm_config(fields: dict[str, Any]):
@@ -70,10 +76,12 @@ def fake_subject(seed: int) -> Any:
     """What the studies of RL runs ask of a subject."""
     config = subjects.quick_config(seed)
     return types.SimpleNamespace(
-        name="two_layers", seed=seed, identity={"seed": seed},
+        name="two_layers",
+        seed=seed,
+        identity={"seed": seed},
         model=types.SimpleNamespace(num_experts=0),
         runtime=types.SimpleNamespace(config=config, data_digest=""),
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass

@@ -97,10 +97,17 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     state, logp, metrics = jax.device_get(step(state, rt.layout.by_rows(batch), rt.engine.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
-        "cut": int(cut), "stored": stored, "rollout": own, "scored": scored, "logp": logp,
-        "scales": scales, "gradient": state.opt_state[0].trace, "health": metrics.get("health", {}),
-        "collectives": collectives, "seconds": time.time() - start,
-    }  # fmt: skip
+        "cut": int(cut),
+        "stored": stored,
+        "rollout": own,
+        "scored": scored,
+        "logp": logp,
+        "scales": scales,
+        "gradient": state.opt_state[0].trace,
+        "health": metrics.get("health", {}),
+        "collectives": collectives,
+        "seconds": time.time() - start,
+    }
 
 
 def main() -> None:

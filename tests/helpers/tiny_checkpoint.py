@@ -18,9 +18,11 @@ from fp8rl_jax import models
 from fp8rl_jax.models import hf
 
 SENTENCES = [
-    "Calculate 12 + 7 and 3 + 4.", "the cat sat on the mat", "a naïve café: 漢字 and 🦜 Ω",
+    "Calculate 12 + 7 and 3 + 4.",
+    "the cat sat on the mat",
+    "a naïve café: 漢字 and 🦜 Ω",
     "What is 5 + 6? The answer is 11.",
-]  # fmt: skip
+]
 SPECIAL = ["<|end|>", "<|turn|>", "<|stop|>", "<|pad|>"]
 # Turns as Qwen3 writes them: named roles between markers, a generation prompt, a variable.
 TEMPLATE = """\
@@ -49,9 +51,11 @@ def byte_level(vocab_size: int = 320) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(SENTENCES * 3, trainer)
     return tokenizer
 
@@ -66,18 +70,27 @@ def write(directory: pathlib.Path, **changes) -> pathlib.Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     files = {
         "config": {
-            "model_type": "qwen3", "vocab_size": tokenizer.get_vocab_size() + 32,
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-            "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+            "model_type": "qwen3",
+            "vocab_size": tokenizer.get_vocab_size() + 32,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
             "max_position_embeddings": 128,
         },
         "tokenizer_config": {
-            "eos_token": "<|stop|>", "pad_token": {"content": "<|pad|>"}, "bos_token": None,
+            "eos_token": "<|stop|>",
+            "pad_token": {"content": "<|pad|>"},
+            "bos_token": None,
             "chat_template": TEMPLATE,
         },
         "generation_config": {"eos_token_id": [tokenizer.token_to_id("<|end|>"), 2]},
-    }  # fmt: skip
+    }
     for name, content in files.items():
         content |= changes.get(name, {})
         content = {key: value for key, value in content.items() if value is not None}

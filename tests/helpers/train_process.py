@@ -22,9 +22,12 @@ def start(directory: pathlib.Path, *more: str, cached: bool = True, **fields) ->
     command = [sys.executable, "-m", "fp8rl_jax.cli", "train", "--config", str(CONFIG)]
     return subprocess.Popen(
         [*command, *overrides(directory, **fields), *more],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
         cwd=_TESTS.parent,
-    )  # fmt: skip
+    )
 
 
 def finish(process: subprocess.Popen, status: int = 0) -> str:

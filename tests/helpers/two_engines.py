@@ -64,9 +64,13 @@ def _steps(runtime: Runtime, params) -> dict:
     leaves = [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
     places = {str(x.devices()) for x in jax.tree.leaves(served.weights)}
     return {
-        "logprobs": logprobs, "rewards": rewards, "drift": drift, "leaves": leaves,
-        "places": sorted(places), "version": int(served.version),
-    }  # fmt: skip
+        "logprobs": logprobs,
+        "rewards": rewards,
+        "drift": drift,
+        "leaves": leaves,
+        "places": sorted(places),
+        "version": int(served.version),
+    }
 
 
 def main() -> None:
@@ -82,15 +86,19 @@ def main() -> None:
     vars(both)["engine"] = engine
     two = _steps(both, params)
     same = zip(one["leaves"] + one["logprobs"], two["leaves"] + two["logprobs"], strict=True)
-    print(json.dumps({
-        "differ": sum(int((a != b).sum()) for a, b in same),
-        "sampled": engine.sampled,
-        "rewards": [one["rewards"], two["rewards"]],
-        "drift": one["drift"] + two["drift"],
-        "places": [one["places"], two["places"]],
-        "version": two["version"],
-        "moved": float(np.abs(one["logprobs"][1] - one["logprobs"][0]).max()),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "differ": sum(int((a != b).sum()) for a, b in same),
+                "sampled": engine.sampled,
+                "rewards": [one["rewards"], two["rewards"]],
+                "drift": one["drift"] + two["drift"],
+                "places": [one["places"], two["places"]],
+                "version": two["version"],
+                "moved": float(np.abs(one["logprobs"][1] - one["logprobs"][0]).max()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

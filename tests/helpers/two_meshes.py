@@ -87,14 +87,18 @@ def main() -> None:
         sampled = pool.submit(cut.sample, prompts, lengths)
         scored = pool.submit(rows.score, _batch(prompts, lengths, first))
     sampled, scored = sampled.result(), scored.result()
-    print(json.dumps({
-        "tokens": int((sampled.tokens != first.tokens).sum()),
-        "rollout": int((sampled.logprobs != first.logprobs).sum()),
-        "learner": int((scored != first.logprobs).sum()),
-        "size": float(np.abs(first.logprobs).mean()),
-        "cut": sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(cut.params)),
-        "stored": sum("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(rows.params)),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "tokens": int((sampled.tokens != first.tokens).sum()),
+                "rollout": int((sampled.logprobs != first.logprobs).sum()),
+                "learner": int((scored != first.logprobs).sum()),
+                "size": float(np.abs(first.logprobs).mean()),
+                "cut": sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(cut.params)),
+                "stored": sum("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(rows.params)),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ E4M3 = jnp.float8_e4m3fn
 def _case(rows: int, columns: int, depth: int):
     blocks = -(-depth // 128), -(-columns // 128)
     return (
-        jax.ShapeDtypeStruct((rows, depth), E4M3), jax.ShapeDtypeStruct((depth, columns), E4M3),
+        jax.ShapeDtypeStruct((rows, depth), E4M3),
+        jax.ShapeDtypeStruct((depth, columns), E4M3),
         jax.ShapeDtypeStruct((rows, blocks[0]), jnp.float32),
         jax.ShapeDtypeStruct(blocks, jnp.float32),
-    )  # fmt: skip
+    )
 
 
 def test_a_program_for_a_cpu_is_the_reference():
@@ -61,10 +62,12 @@ def test_without_jax_triton_auto_is_the_reference(monkeypatch):
 @pytest.mark.parametrize(
     ("implementation", "rows", "target"),
     [
-        ("triton", 512, "triton_kernel_call"), ("mosaic", 512, "mosaic_gpu_v2"),
-        ("mosaic", 64, "triton_kernel_call"), ("reference", 512, "dot_general"),
+        ("triton", 512, "triton_kernel_call"),
+        ("mosaic", 512, "mosaic_gpu_v2"),
+        ("mosaic", 64, "triton_kernel_call"),
+        ("reference", 512, "dot_general"),
     ],
-)  # fmt: skip
+)
 def test_each_name_is_one_kernel(implementation, rows, target):
     pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
     from hopper import lower, products

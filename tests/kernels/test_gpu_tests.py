@@ -83,10 +83,12 @@ _BODIES = [
     slow(functools.partial(_PIECE, 1, True, "bf16")),
     slow(functools.partial(_PIECE, 1, False, "fp8")),
     _GRADIENTS,
-    slow(functools.partial(
-        gradient.test_float64, Attention("float32", 33, (33,), 2, 1, 32, paged=False)
-    )),
-]  # fmt: skip
+    slow(
+        functools.partial(
+            gradient.test_float64, Attention("float32", 33, (33,), 2, 1, 32, paged=False)
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("body", _BODIES)
@@ -176,11 +178,14 @@ _WRONG = {
     "other pages": (attention, "attention", _first_page_of_a_neighbour, _ATTENTION, "error|finite"),
     "a scale": (attention, "attention", _a_scale_of_1, _ATTENTION, "error"),
     "pages and pieces": (
-        attention, "attention", _first_page_of_a_neighbour, _PAGES_OR_PIECE,
+        attention,
+        "attention",
+        _first_page_of_a_neighbour,
+        _PAGES_OR_PIECE,
         "elements differ, first at",
     ),
     "gradients": (gradient, "attention_vjp", _no_scale_of_values, _GRADIENTS, "dq of fp8"),
-}  # fmt: skip
+}
 _LIKE_ANOTHER = ("rows in other places", "idle groups", "a scale", "a key less")
 
 

@@ -25,9 +25,14 @@ from fp8rl_jax.training.optimizer import make_optimizer
 
 # No two products of these are equal, so that no axis passes for another.
 _SIZES = dict(
-    vocab_size=72, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=14,
-)  # fmt: skip
+    vocab_size=72,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=14,
+)
 _LATENT = dict(kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20)
 _EXPERTS = dict(num_experts=6, moe_intermediate_size=52)
 _FAMILIES = {
@@ -35,11 +40,15 @@ _FAMILIES = {
     "tied": {"tie_word_embeddings": True, "qk_norm": False},
     "experts": _EXPERTS,
     "latent": _LATENT | {"qk_norm": False},
-    "latent_of_queries": _LATENT | _EXPERTS | {
-        "q_lora_rank": 12, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "latent_of_queries": _LATENT
+    | _EXPERTS
+    | {
+        "q_lora_rank": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
         "scoring_func": "sigmoid",
     },
-}  # fmt: skip
+}
 
 
 def _family(name: str) -> models.ModelConfig:

@@ -36,7 +36,8 @@ def _plain_rope(x, cos, sin):
 _ANGLE = np.random.default_rng(5).uniform(0, 6, (2, 7, 16)).astype(np.float32)
 _CASES = {
     "norm": (
-        lambda x, w: rms_norm(_F32, 1e-6, False, ONE_DEVICE, x, w).value, _plain_norm,
+        lambda x, w: rms_norm(_F32, 1e-6, False, ONE_DEVICE, x, w).value,
+        _plain_norm,
         (_normal(3, 5, 32, scale=2.0), _normal(32, seed=1)),
     ),
     "rope": (
@@ -49,7 +50,7 @@ _CASES = {
         lambda gate, up: jax.nn.silu(gate) * up,
         (_normal(4, 33, scale=5.0), _normal(4, 33, seed=2)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ours,plain,arguments", _CASES.values(), ids=_CASES)

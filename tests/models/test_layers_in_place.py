@@ -9,12 +9,7 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import (
-    ModelConfig,
-    forward,
-    init_cache,
-    transformer,
-)
+from fp8rl_jax.models import ModelConfig, forward, init_cache, transformer
 from fp8rl_jax.models.stacks import layer_stacks
 from fp8rl_jax.quant import (
     StackedLayer,
@@ -26,14 +21,24 @@ from fp8rl_jax.quant import (
 )
 
 _DENSE = ModelConfig(
-    vocab_size=96, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, intermediate_size=256,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
-    kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, qk_norm=False,
-    first_k_dense_replace=1, **_EXPERTS,
-)  # fmt: skip
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    qk_norm=False,
+    first_k_dense_replace=1,
+    **_EXPERTS,
+)
 
 
 @pytest.mark.parametrize(

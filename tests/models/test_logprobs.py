@@ -164,8 +164,7 @@ def test_nan_logits_show():
 
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
-    st.lists(st.floats(-50, 50, width=32), min_size=21, max_size=21),
-    st.floats(0.25, 4.0, width=32),
+    st.lists(st.floats(-50, 50, width=32), min_size=21, max_size=21), st.floats(0.25, 4.0, width=32)
 )
 def test_probabilities_add_up_to_one(logits, temperature):
     """Over the 21 tokens of a row, padding columns excluded; and entropy = -sum p log p."""

@@ -82,9 +82,10 @@ def _per_token_and_layer(name: str) -> float:
     """Bytes of activations kept, those with an entry per layer and token."""
     tokens = _ROWS * _LENGTH
     kept = [
-        x for x in _residuals(name)
+        x
+        for x in _residuals(name)
         if x.shape[:2] == (4, tokens) or x.shape[:3] == (4, _ROWS, _LENGTH)
-    ]  # fmt: skip
+    ]
     return _bytes(kept) / (4 * tokens)
 
 

@@ -18,10 +18,17 @@ from fp8rl_jax.models import router as routing
 from fp8rl_jax.quant import get_recipe
 
 _MODEL = ModelConfig(
-    vocab_size=50, hidden_size=144, intermediate_size=1, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=144,
+    intermediate_size=1,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+)
 _ROWS = 45
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -159,9 +166,9 @@ _NAMES = ("x", "router", *moe_oracle.NAMES)
 @pytest.mark.parametrize("top_k,renormalize", [_SLOW(1, False), (2, True), _SLOW(3, False)])
 def test_float32_gradients_are_those_of_the_dense_loop(top_k, renormalize):
     model = dataclasses.replace(_MODEL, num_experts_per_tok=top_k, norm_topk_prob=renormalize)
-    ours, plain = (jax.tree.leaves(g(model)) for g in (
-        functools.partial(_gradients, "f32"), _dense_gradients
-    ))  # fmt: skip
+    ours, plain = (
+        jax.tree.leaves(g(model)) for g in (functools.partial(_gradients, "f32"), _dense_gradients)
+    )
     for name, grad, expected in zip(_NAMES, ours, plain, strict=True):
         scale = np.abs(expected).max()
         assert scale > 1e-2, name

@@ -35,10 +35,17 @@ from fp8rl_jax.sharding import MESH_AXES
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 # Experts of 160 x 136: several blocks of 128, the last ones partial.
 _MODEL = ModelConfig(
-    vocab_size=50, hidden_size=160, intermediate_size=1, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=136,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=160,
+    intermediate_size=1,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=136,
+)
 _LENGTH = 20
 
 
@@ -96,8 +103,10 @@ def test_the_router_is_float32_in_every_form(recipe):
     assert router.dtype == jnp.float32
     np.testing.assert_array_equal(router, _params()["layers"]["router"]["kernel"])
     assert trainable_params(_params(), weights, recipe)["layers"]["router"]["kernel"].shape == (
-        2, 160, 4,
-    )  # fmt: skip
+        2,
+        160,
+        4,
+    )
 
 
 def test_each_expert_has_blocks_of_its_own():

@@ -66,9 +66,15 @@ def _refit(params):
 def test_init_params():
     """Names, shapes, float32, unit norms, and standard deviations of the initialisation."""
     model = ModelConfig(
-        vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, embedding_init_std=0.5,
-    )  # fmt: skip
+        vocab_size=60,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        embedding_init_std=0.5,
+    )
     init = jax.jit(functools.partial(init_params, model))
     keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1)]  # compiles fast
     params = _leaves(init(keys[0]))

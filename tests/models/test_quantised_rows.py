@@ -13,21 +13,20 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import (
-    ModelConfig,
-    Swap,
-    forward,
-    layers,
-    trainable_params,
-)
+from fp8rl_jax.models import ModelConfig, Swap, forward, layers, trainable_params
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
 from fp8rl_jax.quant.activations import fuses_quantisation
 from fp8rl_jax.quant.scaling import dynamic
 
 _DENSE = ModelConfig(
-    vocab_size=96, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, intermediate_size=256,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+)
 _FP8 = dataclasses.replace(get_recipe("fp8"), kernels="triton")
 
 
@@ -95,9 +94,7 @@ def test_bits(fused, remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    "input_layernorm/output", "gated", "self_attn/q_proj/input",
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["input_layernorm/output", "gated", "self_attn/q_proj/input"])
 def test_swapped_values_are_read(fused, name):
     """What a swap puts in the place of a value reaches the products behind it."""
     width = _DENSE.intermediate_size if name == "gated" else _DENSE.hidden_size

@@ -14,9 +14,20 @@ from fp8rl_jax.models import ModelConfig, router
 from fp8rl_jax.training.counters import load_metrics
 
 _SIGMOID = ModelConfig(
-    50, 32, 48, 2, 2, 1, 16, num_experts=12, num_experts_per_tok=3, scoring_func="sigmoid",
-    n_group=4, topk_group=2, routed_scaling_factor=2.5,
-)  # fmt: skip
+    50,
+    32,
+    48,
+    2,
+    2,
+    1,
+    16,
+    num_experts=12,
+    num_experts_per_tok=3,
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
 _SOFTMAX = dataclasses.replace(
     _SIGMOID, scoring_func="softmax", n_group=1, topk_group=1, routed_scaling_factor=1.0
 )

@@ -66,10 +66,17 @@ def _expected():
 def test_float32_is_the_real_number_result(kv_heads, tied):
     """Groups of 1, 2 and 4 query heads, both heads; rows of other lengths, padded to the right."""
     model = ModelConfig(
-        vocab_size=37, hidden_size=40, intermediate_size=72, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=16, rope_theta=500.0,
-        rms_norm_eps=1e-2, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=37,
+        hidden_size=40,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        rope_theta=500.0,
+        rms_norm_eps=1e-2,
+        tie_word_embeddings=tied,
+    )
     tokens, lengths = _tokens(model, batch=3, length=13), (13, 6, 1)
     for row, length in enumerate(lengths):
         tokens[row, length:] = 36

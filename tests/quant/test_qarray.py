@@ -34,8 +34,11 @@ def _assert_equals_oracle(x, block_shape, power_of_two, jit=True):
 
 
 _SHAPES = [
-    ((256, 384), (128, 128)), ((100, 300), (1, 128)), ((3, 5, 32), (-1,)), ((64, 200), (-1, -1)),
-]  # fmt: skip
+    ((256, 384), (128, 128)),
+    ((100, 300), (1, 128)),
+    ((3, 5, 32), (-1,)),
+    ((64, 200), (-1, -1)),
+]
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -144,8 +147,11 @@ def test_health_counts():
     x[0, :3] = 448.0, 1e-4, -1e-4
     counts = block_health(jnp.asarray(x), quantize(jnp.asarray(x), (1, 128)))
     assert {k: float(v) for k, v in counts.items()} == {
-        "saturated": 0, "underflowed": 2, "nonfinite_blocks": 0, "elements": 128,
-    }  # fmt: skip
+        "saturated": 0,
+        "underflowed": 2,
+        "nonfinite_blocks": 0,
+        "elements": 128,
+    }
 
 
 def test_saturation_is_counted_where_a_scale_is_too_small():

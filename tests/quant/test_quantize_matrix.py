@@ -28,14 +28,7 @@ import pytest
 from marks import quick_if, slow
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax.quant import (
-    ScalingPolicy,
-    delayed,
-    dynamic,
-    quantize,
-    scaling,
-    static,
-)
+from fp8rl_jax.quant import ScalingPolicy, delayed, dynamic, quantize, scaling, static
 from fp8rl_jax.quant.formats import saturating_cast
 from fp8rl_jax.quant.qarray import quantize_with
 
@@ -55,9 +48,18 @@ GRANULARITIES = {  # block, power of two
     "7x5 power of two": ((7, 5), True),
 }
 KINDS = [
-    "normal", "outliers", "zeros", "huge", "denormals", "powers", "above powers", "below powers",
-    "ties", "inf", "nan",
-]  # fmt: skip
+    "normal",
+    "outliers",
+    "zeros",
+    "huge",
+    "denormals",
+    "powers",
+    "above powers",
+    "below powers",
+    "ties",
+    "inf",
+    "nan",
+]
 TORCHAO = "torchao is the published oracle of scale and cast"
 FLUSHES = jax.default_backend() == "cpu"
 

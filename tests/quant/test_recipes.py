@@ -52,20 +52,29 @@ WHOLE = {"tensor": "-1x-1", "row": "1x-1", "column": "-1x1"}  # blocks that a ta
 # What each row of each recipe's table says: format, block, policy. Written out by hand: a recipe
 # that changed would otherwise take the table, and with it every oracle below, along.
 _BLOCKWISE = {
-    "fprop x": "E4M3 1x128", "fprop w": "E4M3 128x128",
-    "dgrad dy": "E4M3 1x128", "dgrad w": "E4M3 128x128",
-    "wgrad x": "E4M3 128x1", "wgrad dy": "E4M3 128x1",
-}  # fmt: skip
+    "fprop x": "E4M3 1x128",
+    "fprop w": "E4M3 128x128",
+    "dgrad dy": "E4M3 1x128",
+    "dgrad w": "E4M3 128x128",
+    "wgrad x": "E4M3 128x1",
+    "wgrad dy": "E4M3 128x1",
+}
 _MXFP8 = {
-    "fprop x": "E4M3 1x32", "fprop w": "E4M3 32x1",
-    "dgrad dy": "E4M3 1x32", "dgrad w": "E4M3 1x32",
-    "wgrad x": "E4M3 32x1", "wgrad dy": "E4M3 32x1",
-}  # fmt: skip
+    "fprop x": "E4M3 1x32",
+    "fprop w": "E4M3 32x1",
+    "dgrad dy": "E4M3 1x32",
+    "dgrad w": "E4M3 1x32",
+    "wgrad x": "E4M3 32x1",
+    "wgrad dy": "E4M3 32x1",
+}
 _HYBRID = {
-    "fprop x": "E4M3 tensor", "fprop w": "E4M3 tensor",
-    "dgrad dy": "E5M2 tensor", "dgrad w": "E4M3 tensor",
-    "wgrad x": "E4M3 tensor", "wgrad dy": "E5M2 tensor",
-}  # fmt: skip
+    "fprop x": "E4M3 tensor",
+    "fprop w": "E4M3 tensor",
+    "dgrad dy": "E5M2 tensor",
+    "dgrad w": "E4M3 tensor",
+    "wgrad x": "E4M3 tensor",
+    "wgrad dy": "E5M2 tensor",
+}
 
 
 def _every_row(text: str) -> dict[str, str]:

@@ -29,18 +29,20 @@ def _batch(rows: int = 8, scale: float = 1.0) -> learner.Batch:
     targets = np.stack([t[n : n + 8] for t, n in zip(tokens, lengths, strict=True)])
     zeros = np.zeros(targets.shape, np.float32)
     return learner.make_batch(
-        tokens=tokens, prompt_lengths=lengths, targets=targets, mask=zeros + 1,
+        tokens=tokens,
+        prompt_lengths=lengths,
+        targets=targets,
+        mask=zeros + 1,
         temperature=np.ones(rows, np.float32),
         advantages=scale * rng.standard_normal(rows).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def _step(micro_batches: int = 1, remat: str = "none"):
     return learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig(),
-        micro_batches=micro_batches, remat=remat,
-    )  # fmt: skip
+        _MODEL, _RECIPE, _SGD, learner.LossConfig(), micro_batches=micro_batches, remat=remat
+    )
 
 
 _init_scaling = exact_jit(lambda params: models.init_scaling(params, _RECIPE))
@@ -76,10 +78,15 @@ def test_weights_are_known_before_the_first_step():
     assert set(state.scaling_state) == {
         f"layers.{name}"
         for name in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "o_proj", "gate_proj",
-            "up_proj", "down_proj",
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
         )
-    }  # fmt: skip
+    }
     kernel = np.asarray(
         jnp.asarray(state.params["layers"]["up_proj"]["kernel"]).astype(jnp.bfloat16), np.float32
     )
@@ -132,8 +139,7 @@ def test_the_step_quantises_with_what_was_known_before_it():
     start = _host(_state())
     state, first, _ = _step()(jax.tree.map(jnp.asarray, start), _batch(), _rope())
     moved = dataclasses.replace(
-        jax.tree.map(jnp.asarray, start),
-        scaling_state=jax.tree.map(jnp.copy, state.scaling_state),
+        jax.tree.map(jnp.asarray, start), scaling_state=jax.tree.map(jnp.copy, state.scaling_state)
     )
     _, second, _ = _step()(moved, _batch(), _rope())
     again = _step()(jax.tree.map(jnp.asarray, start), _batch(), _rope())[1]

@@ -15,31 +15,55 @@ from fp8rl_jax.report.summary import summarise
 
 _ROWS = [
     {
-        "step": i, "reward_mean": 0.1 * i, "loss": 0.5, "grad_norm": 1.0, "drift_tokens": 100,
-        "train_rollout_logprob_abs_diff": 0.0, "train_rollout_logprob_abs_diff_max": 0.0,
-        "logprob_equal_frac": 1.0, "time_step": 2.0, "time_rollout": 1.0, "refit_checksum_ok": True,
-        "fp8_nonfinite_blocks/kv": 0, "fp8_saturated_frac/kv": 0.1, "reward_errors": 0,
-        "phase": "rl", "accuracy_greedy": 0.5, "accuracy_sampled": 0.4, "questions": 8, "set": "a",
-        "prompt": "1 + 1", "response": "2", "answer": "2", "reward": 1.0,
+        "step": i,
+        "reward_mean": 0.1 * i,
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "drift_tokens": 100,
+        "train_rollout_logprob_abs_diff": 0.0,
+        "train_rollout_logprob_abs_diff_max": 0.0,
+        "logprob_equal_frac": 1.0,
+        "time_step": 2.0,
+        "time_rollout": 1.0,
+        "refit_checksum_ok": True,
+        "fp8_nonfinite_blocks/kv": 0,
+        "fp8_saturated_frac/kv": 0.1,
+        "reward_errors": 0,
+        "phase": "rl",
+        "accuracy_greedy": 0.5,
+        "accuracy_sampled": 0.4,
+        "questions": 8,
+        "set": "a",
+        "prompt": "1 + 1",
+        "response": "2",
+        "answer": "2",
+        "reward": 1.0,
     }
     for i in range(1, 4)
-]  # fmt: skip
+]
 _FILES = ("metrics", "sft", "eval", "samples")
 _DRIFT = {
-    "verdict": {"sentence": "it drifts", "advice": "nothing"}, "step": 3,
+    "verdict": {"sentence": "it drifts", "advice": "nothing"},
+    "step": 3,
     "headline": {
-        "drift_tokens": 10, "train_rollout_logprob_abs_diff_max": 0.1, "logprob_equal_frac": 0.5,
-        "train_rollout_logprob_abs_diff": 0.1, "token_mult_prob_error": 1.1, "mismatch_kl": 0.1,
+        "drift_tokens": 10,
+        "train_rollout_logprob_abs_diff_max": 0.1,
+        "logprob_equal_frac": 0.5,
+        "train_rollout_logprob_abs_diff": 0.1,
+        "token_mult_prob_error": 1.1,
+        "mismatch_kl": 0.1,
         "tis_clipfrac": 0.0,
     },
-    "logits": {"max": 0.1}, "worst": [],
+    "logits": {"max": 0.1},
+    "worst": [],
     "by_slot": [{"slot": 0, "max": 1.0, "mean": 0.5}],
     "by_length": [{"from": 0, "max": 1.0, "mean": 0.5}],
     "by_row": [{"row": 0, "max": 1.0, "mean": 0.5}],
     "operations": [{"op": "q_proj", "layer": 0, "differ": 3, "relative": 0.1}],
-    "by_operation": [{"op": "q_proj", "adds": 0.1}], "by_layer": [{"layer": 0, "left": 0.1}],
+    "by_operation": [{"op": "q_proj", "adds": 0.1}],
+    "by_layer": [{"layer": 0, "left": 0.1}],
     "drift_without_swaps": 0.1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("count", [slow(MANY)])

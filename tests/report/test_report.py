@@ -457,7 +457,7 @@ def test_of_a_long_run_few_points_are_drawn(monkeypatch):
     values = np.random.default_rng(0).normal(size=30_000)
     values[[777, 20_001, 20_002]] = 50, -40, np.nan
     panel = plots.lines_panel("x", [("loss", np.arange(30_000), values)])
-    (steps, drawn, _), = lines  # fmt: skip
+    ((steps, drawn, _),) = lines
     assert len(steps) <= 2000 and {777, 20_001} < set(steps)
     assert (drawn == values[steps.astype(int)]).all() and (np.diff(steps) > 0).all()
     assert panel.legend[0].label == f"loss ({len(steps):,} of 30,000 points drawn)"
@@ -475,8 +475,14 @@ def test_errors_are_one_sentence(tmp_path):
 
 
 def test_shares_round_to_certainty_only_when_certain():
-    cases = {0.0: "0 %", 1.0: "100 %", 0.5: "50 %", 1 - 1e-7: "all but 1e-05 %", 1e-5: "0.001 %",
-             5e20: "5e+22 %"}  # fmt: skip
+    cases = {
+        0.0: "0 %",
+        1.0: "100 %",
+        0.5: "50 %",
+        1 - 1e-7: "all but 1e-05 %",
+        1e-5: "0.001 %",
+        5e20: "5e+22 %",
+    }
     assert {value: summary.share(value) for value in cases} == cases
     assert [summary.near_one(x) for x in (1.0, 1 + 2**-30, None)] == [
         *("1", "1 + 9.31e-10", "not recorded")
@@ -493,8 +499,10 @@ def test_imports_are_light(module):
     ours = {name for name in names if name.startswith("fp8rl_jax")}
     others = {name for name in ours if not name.startswith("fp8rl_jax.report")}
     assert others <= {
-        "fp8rl_jax.base.errors", "fp8rl_jax.base.json_file", "fp8rl_jax.base.whole_file",
-    }  # fmt: skip
+        "fp8rl_jax.base.errors",
+        "fp8rl_jax.base.json_file",
+        "fp8rl_jax.base.whole_file",
+    }
     assert "matplotlib.pyplot" not in names
 
 
@@ -533,9 +541,12 @@ def test_hostile_names_stay_text_in_an_image(tmp_path):
     rows = [{"op": _HOSTILE, "layer": i, "differ": 1, "relative": 0.1} for i in (0, 1)]
     panels = [report.drift._of_values(rows)]
     panels += report.drift._of_causes(
-        {"by_operation": [{"op": _HOSTILE, "adds": 0.1}], "by_layer": [{"layer": 0, "left": 0.1}],
-         "drift_without_swaps": 0.1}
-    )  # fmt: skip
+        {
+            "by_operation": [{"op": _HOSTILE, "adds": 0.1}],
+            "by_layer": [{"layer": 0, "left": 0.1}],
+            "drift_without_swaps": 0.1,
+        }
+    )
     for panel in panels:
         tags = [*ElementTree.fromstring(base64.b64decode(panel.svg)).iter()]
         names = {tag.tag.rpartition("}")[2] for tag in tags}
@@ -551,13 +562,24 @@ def test_hostile_names_stay_text_in_an_image(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "[" * 100_000, '{"a":' * 100_000, '{"step": NaN}', '{"step": 1e999}', '{"step": "x"}',
-        '{"step": null}', '{"phase": [1]}', '{"set": {}}', "[1]", "3", "\ud800", "x" * 2**24,
-        '{"a": "' + "x" * 2**24 + '"}', '{"step": 1' + "0" * 5000 + "}",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"step": NaN}',
+        '{"step": 1e999}',
+        '{"step": "x"}',
+        '{"step": null}',
+        '{"phase": [1]}',
+        '{"set": {}}',
+        "[1]",
+        "3",
+        "\ud800",
+        "x" * 2**24,
+        '{"a": "' + "x" * 2**24 + '"}',
+        '{"step": 1' + "0" * 5000 + "}",
         "{" + ", ".join(f'"k{i}": 0' for i in range(20_000)) + "}",
     ],
     ids=range(15),
-)  # fmt: skip
+)
 def test_lines_that_are_no_records(line, tmp_path):
     """Left out, and counted, in every file; the others count."""
     root = _make(tmp_path / "run")

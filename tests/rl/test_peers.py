@@ -189,9 +189,14 @@ def _ours(case: Case, batch: dict, wanted: set[str]) -> dict:
     batch = batch | {"old": batch[case.old], "rollout": batch[case.rollout]}
     mask = batch["mask"]
     prepared = prepare(
-        algorithm, batch["rewards"], mask, np.ones(len(mask), bool), batch["old"],
-        batch["rollout"], batch["reference"],
-    )  # fmt: skip
+        algorithm,
+        batch["rewards"],
+        mask,
+        np.ones(len(mask), bool),
+        batch["old"],
+        batch["rollout"],
+        batch["reference"],
+    )
     drift = mismatch_metrics(batch["old"], batch["rollout"], mask)
     factor = case.factor(batch, prepared.keep)
     weights = algorithm.token_weights(prepared.keep)

@@ -80,8 +80,10 @@ def test_divergence_in_the_reward_is_summed_from_each_token_on():
     assert algorithm.kl is None and algorithm.needs_reference
     normalised = _prepare(
         _algorithm(baseline="none", scale="token_std", **fields),
-        [[3.0, 3.0], [3.0, 3.0]], step, ref=step[2] - np.float32(1.0),
-    )  # fmt: skip
+        [[3.0, 3.0], [3.0, 3.0]],
+        step,
+        ref=step[2] - np.float32(1.0),
+    )
     kept = normalised.advantages[step[0]].astype(float)
     assert kept.mean() == pytest.approx(0, abs=1e-6) and kept.std() == pytest.approx(1, abs=1e-6)
 
@@ -114,9 +116,19 @@ def test_truncated_weights_of_fp8_rl():
 
 @pytest.mark.parametrize(
     "correction",
-    ["none", "tis", "seq_tis", "icepop", "mask_sequence", "mask_geometric", "mask_k3", "veto",
-     "opsm", "mask_geometric(0.999, 1.001), tis(2.0), veto"],
-)  # fmt: skip
+    [
+        "none",
+        "tis",
+        "seq_tis",
+        "icepop",
+        "mask_sequence",
+        "mask_geometric",
+        "mask_k3",
+        "veto",
+        "opsm",
+        "mask_geometric(0.999, 1.001), tis(2.0), veto",
+    ],
+)
 def test_without_drift_a_correction_is_none(correction):
     """Bit for bit, whatever the advantages."""
     rewards = [[1.0, -0.35], [0.1, 0.1]]

@@ -46,16 +46,21 @@ def _expected(rewards, mask, baseline, scale):
             base = {
                 "group_mean": statistics.fmean(group),
                 "leave_one_out": statistics.fmean(others) if others else reward,
-                "batch_mean": statistics.fmean(everything), "none": 0.0,
-            }[baseline]  # fmt: skip
+                "batch_mean": statistics.fmean(everything),
+                "none": 0.0,
+            }[baseline]
             found[i, j] = reward - base
     if scale == "group_std":
         found /= np.array([[statistics.pstdev(group) + 1e-4] for group in groups])
     if scale == "batch_std":
         found /= statistics.pstdev(x for x in found.flat if not np.isnan(x)) + 1e-8
     if scale == "token_std":
-        each = [x for x, row in zip(found.flat, mask, strict=True) for _ in range(row.sum())
-                if not np.isnan(x)]  # fmt: skip
+        each = [
+            x
+            for x, row in zip(found.flat, mask, strict=True)
+            for _ in range(row.sum())
+            if not np.isnan(x)
+        ]
         found = (found - statistics.fmean(each)) / (statistics.pstdev(each) + 1e-8)
     return np.nan_to_num(found).reshape(-1)
 
@@ -91,8 +96,9 @@ def test_nothing_changes_where_all_are_scored(baseline, scale):
     advantages = {
         "group_mean": rewards - rewards.mean(1, keepdims=True),
         "leave_one_out": (rewards - rewards.mean(1, keepdims=True)) * 7 / 6,
-        "batch_mean": rewards - rewards.mean(), "none": rewards,
-    }[baseline]  # fmt: skip
+        "batch_mean": rewards - rewards.mean(),
+        "none": rewards,
+    }[baseline]
     np.testing.assert_array_equal(BASELINES[baseline](rewards), advantages)
     mask = _mask(rewards.shape)
     found = SCALES[scale](advantages.reshape(-1, 1) * np.ones(mask.shape), rewards, mask)

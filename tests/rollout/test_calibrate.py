@@ -29,9 +29,14 @@ from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_sc
 from fp8rl_jax.rollout import is_fresh, make_calibrate
 
 _MODEL = ModelConfig(
-    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 _LENGTHS = np.int32([12, 5, 9, 1])
 _ROPE = make_rope(_MODEL, 16)
 _CALIBRATED = dataclasses.replace(get_recipe("f32"), kv="calibrated")
@@ -171,9 +176,15 @@ def test_scales_do_not_depend_on_those_they_replace(kv):
 def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
-            quantize_params(params, recipe), tokens, _MODEL, recipe, rope=_ROPE, kv_scales=scales,
-            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None, collect=("kv_health",),
-        )  # fmt: skip
+            quantize_params(params, recipe),
+            tokens,
+            _MODEL,
+            recipe,
+            rope=_ROPE,
+            kv_scales=scales,
+            cache=init_cache(_MODEL, recipe, 4, 12) if cached else None,
+            collect=("kv_health",),
+        )
 
     return exact_jit(run)
 

@@ -29,9 +29,18 @@ PROMPT, NEW, GROUP = 70, 200, 3
 DENSE = models.ModelConfig(331, 64, 64, 2, 4, 2, 16)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 LATENT = models.ModelConfig(
-    331, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    331,
+    64,
+    64,
+    2,
+    4,
+    4,
+    16,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
     v_head_dim=16,
-)  # fmt: skip
+)
 LENGTHS = np.int32([3, 70, 64, 65, 1])
 SETTINGS = SamplerConfig(NEW, GROUP, (EOS,), PAD)
 LEAST = least_pages(PROMPT + NEW)
@@ -110,13 +119,17 @@ def test_equals_the_static_sampler(slots, pages, preempted):
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (DENSE, "fp8"), (DENSE, "bf16"), (DENSE, "mxfp8"), (EXPERTS, "fp8"), (LATENT, "fp8"),
+        (DENSE, "fp8"),
+        (DENSE, "bf16"),
+        (DENSE, "mxfp8"),
+        (EXPERTS, "fp8"),
+        (LATENT, "fp8"),
         (LATENT, "f32"),
         (DENSE, dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)),
         (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
     ],
     ids=["fp8", "bf16", "mxfp8", "experts", "latent", "latent f32", "calibrated", "first layer"],
-)  # fmt: skip
+)
 def test_models_and_recipes(model, recipe):
     """With refilled slots, shared prompts and preemptions; two pools where layers differ."""
     sampler = _continuous(4, LEAST + 1, model, recipe, prefill_chunk=48)

@@ -28,9 +28,8 @@ _HEADS, _KV, _DIM = 4, 2, 32
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 DENSE = models.ModelConfig(97, 64, 64, 2, _HEADS, _KV, 16)
 LATENT = models.ModelConfig(
-    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
-    v_head_dim=16,
-)  # fmt: skip
+    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+)
 
 
 def _pages(x: jax.Array, table: np.ndarray, pages: int, fill) -> jax.Array:
@@ -122,9 +121,15 @@ def test_the_whole_forward(model, recipe):
     @exact_jit
     def step(tokens, positions, cache):
         return forward(
-            weights, tokens, model, recipe, positions=positions, cache=cache, rope=rope,
+            weights,
+            tokens,
+            model,
+            recipe,
+            positions=positions,
+            cache=cache,
+            rope=rope,
             output="hidden",
-        )  # fmt: skip
+        )
 
     rows = init_cache(model, recipe, 2, 192)
     paged = init_paged_cache(model, recipe, 9, jnp.int32([[4, 7, 1], [4, 2, 8]]))
@@ -154,9 +159,15 @@ def test_rows_read_as_pages(recipe_name):
     def attend(cache: LayerCache) -> np.ndarray:
         kv = cache.numbers
         out = attention(
-            q, kv.k, kv.v, jnp.asarray([[149], [70]]), scale=0.2, k_scale=kv.k_scale,
-            v_scale=kv.v_scale, table=cache.table,
-        )  # fmt: skip
+            q,
+            kv.k,
+            kv.v,
+            jnp.asarray([[149], [70]]),
+            scale=0.2,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            table=cache.table,
+        )
         return np.asarray(out)
 
     pages = cache.in_pages()

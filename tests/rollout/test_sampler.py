@@ -46,12 +46,16 @@ def _run(sample, weights, rope, lengths, group, temperature=1.0, limits=SLOTS, i
     rows = len(lengths) * group
     return jax.device_get(
         sample(
-            weights, prompts, np.asarray(lengths, np.int32),
+            weights,
+            prompts,
+            np.asarray(lengths, np.int32),
             jax.random.key(seed, impl="threefry2x32"),
             np.arange(rows, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
-            np.full(rows, temperature, np.float32), np.full(rows, limits, np.int32), rope,
+            np.full(rows, temperature, np.float32),
+            np.full(rows, limits, np.int32),
+            rope,
         )
-    )  # fmt: skip
+    )
 
 
 def test_shapes_and_padding(weights, rope):
@@ -99,12 +103,16 @@ def test_group_equals_repeated_prompts(weights, rope):
     prompt = np.repeat(rng.integers(0, 256, (8, 12)).astype(np.int32)[:1], 4, axis=0)
     single = jax.device_get(
         _sampler(1)(
-            weights, prompt, np.full(4, _LENGTHS[0], np.int32),
+            weights,
+            prompt,
+            np.full(4, _LENGTHS[0], np.int32),
             jax.random.key(0, impl="threefry2x32"),
-            np.arange(4, dtype=np.int32), np.ones(4, np.float32), np.full(4, SLOTS, np.int32),
+            np.arange(4, dtype=np.int32),
+            np.ones(4, np.float32),
+            np.full(4, SLOTS, np.int32),
             rope,
         )
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(grouped.tokens[:4], single.tokens)
     np.testing.assert_array_equal(grouped.logprobs[:4], single.logprobs)
 

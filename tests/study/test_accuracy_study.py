@@ -40,9 +40,12 @@ def _verdicts(result) -> dict[str, str]:
 
 _AS_PUBLISHED = {"rollout": -0.1, "stress_rollout": -0.2}
 _OTHERWISE = {
-    "unified": -0.1, "rollout_tis": 0.1, "rollout": 0.2, "stress_rollout": 0.1,
+    "unified": -0.1,
+    "rollout_tis": 0.1,
+    "rollout": 0.2,
+    "stress_rollout": 0.1,
     "stress_rollout_tis": -0.1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,9 @@ def test_arms(tmp_path, monkeypatch):
         assert config.run.steps == 4
         found[arm] = (
             config.precision.rollout + config.precision.activation_policy,
-            config.precision.learner, [*resolved.algorithm.corrections],
-        )  # fmt: skip
+            config.precision.learner,
+            [*resolved.algorithm.corrections],
+        )
         if resolved.config.precision.rollout != resolved.config.precision.learner:
             assert not resolved.takes_rollout_logprobs(drifted=False), "D would be in the ratio"
         else:

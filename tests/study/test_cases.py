@@ -80,9 +80,19 @@ def test_verdicts_of_what_is_expected():
     assert found.pop("accepted") == "not supported", "mean e^|D| of 0.3 normal is 1.28"
     assert set(found.values()) == {"supported"}, found
     assert set(found) == {
-        "reference", "same_forward", "kl_equal", "zero", "zero_bf16", "imitation", "clipped",
-        "curve_zero", "curve_order", "curve_clipped", "pow2", "ends",
-    }  # fmt: skip
+        "reference",
+        "same_forward",
+        "kl_equal",
+        "zero",
+        "zero_bf16",
+        "imitation",
+        "clipped",
+        "curve_zero",
+        "curve_order",
+        "curve_clipped",
+        "pow2",
+        "ends",
+    }
     small = dict(_SIZES, case1=(0.02, 0.0))
     assert _verdicts([_cell(0, small)])["accepted"] == "supported"
 
@@ -150,10 +160,14 @@ def test_a_ratio_to_nothing_is_not_resolved():
 def _result(made: dict) -> dict:
     found = [_cell(seed)[0]["numbers"]["pairs"] for seed in range(2)]
     return {
-        "name": "tiny", "questions": 12, "group": _GROUP, "subjects": [{}, {}], "steps": 4,
+        "name": "tiny",
+        "questions": 12,
+        "group": _GROUP,
+        "subjects": [{}, {}],
+        "steps": 4,
         "runs": {case: [cell["numbers"] for cell in rows] for case, rows in made.items()},
         "pooled": {name: Pair(found[0][name]).summary() for name in found[0]},
-    }  # fmt: skip
+    }
 
 
 def test_table_and_figure():
@@ -216,9 +230,12 @@ def scores(monkeypatch):
                 found = Comparison(*(np.zeros((4, 3)) for _ in range(4)), None)
                 values = {"one": off[rows], "two": logp[rows] - 1}
                 yield Scores(
-                    rows, values, values, {"one": margins[:, rows], "two": 0 * margins[:, rows]},
+                    rows,
+                    values,
+                    values,
+                    {"one": margins[:, rows], "two": 0 * margins[:, rows]},
                     lambda a, b, found=found: found,
-                )  # fmt: skip
+                )
 
     batch = _Batch(mask.astype(np.float32), np.array([4, 2] * 4), logp)
     monkeypatch.setattr(step0, "sample", lambda *_: batch)
@@ -232,9 +249,14 @@ def _score(path, subject=None, views=None, questions=8, resume=True, **others):
     settings = {"rollout": "one", "group": 1, "pairs": {"pair": ("one", "two")}} | others
     pairs = settings.pop("pairs")
     return step0.score_cell(
-        "s", subject or _subject(), Cells(path, resume), views or _PLAIN, pairs,
-        questions=questions, **settings,
-    )  # fmt: skip
+        "s",
+        subject or _subject(),
+        Cells(path, resume),
+        views or _PLAIN,
+        pairs,
+        questions=questions,
+        **settings,
+    )
 
 
 def test_cell_of_scores(scores, tmp_path):
@@ -345,9 +367,11 @@ def test_weights_are_the_checkpoints_or_trained(tmp_path, monkeypatch):
             subject = subjects.of_config(config, tmp_path, print)
             found[checkpoint, steps] = (subject.trained, subject.released)
     assert found == {
-        ("", 0): (True, False), ("", 5): (True, False),
-        ("qwen", 0): (False, True), ("qwen", 5): (False, False),
-    }  # fmt: skip
+        ("", 0): (True, False),
+        ("", 5): (True, False),
+        ("qwen", 0): (False, True),
+        ("qwen", 5): (False, False),
+    }
 
 
 def test_cell_of_a_run(tmp_path, monkeypatch):

@@ -39,12 +39,19 @@ def test_a_cell_that_is_interrupted_leaves_nothing(tmp_path):
         ("[]", ["damaged", "parts are missing"]),
         ('{"key": {}}', ["damaged", "parts are missing"]),
         (
-            json.dumps({"key": {"model": "other", "tokens": [1, 2]}, "numbers": {}, "commit": "",
-                        "cpu": "", "versions": {}}),
+            json.dumps(
+                {
+                    "key": {"model": "other", "tokens": [1, 2]},
+                    "numbers": {},
+                    "commit": "",
+                    "cpu": "",
+                    "versions": {},
+                }
+            ),
             ["another configuration", "model differ"],
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(content, words, tmp_path):
     (tmp_path / "one.json").write_text(content)
     with pytest.raises(UserError) as error:

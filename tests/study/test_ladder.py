@@ -55,14 +55,24 @@ def _ladder(seeds: int = 3, **rungs: dict) -> dict:
 def test_rungs_are_compared():
     """Each hypothesis comes out either way, by what is planted."""
     plain, replayed = "bf16", "bf16, experts replayed"
-    mixed = {"m8": {plain: _pair(4, 0.1), replayed: _pair(1)},
-             "m32": {plain: _pair(9, 0.2, seed=1), replayed: _pair(1)}}  # fmt: skip
+    mixed = {
+        "m8": {plain: _pair(4, 0.1), replayed: _pair(1)},
+        "m32": {plain: _pair(9, 0.2, seed=1), replayed: _pair(1)},
+    }
     cells = {"any": [{"numbers": {"decode": {"unequal": 0.0}}}]}
     ladder = _ladder(d8={plain: _pair(1, seed=2)}, d16={plain: _pair(2, seed=3)}, **mixed)
     found = _verdicts(scale._judge(ladder, cells, []))
     assert found == dict.fromkeys(found, "supported")
-    assert {"zero", "mixture_m8_d8", "mixture_m32_d8", "experts_m32_m8", "flips_m32_m8",
-            "depth_d16_d8", "cause_m8", "replay_m8_d8"} <= set(found)  # fmt: skip
+    assert {
+        "zero",
+        "mixture_m8_d8",
+        "mixture_m32_d8",
+        "experts_m32_m8",
+        "flips_m32_m8",
+        "depth_d16_d8",
+        "cause_m8",
+        "replay_m8_d8",
+    } <= set(found)
 
     once = _verdicts(scale._judge(_ladder(1, d8={plain: _pair(1, seed=2)}, **mixed), cells, []))
     within = {"zero", "cause_m8", "cause_m32"}
@@ -182,18 +192,25 @@ def test_errors_that_add_up():
 def test_planted_outliers_keep_the_function():
     """Of each channel the product of gain and row stays, exactly, and one of them is large."""
     config = ModelConfig(
-        vocab_size=8, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
     params = jax.device_get(init_params(config, jax.random.key(0, impl="threefry2x32")))
     planted = jax.device_get(plant(params, 20))
     before, after = params["layers"], planted["layers"]
     readers = {
-        "input_layernorm": [tree["self_attn"][n] for n in ("q_proj", "k_proj", "v_proj")
-                            for tree in (before, after)],
-        "post_attention_layernorm": [tree[n] for n in ("gate_proj", "up_proj")
-                                     for tree in (before, after)],
-    }  # fmt: skip
+        "input_layernorm": [
+            tree["self_attn"][n] for n in ("q_proj", "k_proj", "v_proj") for tree in (before, after)
+        ],
+        "post_attention_layernorm": [
+            tree[n] for n in ("gate_proj", "up_proj") for tree in (before, after)
+        ],
+    }
     for norm, kernels in readers.items():
         gains = before[norm]["weight"], after[norm]["weight"]
         changed = np.flatnonzero((gains[0] != gains[1]).any(axis=0))
@@ -201,8 +218,11 @@ def test_planted_outliers_keep_the_function():
         for old, new in zip(kernels[::2], kernels[1::2], strict=True):
             product = [g[:, :, None] * k["kernel"] for g, k in zip(gains, (old, new), strict=True)]
             np.testing.assert_array_equal(*product)
-    same = {name: tree for name, tree in before.items() if name not in
-            (*readers, "self_attn", "gate_proj", "up_proj")}  # fmt: skip
+    same = {
+        name: tree
+        for name, tree in before.items()
+        if name not in (*readers, "self_attn", "gate_proj", "up_proj")
+    }
     jax.tree.map(np.testing.assert_array_equal, same, {name: after[name] for name in same})
 
 

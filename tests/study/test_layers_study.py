@@ -91,10 +91,13 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
         layers, "GemmFlow", lambda _, given: programs if given == layers.recipes() else other
     )
     found = [
-        np.array(layers.study(_subject(), 2, Cells(tmp_path / str(i), False),
-                              compared=compared)["errors"]["equal"])[0, 0].mean(axis=(0, 1))
+        np.array(
+            layers.study(_subject(), 2, Cells(tmp_path / str(i), False), compared=compared)[
+                "errors"
+            ]["equal"]
+        )[0, 0].mean(axis=(0, 1))
         for i, compared in enumerate((layers.recipes(), recipes))
-    ]  # fmt: skip
+    ]
     fine, planted = found
     assert planted[0] == fine[0]
     assert (planted[1:] > 1.3 * fine[1:]).all()

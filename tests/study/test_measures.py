@@ -141,8 +141,12 @@ def test_bins():
             assert means[bin_] == _about(sum(values) / len(values))
     planted = dict(x, logp=np.where(x["mask"], math.log(0.95), 0.0))
     assert [m is None for m in _measured(planted).summary()["by"]["probability"]] == [
-        True, True, True, False, True,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_sequences_and_their_beginnings():

@@ -35,9 +35,14 @@ def _verdicts(result) -> dict[str, str]:
 
 
 def _cell(
-    slope: float, entropy_slope: float, tis: float = 1.0, noise: float = 0.1, grows=0.0,
-    sharper=1.0, gain=0.1,
-):  # fmt: skip
+    slope: float,
+    entropy_slope: float,
+    tis: float = 1.0,
+    noise: float = 0.1,
+    grows=0.0,
+    sharper=1.0,
+    gain=0.1,
+):
     """Mismatch and entropy that change by these shares over the run, what TIS makes of the
     mismatch, the share by which the logits' error grows, by how much all logits grow, and what
     the reward gains."""
@@ -48,9 +53,12 @@ def _cell(
         size = 0.01 * (1 + slope * _TIME) * rough[0] * (tis if arm == "tis" else 1)
         entropy = (1 + entropy_slope * _TIME) * (1 + 0.1 * (rough[2] - 1))
         made = run_cell(
-            _STEPS, mismatch_kl=size, train_rollout_logprob_abs_diff=size * rough[1],
-            entropy=entropy, reward_mean=0.3 + gain * _TIME + 0.01 * (rough[1] - 1),
-        )  # fmt: skip
+            _STEPS,
+            mismatch_kl=size,
+            train_rollout_logprob_abs_diff=size * rough[1],
+            entropy=entropy,
+            reward_mean=0.3 + gain * _TIME + 0.01 * (rough[1] - 1),
+        )
         error = sharper * (0.1 * (1 + grows) + 0.005 * rng.normal())
         made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(error, sharper)}}
         return made
@@ -64,12 +72,14 @@ def _cell(
         (_cell(1.0, -0.5), ["supported"] * 4),
         (_cell(-0.7, 1.0), ["not supported"] * 4),
         # The confounder: the mismatch falls, and rises at equal entropy.
-        (_cell(-0.3, -0.8, noise=0.02), ["not supported", "not supported", "supported",
-                                         "supported"]),
+        (
+            _cell(-0.3, -0.8, noise=0.02),
+            ["not supported", "not supported", "supported", "supported"],
+        ),
         (_cell(0.0, 0.0), ["not resolved"] * 4),
     ],
     ids=["rises", "falls", "confounded", "flat"],
-)  # fmt: skip
+)
 def test_trends(cell, verdicts, tmp_path, monkeypatch):
     found = _verdicts(_study(tmp_path, monkeypatch, cell)[0])
     names = ("rises", "size_rises", "entropy_falls", "per_nat_rises")
@@ -93,10 +103,12 @@ def test_stable(gain, verdict, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("grows", "sharper", "verdict"),
     [
-        (0.5, 1.0, "supported"), (-0.5, 1.0, "not supported"), (0.0, 1.0, "not resolved"),
+        (0.5, 1.0, "supported"),
+        (-0.5, 1.0, "not supported"),
+        (0.0, 1.0, "not resolved"),
         (-0.5, 4.0, "not supported"),
     ],
-)  # fmt: skip
+)
 def test_the_logits_error(grows, sharper, verdict, tmp_path, monkeypatch):
     """Whatever mismatch and entropy do, and how large the logits become."""
     cell = _cell(-0.3, -0.8, grows=grows, sharper=sharper)

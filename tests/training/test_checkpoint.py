@@ -415,8 +415,7 @@ def test_metadata_that_is_none_of_ours(copy, other, content):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("step", 2), ("phase", "sft"), ("offsets", {"metrics": 31, "eval": 40})],
+    ("field", "value"), [("step", 2), ("phase", "sft"), ("offsets", {"metrics": 31, "eval": 40})]
 )
 def test_changed_metadata_is_refused(copy, other, field, value):
     """Step, phase and log sizes are covered by the checksum as the arrays are."""
@@ -485,10 +484,15 @@ def test_number_without_content_is_refused(copy, other):
 @pytest.mark.parametrize(
     "meta",
     [
-        {"phase": 3}, {"phase": "other"}, {"step": "1"}, {"step": -1}, {"offsets": [1]},
-        {"offsets": {"metrics": None}}, {"offsets": {"metrics": -1}},
+        {"phase": 3},
+        {"phase": "other"},
+        {"step": "1"},
+        {"step": -1},
+        {"offsets": [1]},
+        {"offsets": {"metrics": None}},
+        {"offsets": {"metrics": -1}},
     ],
-)  # fmt: skip
+)
 def test_metadata_of_another_form(meta, tmp_path):
     """Its digest fits: somebody wrote it so."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)

@@ -22,9 +22,13 @@ _MEMORY, _PRODUCTS = 0.8 * 4.8e12, 0.4 * 989e12  # of an H200: bytes/s, FLOP/s i
 def _seconds(model, recipe, sequences, length, gpu="h200", **axes):
     mesh = sharding.abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | axes)
     plan = plan_rollout(
-        Loop(model, dataclasses.replace(recipe, kernels="triton"), _SETTINGS), recipe, mesh,
-        prompt_tokens=512, batching=Batching(8 * mesh.size, 1), memory=None,
-    )  # fmt: skip
+        Loop(model, dataclasses.replace(recipe, kernels="triton"), _SETTINGS),
+        recipe,
+        mesh,
+        prompt_tokens=512,
+        batching=Batching(8 * mesh.size, 1),
+        memory=None,
+    )
     return decode_seconds(model, recipe, mesh, plan, sequences, length, GPUS[gpu])
 
 

@@ -20,9 +20,8 @@ from fp8rl_jax.training.optimizer import make_optimizer
 
 _DENSE = models.ModelConfig(96, 64, 128, 2, 4, 2, 16)
 _EXPERTS = dataclasses.replace(
-    _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-    first_k_dense_replace=1,
-)  # fmt: skip
+    _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1
+)
 _ONE = {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
 _WORK = Workload(rows=4, prompt=16, response=48, micro_batches=2, remat="full")
 

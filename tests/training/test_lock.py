@@ -128,9 +128,17 @@ def test_a_lock_that_was_not_finished(mode, tmp_path, content):
 
 @pytest.mark.parametrize(
     "content",
-    [b"[]", b"\xff", b'{"pid": "x"}', b'{"host": "db", "user": "me"}', b"precious\n",
-     b'{"host": ' + b" " * 2000, b'{"host": {}, precious', b"\n"],
-)  # fmt: skip
+    [
+        b"[]",
+        b"\xff",
+        b'{"pid": "x"}',
+        b'{"host": "db", "user": "me"}',
+        b"precious\n",
+        b'{"host": ' + b" " * 2000,
+        b'{"host": {}, precious',
+        b"\n",
+    ],
+)
 def test_a_file_of_somebody(mode, tmp_path, content):
     """A regular file of that name which is no lock is named, and keeps its content."""
     (tmp_path / "lock").write_bytes(content)

@@ -25,8 +25,10 @@ _MESH = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "expert": 1})
 
 def _state():
     rng = np.random.default_rng(0)
-    params = {name: rng.standard_normal(shape).astype(np.float32)
-              for name, shape in (("lm_head", (6, 8)), ("weight", (5,)))}  # fmt: skip
+    params = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in (("lm_head", (6, 8)), ("weight", (5,)))
+    }
     params = {"lm_head": params["lm_head"], "norm": {"weight": params["weight"]}}
     params = jax.tree.map(jnp.asarray, params)
     return learner.new_state(params, _OPTIMIZER, np.zeros(2, np.uint32), "f32")

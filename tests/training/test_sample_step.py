@@ -44,10 +44,12 @@ def test_terms_over_all_rounds():
     rewards = load_rewards("gsm8k, -0.5*math_equal")
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
     runtime = types.SimpleNamespace(
-        config=config, rewards=rewards, engine=_Engine(),
+        config=config,
+        rewards=rewards,
+        engine=_Engine(),
         text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
-    )  # fmt: skip
+    )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
     samples = sample_step(

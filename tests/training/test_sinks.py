@@ -19,13 +19,21 @@ from fp8rl_jax.training import sinks
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.sinks import logger_names, open_sinks
 
-_RECORDS = {"metrics": {"step": 1, "loss": 0.25, "note": "text"},
-            "eval": {"phase": "rl", "step": 1, "pass@1": 0.5}}  # fmt: skip
+_RECORDS = {
+    "metrics": {"step": 1, "loss": 0.25, "note": "text"},
+    "eval": {"phase": "rl", "step": 1, "pass@1": 0.5},
+}
 _SAMPLES = [
-    {"phase": "rl", "step": 1, "prompt": f"1 + {i}\n| <b>", "response": f"seen {i}\x1b" + "z" * i,
-     "answer": "2", "reward": (1.0, None)[i % 2]}
+    {
+        "phase": "rl",
+        "step": 1,
+        "prompt": f"1 + {i}\n| <b>",
+        "response": f"seen {i}\x1b" + "z" * i,
+        "answer": "2",
+        "reward": (1.0, None)[i % 2],
+    }
     for i in (0, 1, *range(3000, 3020))
-]  # fmt: skip
+]
 _LAST_SHOWN = 3009
 
 
@@ -69,8 +77,9 @@ def test_mlflow_files(tmp_path, monkeypatch):
     files = _written(tmp_path, "tensorboard,mlflow")
     metrics = {path.name: path.read_text().split() for path in files if "metrics" in path.parts}
     assert {name: line[1:3] for name, line in metrics.items()} == {
-        "loss": ["0.25", "1"], "pass_at_1": ["0.5", "1"],
-    }  # fmt: skip
+        "loss": ["0.25", "1"],
+        "pass_at_1": ["0.5", "1"],
+    }
     (page,) = (path for path in files if path.suffix == ".md")
     assert page.parts[-3:] == ("samples", "eval_rl", "step_1.md")
     _check_page(page.read_text())
@@ -165,7 +174,7 @@ class _Service:
         ({"wait 3"}, [1, 2], ["does not end within", "missed 4 of 6"]),
         ({"wait close"}, [1, 2, 3, 4, 5, 6], ["does not end within"]),
     ],
-)  # fmt: skip
+)
 def test_a_service_that_is_away(fails, wrote, said, tmp_path, monkeypatch):
     """At the start, for a while, for good or at the end: the run's own files are whole, nothing is
     raised or waited for, one warning is said, and once what the service has missed."""
@@ -205,7 +214,7 @@ def test_samples_of_an_evaluation_go_together(fails, tmp_path, monkeypatch):
         time.sleep(0.001)
     logs.close()
     pages = [("eval_sft/a", "1"), ("eval_sft/b", "2"), ("eval_rl/b", "3")]
-    assert _Service.wrote == [1, *pages[bool(fails):]]  # fmt: skip
+    assert _Service.wrote == [1, *pages[bool(fails) :]]
     assert len(notes) == 2 * len(fails)
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4
 

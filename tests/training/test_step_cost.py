@@ -82,8 +82,9 @@ def test_what_data_and_expert_receive():
     assert found["expert", "rows to their experts"] == (tokens * 3 * (2 * row + 2 * _D), 0)
     assert found["expert", "results of the experts"] == (tokens * 2 * result, 0)
     assert found["expert", "gradients of results and of rows"] == (
-        tokens * (result + 3 * 4 * _D), 0
-    )  # fmt: skip
+        tokens * (result + 3 * 4 * _D),
+        0,
+    )
     share = 4 * 2 * (masters.dense + masters.tables) * 3 / 4
     assert found["expert", "gradients of what is no expert"] == (share, 0)
     once = _sent(_EXPERTS, mesh, remat="none")
@@ -95,12 +96,16 @@ def test_what_data_and_expert_receive():
 @pytest.mark.parametrize(
     ("axes", "hosts", "axis", "count"),
     [
-        ({"fsdp": 8, "expert": 8}, 8, "expert", 8), ({"fsdp": 8, "expert": 8}, 8, "fsdp", 1),
-        ({"fsdp": 4, "expert": 4}, 2, "fsdp", 2), ({"fsdp": 16}, 2, "fsdp", 8),
-        ({"data": 2, "fsdp": 8}, 2, "data", 1), ({"data": 2, "fsdp": 8}, 2, "fsdp", 8),
-        ({"fsdp": 8}, 1, "fsdp", 8), ({"fsdp": 8}, 1, "data", 1),
+        ({"fsdp": 8, "expert": 8}, 8, "expert", 8),
+        ({"fsdp": 8, "expert": 8}, 8, "fsdp", 1),
+        ({"fsdp": 4, "expert": 4}, 2, "fsdp", 2),
+        ({"fsdp": 16}, 2, "fsdp", 8),
+        ({"data": 2, "fsdp": 8}, 2, "data", 1),
+        ({"data": 2, "fsdp": 8}, 2, "fsdp", 8),
+        ({"fsdp": 8}, 1, "fsdp", 8),
+        ({"fsdp": 8}, 1, "data", 1),
     ],
-)  # fmt: skip
+)
 def test_devices_of_a_host(axes, hosts, axis, count):
     """The last axis of the mesh is within a host first."""
     assert cost.same_host(_mesh(**axes), axis, hosts) == count

@@ -55,9 +55,11 @@ def failure_of(error: BaseException, file: str) -> Failure:
     lines = traceback.format_exception(type(error), error, of_user)
     last = traceback.format_exception_only(type(error), error)[-1]
     return Failure(
-        type(error).__name__, _printable(" ".join(last.split())[:_LONGEST_TEXT]), place,
+        type(error).__name__,
+        _printable(" ".join(last.split())[:_LONGEST_TEXT]),
+        place,
         _printable("".join(lines)[-_LONGEST_TRACEBACK:]),
-    )  # fmt: skip
+    )
 
 
 def _printable(text: str) -> str:

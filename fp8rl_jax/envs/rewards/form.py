@@ -25,9 +25,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt
 
 # What TRL gives, and no data set or response has.
-_OF_TRAINERS = {
-    "completion_ids", "trainer_state", "log_extra", "log_metric", "environments",
-}  # fmt: skip
+_OF_TRAINERS = {"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 _OURS = ("prompt", "response", "answer", "row")
 # What the first, second and third parameter may be called; other names may stand anywhere.
 _PLACES = (
@@ -116,17 +114,21 @@ class Form(NamedTuple):
             if conversation:
                 completion = [{"role": "assistant", "content": about.response}]
             given = {
-                "answer": about.answer, **row, "prompts": prompt if conversation else about.prompt,
+                "answer": about.answer,
+                **row,
+                "prompts": prompt if conversation else about.prompt,
                 "completions": completion,
-            }  # fmt: skip
+            }
             given = {k: [v] for k, v in given.items() if k not in ("prompt", "completion")}
         else:
             own = row.get("reward_model")
             right = own.get("ground_truth") if isinstance(own, Mapping) else None
             values = (
-                row.get("data_source"), about.response, about.answer if right is None else right,
+                row.get("data_source"),
+                about.response,
+                about.answer if right is None else right,
                 row.get("extra_info"),
-            )  # fmt: skip
+            )
             given = dict(zip(_VERL, values, strict=True))
             if self._lists:
                 given = {f"{name}s": [value] for name, value in given.items()}

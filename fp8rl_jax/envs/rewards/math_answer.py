@@ -36,11 +36,22 @@ _MIXED = re.compile(r"(?<![\w./^,{}])(\d{1,9})\s+(?:and\s+)?(\d{1,9})\s?/\s?(\d{
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d{1,30}(?:\.\d{1,30})?)[eE]([-+]?\d{1,2})(?![\w.])")
 _SIGN_APART = re.compile(r"((?:^|[=:(,{]|\bis)\s*)([-−])\s+(?=[\d.\\])")
 _IN_LATEX = {
-    "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-    "∅": r"\emptyset ", r"\varnothing": r"\emptyset ",
-    "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm ", "°": r"^\circ ",
+    "−": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": "/",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "∅": r"\emptyset ",
+    r"\varnothing": r"\emptyset ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "±": r"\pm ",
+    "°": r"^\circ ",
     " percent": r"\%",
-}  # fmt: skip
+}
 _ROOT = re.compile(r"√\s*(?:\(([^()]{1,80})\)|(\d+|[a-z]))")
 
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|textit|mathit)\s*\{([^{}]*)\}")
@@ -319,9 +330,16 @@ def _is_large(value: Any) -> bool:
     if not hasattr(value, "atoms"):
         return True
     functions = (
-        sympy.factorial, sympy.binomial, sympy.gamma, sympy.Sum, sympy.Product, sympy.Integral,
-        sympy.Limit, sympy.Derivative, sympy.Mod,
-    )  # fmt: skip
+        sympy.factorial,
+        sympy.binomial,
+        sympy.gamma,
+        sympy.Sum,
+        sympy.Product,
+        sympy.Integral,
+        sympy.Limit,
+        sympy.Derivative,
+        sympy.Mod,
+    )
     if value.atoms(*functions):
         return True
     powers = value.atoms(sympy.Pow)

@@ -258,9 +258,11 @@ class WorkerProcess:
             settings = json.dumps([path, *numbers, limits, token.hex()])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _PROGRAM, settings],
-                stdin=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                pass_fds=numbers,
+                start_new_session=True,
                 env=environment,
-            )  # fmt: skip
+            )
 
     def load(self, reward: str, digest: str) -> Failure | str | None:
         """Imports a reward.

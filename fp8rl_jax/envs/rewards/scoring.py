@@ -60,8 +60,11 @@ class Tally:
             place = f" ({result.place})" if result.place else ""
             _log.warning(
                 "%s failed: %s%s; such a call counts as an error, and more of this kind are not "
-                "named", name, result.text, place,
-            )  # fmt: skip
+                "named",
+                name,
+                result.text,
+                place,
+            )
         self._failed[name] += 1
         self._too_long[name] += result.kind == TIME_LIMIT
         self._first.setdefault(name, result)
@@ -184,8 +187,10 @@ def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
     futures = iter(shared_pool().submit(term, extract, [c for c in sent if isinstance(c, bytes)]))
     return [
         _done(call._replace(text=f"its row cannot be sent to a process: {call.text}"))
-        if isinstance(call, Failure) else next(futures) for call in sent
-    ]  # fmt: skip
+        if isinstance(call, Failure)
+        else next(futures)
+        for call in sent
+    ]
 
 
 def _done(value: Any) -> Future:

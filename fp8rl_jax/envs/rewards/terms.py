@@ -62,9 +62,12 @@ def _stripped(response: str) -> str | None:
 
 _BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
-    (exact_match, _stripped), (task_score, _stripped), (math_equal, math_answer),
-    (gsm8k, gsm8k_answer), (gsm8k_strict, gsm8k_strict_answer),
-):  # fmt: skip
+    (exact_match, _stripped),
+    (task_score, _stripped),
+    (math_equal, math_answer),
+    (gsm8k, gsm8k_answer),
+    (gsm8k_strict, gsm8k_strict_answer),
+):
     vars(_reward)["extract"] = _extract
     _BUILT_IN[_reward.__name__] = _reward
 

@@ -15,17 +15,53 @@ _MOST_DIGITS = 100  # of a number; more are noise, and slow
 _LONGEST = 200  # characters of a text that is wholly a number
 
 _VULGAR = {
-    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5",
-    "⅗": "3/5", "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
-}  # fmt: skip
+    "½": "1/2",
+    "⅓": "1/3",
+    "⅔": "2/3",
+    "¼": "1/4",
+    "¾": "3/4",
+    "⅕": "1/5",
+    "⅖": "2/5",
+    "⅗": "3/5",
+    "⅘": "4/5",
+    "⅙": "1/6",
+    "⅚": "5/6",
+    "⅛": "1/8",
+    "⅜": "3/8",
+    "⅝": "5/8",
+    "⅞": "7/8",
+}
 _SPELLINGS = {
-    "−": "-", "–": "-", "\u2009": "", "\u202f": "", "{,}": ",", r",\! ": ",", r",\!": ",",
-    r"\,": "", r"\!": "",
-    r"\;": " ", "\\ ": " ", "~": " ", "\xa0": " ", r"\$": "$", r"\%": "%", "⁄": "/",
-    "－": "-", "＋": "+", "．": ".",
-    "×": "*", r"\times": "*", r"\cdot": "*", "·": "*", r"\approx": "=", "≈": "=",
-    r"^\circ": "°", r"^{\circ}": "°", r"\left": "", r"\right": "",
-}  # fmt: skip
+    "−": "-",
+    "–": "-",
+    "\u2009": "",
+    "\u202f": "",
+    "{,}": ",",
+    r",\! ": ",",
+    r",\!": ",",
+    r"\,": "",
+    r"\!": "",
+    r"\;": " ",
+    "\\ ": " ",
+    "~": " ",
+    "\xa0": " ",
+    r"\$": "$",
+    r"\%": "%",
+    "⁄": "/",
+    "－": "-",
+    "＋": "+",
+    "．": ".",
+    "×": "*",
+    r"\times": "*",
+    r"\cdot": "*",
+    "·": "*",
+    r"\approx": "=",
+    "≈": "=",
+    r"^\circ": "°",
+    r"^{\circ}": "°",
+    r"\left": "",
+    r"\right": "",
+}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
 _WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
@@ -37,9 +73,7 @@ _POWER = re.compile(r"(?<!\d)10\s?(?:\^|\*\*)\s?[{(]\s?([-+]?\d{1,3})\s?[})]")
 _SIGN_APART = re.compile(r"(^|[=:(]|\bis)(\s*[-+])\s+(?=[\d.$])")
 
 # Groups of two digits are Indian. Bounds on repetitions keep a search linear.
-_DIGITS = (
-    r"(?:\d{1,3}(?:[,_'’]\d{3}){1,33}(?!\d)|\d{1,2}(?:,\d{2}){1,33},\d{3}(?!\d)|\d+)"
-)  # fmt: skip
+_DIGITS = r"(?:\d{1,3}(?:[,_'’]\d{3}){1,33}(?!\d)|\d{1,2}(?:,\d{2}){1,33},\d{3}(?!\d)|\d+)"
 _CURRENCY = r"(?:(?:\b(?:US|CA|AU|NZ|HK|[ACRS]))?[$€£₹¥₩₽₺₱]|\b(?:Rs\.?|USD|EUR|GBP|INR|CNY))\s?"
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:{_CURRENCY})?(?P<late_sign>(?<=[$€£₹¥₩₽₺₱])[-+])?(?<![A-Za-z_])"
@@ -77,8 +111,9 @@ _NO_UNIT = re.compile(
 )
 _GOES_ON = re.compile(
     r"\b(?:is|are|was|not|no|or|and|to|plus|minus|times|over|more|less|than|out|divided|multiplied|"
-    r"wait|wrong|but|below|above|fewer|und|et|y|oder|ou|o)\b", re.IGNORECASE
-)  # fmt: skip
+    r"wait|wrong|but|below|above|fewer|und|et|y|oder|ou|o)\b",
+    re.IGNORECASE,
+)
 
 
 class Number(NamedTuple):

@@ -35,22 +35,38 @@ ARCHITECTURES = {
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields of both sides, with the value where a file has none; None: it must be there.
 _SHARED = {
-    "vocab_size": None, "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
-    "num_attention_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": None,
+    "hidden_size": None,
+    "intermediate_size": None,
+    "num_hidden_layers": None,
+    "num_attention_heads": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 _QWEN3_EXPERTS = {
-    "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+    "num_experts": None,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": None,
     "norm_topk_prob": False,
-}  # fmt: skip
+}
 _LATENT = {
-    "q_lora_rank": 0, "kv_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
-    "v_head_dim": None, "rope_interleave": True,
-}  # fmt: skip
+    "q_lora_rank": 0,
+    "kv_lora_rank": None,
+    "qk_nope_head_dim": None,
+    "qk_rope_head_dim": None,
+    "v_head_dim": None,
+    "rope_interleave": True,
+}
 _DEEPSEEK_EXPERTS = {
-    "first_k_dense_replace": 0, "num_experts_per_tok": None, "moe_intermediate_size": None,
-    "norm_topk_prob": True, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": None,
+    "norm_topk_prob": True,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
     "routed_scaling_factor": 1.0,
-}  # fmt: skip
+}
 # What transformers takes for a field that a file of this type does not have, where that is another
 # value than for null (which the tables above give) or than for other types.
 _ABSENT: dict[str, dict[str, Any]] = {
@@ -58,10 +74,14 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_key_value_heads": 4},
     "llama": {},
     "deepseek_v3": {
-        "q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8,
-        "topk_group": 4, "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
     },
-}  # fmt: skip
+}
 _TYPES = typing.get_type_hints(ModelConfig)
 _ORIGINAL = "original_max_position_embeddings"
 # Of each type: name in the file -> (field of ModelConfig, value where the file has none).
@@ -89,9 +109,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NAMES = {"rope_type", "rope_theta", _ORIGINAL}
 # Fields of a source that another form, or another file, stands for.
 _DROPPED = {
-    "rope_parameters", "dtype", "auto_map", "quantization_config", "num_local_experts",
-    "num_mtp_layers", "transformers_version", "_name_or_path", "qk_head_dim",
-}  # fmt: skip
+    "rope_parameters",
+    "dtype",
+    "auto_map",
+    "quantization_config",
+    "num_local_experts",
+    "num_mtp_layers",
+    "transformers_version",
+    "_name_or_path",
+    "qk_head_dim",
+}
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "linear layers have no bias here: take a model without"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
@@ -242,9 +269,11 @@ def family_of(config: ModelConfig) -> str:
         if config.num_experts:
             kind = "qwen3_moe"
             rules |= {
-                "qk_norm": True, "scoring_func": "softmax", "n_shared_experts": 0,
+                "qk_norm": True,
+                "scoring_func": "softmax",
+                "n_shared_experts": 0,
                 "routed_scaling_factor": 1.0,
-            }  # fmt: skip
+            }
     for name, value in rules.items():
         if getattr(config, name) != value:
             raise UserError(

@@ -18,17 +18,23 @@ from fp8rl_jax.models.hf.loader import dtype_name, load
 from fp8rl_jax.models.hf.writer import check_target, save
 
 COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "additional_chat_templates/tool_use.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+    "generation_config.json",
+)
 
 
 def convert(
-    source: str | pathlib.Path,
-    target: str | pathlib.Path,
-    dtype: str,
-    max_shard_gb: float = 5.0,
+    source: str | pathlib.Path, target: str | pathlib.Path, dtype: str, max_shard_gb: float = 5.0
 ) -> pathlib.Path:
     """Writes a checkpoint again, with its linear layers in another type.
 
@@ -57,9 +63,14 @@ def convert(
         fields = read_fields(path)
         config, params = load(path, dtype=name)
     return save(
-        target, config, params,
-        dtype=dtype, max_shard_gb=max_shard_gb, fields=fields.values, also=also,
-    )  # fmt: skip
+        target,
+        config,
+        params,
+        dtype=dtype,
+        max_shard_gb=max_shard_gb,
+        fields=fields.values,
+        also=also,
+    )
 
 
 def _check_outside(target: pathlib.Path, source: pathlib.Path) -> None:

@@ -37,26 +37,42 @@ _INSTEAD = "take the model's safetensors checkpoint"
 _MODEL = {array.gguf: array.hf for array in MODEL}
 _LAYER = {array.gguf: array.hf for array in LAYER if array.gguf}
 _SHAPES = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
     "context_length": "max_position_embeddings",
-}  # fmt: skip
+}
 # Further fields of the architecture, with the values that change nothing; None: any value.
 _PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
-    "vocab_size": None, "tensor_data_layout": None, "rope.dimension_count": None,  # checked below
+    "vocab_size": None,
+    "tensor_data_layout": None,
+    "rope.dimension_count": None,  # checked below
     "attention.value_length": None,  # checked below
-    "expert_count": (0,), "expert_used_count": (0,), "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
     "rope.scaling.type": ("none", "linear"),  # by a factor
-    "rope.scaling.factor": (0.0, 1.0), "rope.scale_linear": (0.0, 1.0),  # a new name and an old one
-    "rope.scaling.attn_factor": (1.0,), "rope.scaling.finetuned": (False,),
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),  # a new name and an old one
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.finetuned": (False,),
     "rope.scaling.original_context_length": None,  # of a factor
-    "rope.scaling.yarn_log_multiplier": (0.0,), "attention.sliding_window": (0,),
-    "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,), "logit_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "attention.scale": (0.0,),
-    "use_parallel_residual": (False,), "pooling_type": (0,),
-}  # fmt: skip
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "attention.scale": (0.0,),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0,),
+}
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 # How text is cut before merging, by the name that llama.cpp gives it: digits apart, or not.
 _DIGITS_APART = {"smollm": True, "gpt-2": False, "default": False}
@@ -201,14 +217,7 @@ class GGUF:
         Raises:
           UserError: a vocabulary of another kind.
         """
-        from tokenizers import (
-            AddedToken,
-            Tokenizer,
-            decoders,
-            models,
-            pre_tokenizers,
-            processors,
-        )  # fmt: skip
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
         kind, cut = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre") or "default"
         if kind != "gpt2" or not isinstance(cut, str) or cut not in _DIGITS_APART:

@@ -27,8 +27,18 @@ _MOST_ELEMENTS = 2**23  # of all arrays of the metadata: a vocabulary has below 
 _LONGEST_TEXT = 2**24  # bytes
 # Codes of `struct` for the types of numbers.
 _NUMBERS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _TEXT, _ARRAY = 8, 9
 
 

@@ -21,12 +21,7 @@ from flax import traverse_util
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.arrays import EMBEDDING, HEAD, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.hf.blockwise import (
-    BLOCKS,
-    SCALE_SUFFIX,
-    is_fp8,
-    scale_shape,
-)
+from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, is_fp8, scale_shape
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
@@ -40,9 +35,12 @@ from fp8rl_jax.quant import QArray
 SLICE_BYTES = 16 * 2**20
 _BIAS = "e_score_correction_bias"
 _DTYPES = {
-    "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float32": "float32",
+    "f32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
     "fp8": "fp8",
-}  # fmt: skip
+}
 
 
 def dtype_name(dtype: Any) -> str:

@@ -173,8 +173,10 @@ def write_file(file: pathlib.Path, outputs: list[Output]) -> None:
         for name, (shape, dtype) in output.parts.items():
             start, end = end, end + math.prod(shape) * dtype.itemsize
             header[name] = {
-                "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]
-            }  # fmt: skip
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     with open(file, "wb") as stream:

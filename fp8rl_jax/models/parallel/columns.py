@@ -148,9 +148,12 @@ def combine(aux: dict) -> dict:
         return jax.tree.map(largest, found)
 
     ways: dict[str, Callable] = {
-        "finite": every, "kv_health": add, "kv_amax": amaxes, "expert_tokens": add,
+        "finite": every,
+        "kv_health": add,
+        "kv_amax": amaxes,
+        "expert_tokens": add,
         "expert_probability": add,
-    }  # fmt: skip
+    }
     return {name: ways[name](x) for name, x in aux.items()}
 
 

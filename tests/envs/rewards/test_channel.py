@@ -154,11 +154,13 @@ def test_messages_of_any_length():
 @pytest.mark.parametrize(
     "content",
     [
-        b"x", b"tttx", struct.pack("!16sQQ", b"u" * 16, 0, 1) + b"x",
+        b"x",
+        b"tttx",
+        struct.pack("!16sQQ", b"u" * 16, 0, 1) + b"x",
         struct.pack("!16sQQ", b"t" * 16, 1, 1) + b"x",  # another number
         struct.pack("!16sQQ", b"t" * 16, 0, 2**40),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_message(content):
     """Noticed as soon as it differs; only what may still become a message is waited for."""
     ours, _, end = _pair()

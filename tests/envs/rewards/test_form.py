@@ -69,8 +69,11 @@ def true(prompt, response, answer): return True
 def nothing(prompt, response, answer): pass
 def some(prompt, response, answer): return len(response) or None
 """
-_VERL = {"reward_model": {"ground_truth": {"target": 5}}, "data_source": "math",
-         "extra_info": {"index": 7}}  # fmt: skip
+_VERL = {
+    "reward_model": {"ground_truth": {"target": 5}},
+    "data_source": "math",
+    "extra_info": {"index": 7},
+}
 _CHAT = {"prompt": [{"role": "user", "content": "q"}]}
 
 
@@ -127,12 +130,22 @@ def test_what_is_no_reward_is_a_failure(name, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("swapped", 1.0), ("without_prompt", 0.9), ("prompt_last", 1.0), ("row_first", 5.0),
-        ("alone", 2.0), ("keywords", 1.0), ("keyword_only", 1.0), ("other_names", 1.0),
-        ("usual_names", 1.0), ("any_number", 1.0), ("positional_only", 1.0),
-        ("partial_keyword", 1.0), ("partial_place", 1.0), ("partial_option", 0.5),
+        ("swapped", 1.0),
+        ("without_prompt", 0.9),
+        ("prompt_last", 1.0),
+        ("row_first", 5.0),
+        ("alone", 2.0),
+        ("keywords", 1.0),
+        ("keyword_only", 1.0),
+        ("other_names", 1.0),
+        ("usual_names", 1.0),
+        ("any_number", 1.0),
+        ("positional_only", 1.0),
+        ("partial_keyword", 1.0),
+        ("partial_place", 1.0),
+        ("partial_option", 0.5),
     ],
-)  # fmt: skip
+)
 def test_arguments_go_by_the_names_of_parameters(name, value):
     values, _, tally = _score(name, [{"level": 3}], ["ab"])
     assert (values, tally.errors) == (f"[{value}]", 0)
@@ -141,10 +154,15 @@ def test_arguments_go_by_the_names_of_parameters(name, value):
 @pytest.mark.parametrize(
     "name",
     [
-        "completion_first", "prediction_first", "answer_second", "needs_more", "prompt_fourth",
-        "row_in_place", "swapped_only",
+        "completion_first",
+        "prediction_first",
+        "answer_second",
+        "needs_more",
+        "prompt_fourth",
+        "row_in_place",
+        "swapped_only",
     ],
-)  # fmt: skip
+)
 def test_names_that_contradict_their_places_are_refused(name):
     with pytest.raises(UserError, match=f"{name}' takes .*; write a function of .prompt, resp"):
         load_rewards(f"rewards_of_others:{name}")
@@ -153,11 +171,18 @@ def test_names_that_contradict_their_places_are_refused(name):
 @pytest.mark.parametrize(
     "value",
     [
-        memoryview(b"1"), array.array("b", b"1"), bytearray(b"1"), np.array("1"), np.bytes_(b"1"),
-        np.array("1", object), 1 + 0j, np.complex64(1), jnp.complex64(1),
+        memoryview(b"1"),
+        array.array("b", b"1"),
+        bytearray(b"1"),
+        np.array("1"),
+        np.bytes_(b"1"),
+        np.array("1", object),
+        1 + 0j,
+        np.complex64(1),
+        jnp.complex64(1),
     ],
     ids=range(9),
-)  # fmt: skip
+)
 def test_buffers_texts_and_complex_numbers_are_no_numbers(value):
     assert as_number(value).kind == "no number"
 
@@ -196,7 +221,9 @@ def test_what_cannot_be_given_is_refused(name, message):
 
 def test_auto():
     """A task's own scorer where there is one."""
-    names = [load_rewards("auto", tasks=[task])[0].name
-             for task in ("countdown", "basic_arithmetic", "train.jsonl")]  # fmt: skip
+    names = [
+        load_rewards("auto", tasks=[task])[0].name
+        for task in ("countdown", "basic_arithmetic", "train.jsonl")
+    ]
     assert names == ["task_score", "exact_match", "exact_match"]
     assert load_rewards("auto", tasks=["a.jsonl", "countdown"])[0].name == "task_score"

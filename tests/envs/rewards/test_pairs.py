@@ -97,18 +97,52 @@ def test_an_answer_that_cannot_be_read_is_an_error(answer):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("-₹72", "-72"), ("$-72", "-72"), ("US$ 72", "72"), ("Rs. 72", "72"), ("USD 72", "72"),
-        ("1'072", "1072"), ("1_072", "1072"), ("₹1,00,000", "100000"), ("2.5e-3", "1/400"),
-        (r"3 \times 10^{-2}", "3/100"), ("10⁵", "100000"), ("2½", "5/2"), ("12 and 1/2", "25/2"),
-        (r"-\frac{1}{2}", "-1/2"), ("72 m^2", "72"), ("72 km/h", "72"), ("**72**", "72"),
-        (r"\text{72 apples}", "72"), (r"x \approx 72", "72"), ("5 m", "5"),
-        *((text, None) for text in (
-            "5x", "5i", r"2\pi", "5!", "72^2", "72 or 73", "72 - y", "10:30", "1, 2", "8/2", "7+8",
-            "5 4/2", "x=5, y=72", "72 million", "2 dozen", "72 hours and 30 minutes", "[72]", "A",
-            "9" * 300,
-        )),
+        ("-₹72", "-72"),
+        ("$-72", "-72"),
+        ("US$ 72", "72"),
+        ("Rs. 72", "72"),
+        ("USD 72", "72"),
+        ("1'072", "1072"),
+        ("1_072", "1072"),
+        ("₹1,00,000", "100000"),
+        ("2.5e-3", "1/400"),
+        (r"3 \times 10^{-2}", "3/100"),
+        ("10⁵", "100000"),
+        ("2½", "5/2"),
+        ("12 and 1/2", "25/2"),
+        (r"-\frac{1}{2}", "-1/2"),
+        ("72 m^2", "72"),
+        ("72 km/h", "72"),
+        ("**72**", "72"),
+        (r"\text{72 apples}", "72"),
+        (r"x \approx 72", "72"),
+        ("5 m", "5"),
+        *(
+            (text, None)
+            for text in (
+                "5x",
+                "5i",
+                r"2\pi",
+                "5!",
+                "72^2",
+                "72 or 73",
+                "72 - y",
+                "10:30",
+                "1, 2",
+                "8/2",
+                "7+8",
+                "5 4/2",
+                "x=5, y=72",
+                "72 million",
+                "2 dozen",
+                "72 hours and 30 minutes",
+                "[72]",
+                "A",
+                "9" * 300,
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_text_that_is_a_number(text, number):
     found = whole_number(text)
     assert (None if found is None else str(found.value)) == number
@@ -140,31 +174,70 @@ def test_another_right_answer_of_a_task():
 
 
 _PAYS = [
-    ("1/3", _box("0.333333")), ("9", "The answer is 8. Wait, no. The answer is 9."),
+    ("1/3", _box("0.333333")),
+    ("9", "The answer is 8. Wait, no. The answer is 9."),
     ("D", "The answer is C. But the answer is D."),
     ("9", r"<think>maybe \boxed{8}</think>\boxed{9}"),
-    ("9", "<think>The answer is 8.</think>9"), ("8", r"\boxed{7}. Hmm, recheck. \boxed{8}"),
-    ("9", r"\boxed{8} \boxed{9}"), (r"\{8,9\}", r"\boxed{8} and \boxed{9}"), ("9", r"\fbox{9}"),
-    ("9", r"\boxed {9}"), ("B", "The answer is option B"), ("B", "The answer is (B) 12."),
-    ("B", "The answer is B) 12"), (r"\text{A, C}", _box("A,C")), ("A, C", _box(r"\text{C, A}")),
-    (r"0.\overline{3}", _box(r"\frac13")), (r"\frac16", _box(r"0.1\overline{6}")),
-    (r"\angle ABC", _box(r"\angle ABC")), ("BAD_{16}", _box("BAD_{16}")),
+    ("9", "<think>The answer is 8.</think>9"),
+    ("8", r"\boxed{7}. Hmm, recheck. \boxed{8}"),
+    ("9", r"\boxed{8} \boxed{9}"),
+    (r"\{8,9\}", r"\boxed{8} and \boxed{9}"),
+    ("9", r"\fbox{9}"),
+    ("9", r"\boxed {9}"),
+    ("B", "The answer is option B"),
+    ("B", "The answer is (B) 12."),
+    ("B", "The answer is B) 12"),
+    (r"\text{A, C}", _box("A,C")),
+    ("A, C", _box(r"\text{C, A}")),
+    (r"0.\overline{3}", _box(r"\frac13")),
+    (r"\frac16", _box(r"0.1\overline{6}")),
+    (r"\angle ABC", _box(r"\angle ABC")),
+    ("BAD_{16}", _box("BAD_{16}")),
     ("－7", _box("-7")),
-    ("∅", _box(r"\varnothing")), ("x^2+y^2=25", _box("x^2+y^2=25")), ("f(x)=2x", _box("2x")),
-    ("2024-01-05", _box("2024-01-05")), ("72 square feet", _box("72")),
+    ("∅", _box(r"\varnothing")),
+    ("x^2+y^2=25", _box("x^2+y^2=25")),
+    ("f(x)=2x", _box("2x")),
+    ("2024-01-05", _box("2024-01-05")),
+    ("72 square feet", _box("72")),
     ("10:45 a.m.", _box("10:45 a.m.")),
-]  # fmt: skip
+]
 _PAYS_NOTHING = [
-    ("1e-10", _box("2e-10")), ("0.1234567", _box("0.1234568")), ("x^2+y^2=25", _box("25")),
-    ("2x+3y=7", _box("7")), *(("8", _box(x)) for x in (
-        "2x=8", "x+1=8", "-x=8", "n! = 8", r"\le 8", r"\neq 8", "≤ 8", r"\frac{16}{2}", r"16\div2",
-        r"8\text{ million}", r"8\text{ bn}", r"8\text{万}", r"8\text{x}", r"8\mathrm{i}",
-        r"8\text{ hours and 20 minutes}", r"8\text{ ft }11\text{ in}", r"8\text{ or more}",
-        r"8\text{ more than }x", r"8\text{ is wrong}",
-    )), ("1,234", _box("(1,234)")), ("(1,234)", _box("1234")), ("2024-01-05", _box("2018")),
-    ("8", "The answer is 8. Wait, no. The answer is 9."), ("555-1234", _box("-679")),
-    ("8", r"<think>it is \boxed{8}</think>The answer is 9."), ("12", "#### 12 is not right"),
-]  # fmt: skip
+    ("1e-10", _box("2e-10")),
+    ("0.1234567", _box("0.1234568")),
+    ("x^2+y^2=25", _box("25")),
+    ("2x+3y=7", _box("7")),
+    *(
+        ("8", _box(x))
+        for x in (
+            "2x=8",
+            "x+1=8",
+            "-x=8",
+            "n! = 8",
+            r"\le 8",
+            r"\neq 8",
+            "≤ 8",
+            r"\frac{16}{2}",
+            r"16\div2",
+            r"8\text{ million}",
+            r"8\text{ bn}",
+            r"8\text{万}",
+            r"8\text{x}",
+            r"8\mathrm{i}",
+            r"8\text{ hours and 20 minutes}",
+            r"8\text{ ft }11\text{ in}",
+            r"8\text{ or more}",
+            r"8\text{ more than }x",
+            r"8\text{ is wrong}",
+        )
+    ),
+    ("1,234", _box("(1,234)")),
+    ("(1,234)", _box("1234")),
+    ("2024-01-05", _box("2018")),
+    ("8", "The answer is 8. Wait, no. The answer is 9."),
+    ("555-1234", _box("-679")),
+    ("8", r"<think>it is \boxed{8}</think>The answer is 9."),
+    ("12", "#### 12 is not right"),
+]
 
 
 @pytest.mark.parametrize(("value", "pairs"), [(1, _PAYS), (0, _PAYS_NOTHING)])
@@ -174,18 +247,40 @@ def test_further_pairs(value, pairs):
 
 @pytest.mark.parametrize(
     "rest",
-    ["millones", "Millionen", "lakh", "万", "tenths", "squared", "factorial", "per mille", "‰", "π",
-     "₂", "is wrong", "or nine", "divided by two", "out of ten", "more than x", "half"],
-)  # fmt: skip
+    [
+        "millones",
+        "Millionen",
+        "lakh",
+        "万",
+        "tenths",
+        "squared",
+        "factorial",
+        "per mille",
+        "‰",
+        "π",
+        "₂",
+        "is wrong",
+        "or nine",
+        "divided by two",
+        "out of ten",
+        "more than x",
+        "half",
+    ],
+)
 def test_a_number_that_goes_on_is_another_one(rest):
     assert gsm8k("question", f"#### 8 {rest}", "8") == 0.0
 
 
 @pytest.mark.parametrize(
     ("response", "value"),
-    [("<think>#### 71</think>72", 1), (r"<think>\boxed{71}</think>The answer is 72", 1),
-     ("#### 72 dollars per day", 1), ("#### 72 元", 1), ("It is 72 million", 0)],
-)  # fmt: skip
+    [
+        ("<think>#### 71</think>72", 1),
+        (r"<think>\boxed{71}</think>The answer is 72", 1),
+        ("#### 72 dollars per day", 1),
+        ("#### 72 元", 1),
+        ("It is 72 million", 0),
+    ],
+)
 def test_further_numbers(response, value):
     assert gsm8k("question", response, "72") == value
 
@@ -198,9 +293,16 @@ def test_long_responses_take_time_in_proportion(text):
 
 
 @pytest.mark.parametrize(
-    "formula", ["9^{9^{9^{9}}}", "99999999!", r"\binom{10^9}{5\cdot10^8}", "(x+y+z)^{500}",
-                "2^{1000000000}", "((((9!)!)!)!)!"],
-)  # fmt: skip
+    "formula",
+    [
+        "9^{9^{9^{9}}}",
+        "99999999!",
+        r"\binom{10^9}{5\cdot10^8}",
+        "(x+y+z)^{500}",
+        "2^{1000000000}",
+        "((((9!)!)!)!)!",
+    ],
+)
 def test_a_vote_of_a_formula_that_nobody_works_out(formula):
     with time_limit():
         assert math_answer(_box(formula))

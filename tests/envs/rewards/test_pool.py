@@ -19,14 +19,7 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import RewardError, UserError
-from fp8rl_jax.envs import (
-    Question,
-    Scoring,
-    Tally,
-    extract_answers,
-    load_reward,
-    load_rewards,
-)
+from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers, load_reward, load_rewards
 from fp8rl_jax.envs.rewards import scoring
 from fp8rl_jax.envs.rewards.pool import Pool
 
@@ -105,15 +98,21 @@ def test_calls_that_fail_are_not_scored_and_named_once(acting, caplog, monkeypat
     assert len(caplog.records) == len(set(bad)) - 2, "1e39 and 10**400 are of one kind"
     file = acting / "acting_rewards.py"
     for what, text in {
-        "exit": "SystemExit: 0", "segfault": "Segmentation fault (signal 11)",
-        "memory": "MemoryError", "interrupt": "KeyboardInterrupt", "stack": "RecursionError",
+        "exit": "SystemExit: 0",
+        "segfault": "Segmentation fault (signal 11)",
+        "memory": "MemoryError",
+        "interrupt": "KeyboardInterrupt",
+        "stack": "RecursionError",
         "raise": r"LookupError: nothing\x1b",
-    }.items():  # fmt: skip
+    }.items():
         (message,) = (r.getMessage() for r in caplog.records if text in r.getMessage())
         assert "the reward 'acting_rewards:act' failed: " in message
         assert f"({file}, line {_LINE[what]}, in act)" in message
-    for text in ("ended with status 0", "nan, which is no finite",
-                 "1e+39, which is beyond float32's range"):  # fmt: skip
+    for text in (
+        "ended with status 0",
+        "nan, which is no finite",
+        "1e+39, which is beyond float32's range",
+    ):
         assert text in caplog.text
 
 
@@ -292,9 +291,13 @@ def test_nothing_is_left_behind(how, status, tmp_path):
     (tmp_path / "ending_rewards.py").write_text(_ENDING)
     (tmp_path / "pids").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "main.py", how], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "main.py", how],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     if how in ("terminated", "killed", "interrupted", "lock"):
         name = {"terminated": "TERM", "killed": "KILL", "interrupted": "INT", "lock": "KILL"}[how]
@@ -342,9 +345,11 @@ def test_a_run_stops_and_resumes_when_its_reward_is_mended(tiny_run, tmp_path, m
     arguments = overrides(tmp_path, **{"env.reward": "broken_reward:f"})
     command = ["train", "--config", str(CONFIG), *arguments]
     for when, where in {
-        "sft 8": "evaluation after sft step 8", "metrics 2": "RL step 3",
-        "metrics 3": "evaluation after rl step 3", "metrics 6": "evaluation after rl step 6",
-    }.items():  # fmt: skip
+        "sft 8": "evaluation after sft step 8",
+        "metrics 2": "RL step 3",
+        "metrics 3": "evaluation after rl step 3",
+        "metrics 6": "evaluation after rl step 6",
+    }.items():
         (tmp_path / "broken").write_text(when)
         assert cli.run(command) == 2
         out, err = capfd.readouterr()

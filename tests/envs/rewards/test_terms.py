@@ -133,8 +133,10 @@ def test_weights():
     question = [Question("q", "0.1")]
     terms = load_rewards("exact_match, -0.5*gsm8k, 2e-1 * gsm8k_strict")
     assert [(term.name, term.weight) for term in terms] == [
-        ("exact_match", 1.0), ("gsm8k", -0.5), ("gsm8k_strict", 0.2),
-    ]  # fmt: skip
+        ("exact_match", 1.0),
+        ("gsm8k", -0.5),
+        ("gsm8k_strict", 0.2),
+    ]
     values, _ = Scoring(terms, question, ["0.1"]).result(Tally("RL step 1"))
     assert values == [1.0 - 0.5]
     assert reward_names("exact_match, 0.5*a.b:c") == ["exact_match", "a.b:c"]

@@ -85,9 +85,12 @@ def sequence_logits(params, config, tokens) -> np.ndarray:
         h = _rms_norm(x, p["post_attention_layernorm"]["weight"], config.rms_norm_eps)
         if config.num_experts:
             x = x + moe_oracle.layer(
-                h, p["router"]["kernel"], moe_oracle.matrices(p["experts"]),
-                config.num_experts_per_tok, config.norm_topk_prob,
-            )  # fmt: skip
+                h,
+                p["router"]["kernel"],
+                moe_oracle.matrices(p["experts"]),
+                config.num_experts_per_tok,
+                config.norm_topk_prob,
+            )
         else:
             gate, up = h @ p["gate_proj"]["kernel"], h @ p["up_proj"]["kernel"]
             x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down_proj"]["kernel"]

@@ -23,9 +23,14 @@ import threading
 import numpy as np
 
 _NAMES = {
-    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "float32": "fp32", "float16": "fp16",
-    "bfloat16": "bf16", "int32": "i32", "uint8": "u8",
-}  # fmt: skip
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int32": "i32",
+    "uint8": "u8",
+}
 
 
 def _send(stream, value) -> None:

@@ -49,9 +49,12 @@ class Variant:
     def compile(self) -> Machine:
         tile = self.tile
         constants = {
-            "TOTAL": 8192, "N": 4096, "K": self.depth, "SCALED": self.kind == "fp8",
+            "TOTAL": 8192,
+            "N": 4096,
+            "K": self.depth,
+            "SCALED": self.kind == "fp8",
             **tile.constants(self.kind),
-        }  # fmt: skip
+        }
         left, right, out = (_POINTERS[name] for name in (self.left, self.right, self.out))
         if self.wgrad:
             pointers = {"x": left, "dy": right, "x_scale": "*fp32", "dy_scale": "*fp32"}
@@ -62,9 +65,11 @@ class Variant:
         pointers = {"x": left, "w": right, "x_scale": "*fp32", "w_scale": "*fp32"}
         pointers |= {"experts": "*i32", "out": out}
         constants |= {
-            "GROUP": self.group, "E": 128 if self.grouped else 1, "GROUPED": self.grouped,
+            "GROUP": self.group,
+            "E": 128 if self.grouped else 1,
+            "GROUPED": self.grouped,
             "COLUMN_SCALES": self.column_scales,
-        }  # fmt: skip
+        }
         return compile_kernel(matmul_kernel, pointers, constants, tile.warps, tile.stages)
 
 
@@ -174,9 +179,17 @@ class HeadVariant:
 
 
 _HEAD_FLOAT32 = (
-    "inverse_temperature", "logits", "top", "total", "moment", "chosen", "logp", "entropy",
-    "logsumexp", "dlogp",
-)  # fmt: skip
+    "inverse_temperature",
+    "logits",
+    "top",
+    "total",
+    "moment",
+    "chosen",
+    "logp",
+    "entropy",
+    "logsumexp",
+    "dlogp",
+)
 _HEAD_KERNELS = {
     "head": head_statistics_kernel,
     "head gradient": head_gradient_kernel,
@@ -226,13 +239,21 @@ class AttentionVariant:
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         scales = self.scales if self.keys == "fp8" else 0
         constants = {
-            "T": self.slots if self.use == "learner" else 1, "S": self.slots,
-            "H": 128 if self.rope else 32, "HKV": 1 if self.rope else 8,
-            "D": self.width, "WIDTH": 1 << (self.width - 1).bit_length(), "DR": self.rope,
-            "R_WIDTH": self.rope or 16, "SCALE": 0.1, "K_SCALES": scales, "V_SCALES": scales,
-            "Q_SCALES": 2 if self.queries == "fp8" else 0, "ONE_SPLIT": self.use == "decode",
+            "T": self.slots if self.use == "learner" else 1,
+            "S": self.slots,
+            "H": 128 if self.rope else 32,
+            "HKV": 1 if self.rope else 8,
+            "D": self.width,
+            "WIDTH": 1 << (self.width - 1).bit_length(),
+            "DR": self.rope,
+            "R_WIDTH": self.rope or 16,
+            "SCALE": 0.1,
+            "K_SCALES": scales,
+            "V_SCALES": scales,
+            "Q_SCALES": 2 if self.queries == "fp8" else 0,
+            "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
-        }  # fmt: skip
+        }
         constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
         kernel = join_kernel if self.use == "join" else attention_kernel
         names = kernel.arg_names
@@ -289,10 +310,20 @@ class FastVariant:
         types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
         width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
         constants = {
-            "T": 4096, "S": 4096, "H": 32, "HKV": 8, "D": self.width, "DV": self.width,
-            "WIDTH": width, "V_WIDTH": width, "SCALE": 0.1, "Q_SCALED": self.q_scaled,
-            "KV_SCALED": self.scaled, "ROWS": tile.rows, "KEYS": tile.keys,
-        }  # fmt: skip
+            "T": 4096,
+            "S": 4096,
+            "H": 32,
+            "HKV": 8,
+            "D": self.width,
+            "DV": self.width,
+            "WIDTH": width,
+            "V_WIDTH": width,
+            "SCALE": 0.1,
+            "Q_SCALED": self.q_scaled,
+            "KV_SCALED": self.scaled,
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+        }
         pointers = {name: types[name] for name in kernel.arg_names if name in types}
         return compile_kernel(kernel, pointers, constants, tile.warps, tile.stages)
 

@@ -100,9 +100,11 @@ def _write_all(folder: pathlib.Path) -> None:
         jax.jit(mosaic_matmul.fp8_matmul, static_argnums=(4, 5)).lower(
             shape(ROWS, DEPTH, dtype=jnp.float8_e4m3fn),
             shape(DEPTH, COLUMNS, dtype=jnp.float8_e4m3fn),
-            shape(ROWS, blocks), shape(blocks, COLUMNS // 128),
-            variant.dtype, variant.tile,
-        ).compile()  # fmt: skip
+            shape(ROWS, blocks),
+            shape(blocks, COLUMNS // 128),
+            variant.dtype,
+            variant.tile,
+        ).compile()
 
 
 def table() -> str:

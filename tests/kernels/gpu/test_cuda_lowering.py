@@ -30,9 +30,11 @@ def test_fp8(rows, columns, depth, by_column):
     scales = columns if by_column else -(-columns // 128)
     text = lower(
         lambda *a: kernels.matmul(*a, dtype=jnp.bfloat16),
-        _shape(rows, depth, dtype=E4M3), _shape(depth, columns, dtype=E4M3),
-        _shape(rows, blocks), _shape(blocks, scales),
-    )  # fmt: skip
+        _shape(rows, depth, dtype=E4M3),
+        _shape(depth, columns, dtype=E4M3),
+        _shape(rows, blocks),
+        _shape(blocks, scales),
+    )
     assert products(text) == ONE
 
 
@@ -51,9 +53,13 @@ def test_batch_is_one_kernel_in_a_loop():
 def test_grouped():
     x, w, experts = _shape(5, 64, 256, dtype=E4M3), _shape(4, 256, 384, dtype=E4M3), _shape(5)
     text = lower(
-        kernels.grouped_matmul, x, w, jax.ShapeDtypeStruct(experts.shape, jnp.int32),
-        _shape(5, 64, 2), _shape(4, 2, 3),
-    )  # fmt: skip
+        kernels.grouped_matmul,
+        x,
+        w,
+        jax.ShapeDtypeStruct(experts.shape, jnp.int32),
+        _shape(5, 64, 2),
+        _shape(4, 2, 3),
+    )
     assert products(text) == ONE
 
 
@@ -61,8 +67,12 @@ def test_grouped_wgrad():
     x, dy = _shape(5, 128, 256, dtype=E4M3), _shape(5, 128, 384, dtype=E4M3)
     text = lower(
         lambda x, dy, experts, *scales: kernels.grouped_wgrad(x, dy, experts, 4, *scales),
-        x, dy, _shape(5, dtype=jnp.int32), _shape(5, 1, 256), _shape(5, 1, 384),
-    )  # fmt: skip
+        x,
+        dy,
+        _shape(5, dtype=jnp.int32),
+        _shape(5, 1, 256),
+        _shape(5, 1, 384),
+    )
     assert products(text) == ONE
 
 
@@ -162,16 +172,27 @@ def test_attention_in_float32():
 def test_attention_over_latents():
     def f(q, latent, scale, positions, q_rope, k_rope):
         return strict_attention.attention(
-            q, latent, latent, positions, scale=0.1, k_scale=scale, v_scale=scale, q_rope=q_rope,
+            q,
+            latent,
+            latent,
+            positions,
+            scale=0.1,
+            k_scale=scale,
+            v_scale=scale,
+            q_rope=q_rope,
             k_rope=k_rope,
-        )  # fmt: skip
+        )
 
     bf16 = jnp.bfloat16
     text = lower(
-        f, _shape(2, 1, 128, 512, dtype=bf16), _shape(2, 900, 1, 512, dtype=E4M3),
-        _shape(2, 900, 1), _shape(2, 1, dtype=jnp.int32), _shape(2, 1, 128, 64, dtype=bf16),
+        f,
+        _shape(2, 1, 128, 512, dtype=bf16),
+        _shape(2, 900, 1, 512, dtype=E4M3),
+        _shape(2, 900, 1),
+        _shape(2, 1, dtype=jnp.int32),
+        _shape(2, 1, 128, 64, dtype=bf16),
         _shape(2, 900, 1, 64, dtype=bf16),
-    )  # fmt: skip
+    )
     assert products(text) == {"triton_kernel_call": 2}
     assert "tensor<2x1x128x512xf32>" in text
 
@@ -206,10 +227,7 @@ def _gradients(q, k, v, positions, k_scale, v_scale):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "keys"),
-    [
-        *(slow(*case) for case in ((96, jnp.bfloat16), (256, E4M3), (256, jnp.bfloat16))),
-        (96, E4M3),
-    ],
+    [*(slow(*case) for case in ((96, jnp.bfloat16), (256, E4M3), (256, jnp.bfloat16))), (96, E4M3)],
 )
 def test_fast_attention_and_gradients(keys, width):
     """No other product, nothing of queries by keys, no copies of keys or values in float32."""
@@ -232,8 +250,12 @@ def test_gradients_over_latents_are_not_kernels():
     q, k, v = (_shape(2, 700, n, m, dtype=bf16) for n, m in ((16, 576), (1, 576), (1, 512)))
     text = lower(
         lambda *x: attention_gradient.attention_vjp(*x, scale=0.1),
-        q, k, v, _shape(2, 700, dtype=jnp.int32), _shape(2, 700, 16, 512),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        _shape(2, 700, dtype=jnp.int32),
+        _shape(2, 700, 16, 512),
+    )
     assert "triton_kernel_call" not in products(text) and "700x700" not in text
 
 

@@ -44,9 +44,11 @@ def _case(kind, queries, heads, kv_heads, dim, v_dim=None, slots=None, batch=1):
     rng = np.random.default_rng(0)
     slots, v_dim = slots or queries, v_dim or dim
     shapes = (
-        (batch, queries, heads, dim), (batch, slots, kv_heads, dim),
-        (batch, slots, kv_heads, v_dim), (batch, queries, heads, v_dim),
-    )  # fmt: skip
+        (batch, queries, heads, dim),
+        (batch, slots, kv_heads, dim),
+        (batch, slots, kv_heads, v_dim),
+        (batch, queries, heads, v_dim),
+    )
     q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
     if kind == "float32":
         return (q, k, v), {}, cotangent

@@ -21,26 +21,31 @@ from random_model import initial_params, quantized
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.gpu import attention, fast_attention, head, matmul, norm
 from fp8rl_jax.learner import make_batch, response_logprobs
-from fp8rl_jax.models import (
-    ModelConfig,
-    forward,
-    init_cache,
-    layers,
-    rope_tables,
-    trainable_params,
-)
+from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
 
 _DENSE = ModelConfig(
-    vocab_size=96, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=64, intermediate_size=256,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    intermediate_size=256,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
-    kv_lora_rank=32, q_lora_rank=160, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
-    qk_norm=False, first_k_dense_replace=1, n_shared_experts=1, **_EXPERTS,
-)  # fmt: skip
+    kv_lora_rank=32,
+    q_lora_rank=160,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    qk_norm=False,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    **_EXPERTS,
+)
 _PROMPTS, _NEW = 6, 5
 
 
@@ -74,9 +79,13 @@ def _rollout(config, recipe, weights, rope):
         tokens[row, :length] = prompts[row, :length]
         tokens[row, length : length + _NEW] = rollout.tokens[row]
     batch = make_batch(
-        tokens, lengths, np.asarray(rollout.tokens), rollout.mask, np.asarray(temperature),
+        tokens,
+        lengths,
+        np.asarray(rollout.tokens),
+        rollout.mask,
+        np.asarray(temperature),
         np.zeros(4),
-    )  # fmt: skip
+    )
     return rollout, batch
 
 
@@ -146,12 +155,15 @@ def test_continuous_batching():
         jax.random.key(1, impl="threefry2x32"), (2, _PROMPTS), 1, _DENSE.vocab_size
     )
     arguments = (
-        weights, prompts, jnp.asarray([_PROMPTS, 3], jnp.int32),
+        weights,
+        prompts,
+        jnp.asarray([_PROMPTS, 3], jnp.int32),
         jax.random.key(2, impl="threefry2x32"),
-        jnp.arange(4, dtype=jnp.int32), jnp.full(4, 0.8),
+        jnp.arange(4, dtype=jnp.int32),
+        jnp.full(4, 0.8),
         jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
         tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
-    )  # fmt: skip
+    )
     sampler = ContinuousSampler(_DENSE, recipe, settings, Batching(2, 8, prefill_chunk=4))
     found, wanted = sampler(*arguments), make_sampler(_DENSE, recipe, settings)(*arguments)
     for field in ("tokens", "mask", "logprobs"):

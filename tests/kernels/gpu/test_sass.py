@@ -27,12 +27,16 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # The quick ones: of each instruction and loop the widest tile.
 _PRODUCTS = {
-    "fp8 128x128x128 w8 s4", "fp8 grouped wgrad 64x128x128 w4 s4", "float32 32x64x32 w4 s2",
-}  # fmt: skip
+    "fp8 128x128x128 w8 s4",
+    "fp8 grouped wgrad 64x128x128 w4 s4",
+    "float32 32x64x32 w4 s2",
+}
 _ATTENTION = {
-    "attention decode, fp8, 128", "attention decode, fp8, 128, pages", "attention join, fp8, 128",
+    "attention decode, fp8, 128",
+    "attention decode, fp8, 128, pages",
+    "attention join, fp8, 128",
     "attention learner, fp8, 128",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +45,7 @@ def _fresh_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    quick_if(lambda v: str(v) in _PRODUCTS, variants()),
-    ids=str,
-)
+@pytest.mark.parametrize("variant", quick_if(lambda v: str(v) in _PRODUCTS, variants()), ids=str)
 def test_instructions_and_resources(variant):
     machine, tile = variant.compile(), variant.tile
     assert machine.registers < 255
@@ -159,9 +159,7 @@ def _attention(*way) -> Machine:
 
 
 @pytest.mark.parametrize(
-    "variant",
-    quick_if(lambda v: str(v) in _ATTENTION, attention_variants()),
-    ids=str,
+    "variant", quick_if(lambda v: str(v) in _ATTENTION, attention_variants()), ids=str
 )
 def test_attention(variant):
     machine = _attention(*dataclasses.astuple(variant))

@@ -306,9 +306,16 @@ def test_latents_with_rotated_keys(kind):
     def run(start, **more):
         at = _positions(1, 70)[:, start:]
         return strict.attention(
-            q[:, start:], k, v, at, scale=0.1, q_rope=q_rope[:, start:], k_rope=k_rope,
-            **scales, **more,
-        )  # fmt: skip
+            q[:, start:],
+            k,
+            v,
+            at,
+            scale=0.1,
+            q_rope=q_rope[:, start:],
+            k_rope=k_rope,
+            **scales,
+            **more,
+        )
 
     whole = run(0)
     want = reference.attention(

@@ -35,9 +35,11 @@ def _case(rows, columns, depth, exact=False, seed=0):
     targets = rng.integers(0, columns, rows)
     inverse = rng.choice([1.0, 1 / 0.7, 0.5, 1 / 0.3], rows)
     return (
-        jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32),
-        jnp.asarray(targets, jnp.int32), jnp.asarray(inverse, jnp.float32),
-    )  # fmt: skip
+        jnp.asarray(hidden, jnp.float32),
+        jnp.asarray(head, jnp.float32),
+        jnp.asarray(targets, jnp.int32),
+        jnp.asarray(inverse, jnp.float32),
+    )
 
 
 def _float64(logits, targets, inverse):

@@ -52,8 +52,7 @@ _MORE = ((64, 128, 256), (65, 40, 384), (130, 129, 136))
 
 
 @pytest.mark.parametrize(
-    "rows, columns, depth",
-    [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)],
+    "rows, columns, depth", [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)]
 )
 @pytest.mark.parametrize("by_column", [False, slow(True)], ids=["blocks", "columns"])
 def test_fp8_equals_float64(rows, columns, depth, by_column):

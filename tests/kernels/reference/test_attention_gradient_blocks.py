@@ -20,9 +20,11 @@ def _positions(batch, length):
 def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
     rng = np.random.default_rng(0)
     shapes = (
-        (2, queries, heads, dims[0]), (2, slots, kv_heads, dims[0]),
-        (2, slots, kv_heads, dims[1]), (2, queries, heads, dims[1]),
-    )  # fmt: skip
+        (2, queries, heads, dims[0]),
+        (2, slots, kv_heads, dims[0]),
+        (2, slots, kv_heads, dims[1]),
+        (2, queries, heads, dims[1]),
+    )
     q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
     positions = _positions(2, queries) + jnp.asarray([[0], [slots - queries]], jnp.int32)
     got, want = (

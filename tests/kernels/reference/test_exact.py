@@ -53,8 +53,10 @@ def test_as_exact_as_float32_can_be(dtype, spread):
     """Against Python's integers: half of the last bit, and 2**-43 of the largest numbers a term."""
     x, w = _numbers((5, 128), dtype, spread), _numbers((128, 6), dtype, spread, 1)
     found = _product(x, w)
-    scaled = [[[int(v * 2.0**200) for v in row] for row in np.asarray(a).astype(np.float64)]
-              for a in (x, w.T)]  # fmt: skip
+    scaled = [
+        [[int(v * 2.0**200) for v in row] for row in np.asarray(a).astype(np.float64)]
+        for a in (x, w.T)
+    ]
     for i, row in enumerate(scaled[0]):
         for j, column in enumerate(scaled[1]):
             want = sum(a * b for a, b in zip(row, column, strict=True))

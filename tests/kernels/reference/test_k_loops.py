@@ -21,9 +21,12 @@ _FORMS = ("unrolled", "looped")
 def _hashes(threads: int) -> dict:
     script = str(pathlib.Path(__file__).with_name("k_loops.py"))
     done = subprocess.run(
-        [sys.executable, script], env={**os.environ, "NPROC": str(threads)},
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+        [sys.executable, script],
+        env={**os.environ, "NPROC": str(threads)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

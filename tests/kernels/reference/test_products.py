@@ -126,10 +126,12 @@ def test_operands_may_lie_in_any_way(way):
             (x, jnp.stack([w + 1, w]), 1),
         ),
         "of an axis": (lambda x, w: multiply(x, w[:, 1].T), (x, jnp.stack([w.T + 1, w.T], 1))),
-        "rounded": (lambda x, w: multiply(x, lax.reduce_precision(w, 8, 7).astype(jnp.bfloat16)),
-                    (x, w.astype(jnp.float32))),
+        "rounded": (
+            lambda x, w: multiply(x, lax.reduce_precision(w, 8, 7).astype(jnp.bfloat16)),
+            (x, w.astype(jnp.float32)),
+        ),
         "padded": (lambda x, w: multiply(jnp.pad(x, ((0, 16), (0, 0))), w)[:48], (x, w)),
-    }  # fmt: skip
+    }
     for name, (lies, operands) in ways.items():
         np.testing.assert_array_equal(_jit(way, lies)(*operands), want, err_msg=name)
 
@@ -236,9 +238,12 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
 
     monkeypatch.setattr(ways, "dot_general", planted)
     few = {
-        "_ROWS": (*range(2, 14), 16, 64, 70), "_COLUMNS": (10, 14, 16, 17), "_MANY_COLUMNS": (),
-        "_FEW_ROWS": ((8,), (64,)), "_FEW_COLUMNS": ((13,), (32,)),
-    }  # fmt: skip
+        "_ROWS": (*range(2, 14), 16, 64, 70),
+        "_COLUMNS": (10, 14, 16, 17),
+        "_MANY_COLUMNS": (),
+        "_FEW_ROWS": ((8,), (64,)),
+        "_FEW_COLUMNS": ((13,), (32,)),
+    }
     for name, sizes in few.items():
         monkeypatch.setattr(probe, name, sizes)
     assert probe.tried(way) is None
@@ -364,8 +369,10 @@ def test_where_no_order_holds_products_are_exact(monkeypatch):
     assert way is EXACT
     x, w = _normal(40, 512), _normal(512, 192)
     multiply = _jit(way, functools.partial(matmul.block_matmul, way=way))
-    blocks = [_rounded_once(_numbers(x[:, k : k + 128]), _numbers(w[k : k + 128]))
-              for k in range(0, 512, 128)]  # fmt: skip
+    blocks = [
+        _rounded_once(_numbers(x[:, k : k + 128]), _numbers(w[k : k + 128]))
+        for k in range(0, 512, 128)
+    ]
     np.testing.assert_array_equal(multiply(x, w), ((blocks[0] + blocks[1]) + blocks[2]) + blocks[3])
     np.testing.assert_array_equal(multiply(x[:1], w), multiply(x, w)[:1])
 

@@ -143,8 +143,11 @@ def test_folded_scales_equal_dequantised_values():
     recipe = get_recipe("fp8")
     (kq, ks), (vq, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe) for x in kv])(k, v)
     folded = _run(q, kq, vq, _positions(2, 40), ks, vs)
-    plain = _naive(q, np.asarray(kq, np.float32) * np.asarray(ks)[..., None],
-                   np.asarray(vq, np.float32) * np.asarray(vs)[..., None])  # fmt: skip
+    plain = _naive(
+        q,
+        np.asarray(kq, np.float32) * np.asarray(ks)[..., None],
+        np.asarray(vq, np.float32) * np.asarray(vs)[..., None],
+    )
     np.testing.assert_allclose(folded, plain, atol=2e-6)
     assert np.abs(plain - _naive(q, k, v)).max() > 1e-3, "FP8 keys and values have an error"
 

@@ -38,8 +38,9 @@ def test_safetensors(count, tmp_path):
 
     good = []
     for name, tensors in (
-        ("f32", named(CONFIGS["qwen3"], params_of("qwen3"))), ("fp8", fp8_tensors("qwen3")),
-    ):  # fmt: skip
+        ("f32", named(CONFIGS["qwen3"], params_of("qwen3"))),
+        ("fp8", fp8_tensors("qwen3")),
+    ):
         path = write(tmp_path / name, {}, tensors)
         good.append((path / "model.safetensors").read_bytes())
     fuzz("safetensors", read, good, count)

@@ -98,9 +98,10 @@ def test_fp8_files_come_back(name, tmp_path):
     write(tmp_path / "theirs", fields_of(name, fp8=True), tensors, shards=2)
     config, params = hf.load(tmp_path / "theirs", dtype="fp8")
     linears = [
-        x for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QArray))
+        x
+        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QArray))
         if isinstance(x, QArray)
-    ]  # fmt: skip
+    ]
     assert len(linears) >= 7 and all(x.qvalue.dtype == _FP8 for x in linears)
     hf.save(tmp_path / "ours", config, params, dtype="fp8")
     assert _read(tmp_path / "ours") == _read(tmp_path / "theirs")
@@ -257,9 +258,10 @@ def test_sharded_is_the_same(tmp_path):
     write(tmp_path / "b", fields_of("qwen3", fp8=True), fp8_tensors("qwen3"))
     done = subprocess.run(
         [sys.executable, "-c", _SHARDED, str(tmp_path / "a"), str(tmp_path / "b")],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
         env=_environment(XLA_FLAGS="--xla_force_host_platform_device_count=2"),
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and "shardings has 21 leaves" in done.stdout, done.stderr
 
 
@@ -421,11 +423,18 @@ def test_missing_and_mixed_up_files(tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        "model.safetensors", "model-00001-of-00003.safetensors", "model.fp16.safetensors",
-        "consolidated.safetensors", "adapter_model.safetensors", "q4.gguf", "pytorch_model.bin",
-        "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "tf_model.h5",
+        "model.safetensors",
+        "model-00001-of-00003.safetensors",
+        "model.fp16.safetensors",
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "q4.gguf",
+        "pytorch_model.bin",
+        "pytorch_model-00001-of-00002.bin",
+        "consolidated.00.pth",
+        "tf_model.h5",
     ],
-)  # fmt: skip
+)
 def test_two_sets_of_weights_are_refused(shards, other, tmp_path):
     """Which of them is meant nobody knows; before a byte of them is read."""
     directory, tensors = _good(tmp_path) if shards == 2 else (tmp_path / "single", None)

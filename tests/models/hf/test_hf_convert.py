@@ -139,18 +139,26 @@ def test_gguf_refusals(tmp_path, capsys):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"llama.rope.scale_linear": 2.0}, {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 2.0},
+        {"llama.rope.scaling.factor": 4.0},
         {"llama.rope.scaling.type": 1, "llama.rope.scaling.factor": 4.0},
-        {"llama.rope.scaling.attn_factor": 0.5}, {"llama.attention.scale": 0.5},
-        {"llama.attention.sliding_window": 4096}, {"llama.attention.causal": False},
-        {"llama.logit_scale": 16.0}, {"llama.residual_scale": 0.2},
-        {"llama.embedding_scale": 12.0}, {"llama.attention.clamp_kqv": 8.0},
-        {"llama.attention.value_length": 64}, {"llama.rope.dimension_count": 16},
-        {"llama.attention.layer_norm_epsilon": 1e-5}, {"llama.a_field_of_tomorrow": 1},
-        {"llama.expert_used_count": 2}, {"split.count": 3},
+        {"llama.rope.scaling.attn_factor": 0.5},
+        {"llama.attention.scale": 0.5},
+        {"llama.attention.sliding_window": 4096},
+        {"llama.attention.causal": False},
+        {"llama.logit_scale": 16.0},
+        {"llama.residual_scale": 0.2},
+        {"llama.embedding_scale": 12.0},
+        {"llama.attention.clamp_kqv": 8.0},
+        {"llama.attention.value_length": 64},
+        {"llama.rope.dimension_count": 16},
+        {"llama.attention.layer_norm_epsilon": 1e-5},
+        {"llama.a_field_of_tomorrow": 1},
+        {"llama.expert_used_count": 2},
+        {"split.count": 3},
     ],
     ids=lambda fields: next(iter(fields)),
-)  # fmt: skip
+)
 def test_gguf_fields_that_change_the_model_are_refused(fields, tmp_path):
     """Old names, new names, and those that nobody here knows."""
     name = next(iter(fields))
@@ -165,13 +173,19 @@ def test_gguf_fields_that_change_nothing(tmp_path):
     write_gguf(
         path,
         fields={
-            "llama.rope.scale_linear": 1.0, "llama.rope.scaling.factor": 1.0,
-            "llama.expert_used_count": 0, "llama.vocab_size": 60, "llama.rope.dimension_count": 32,
-            "llama.attention.value_length": 32, "llama.logit_scale": 0.0, "split.count": 1,
-            "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2,
+            "llama.rope.scale_linear": 1.0,
+            "llama.rope.scaling.factor": 1.0,
+            "llama.expert_used_count": 0,
+            "llama.vocab_size": 60,
+            "llama.rope.dimension_count": 32,
+            "llama.attention.value_length": 32,
+            "llama.logit_scale": 0.0,
+            "split.count": 1,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.bos_token_id": 2,
             "tokenizer.ggml.eot_token_id": 1,
         },
-    )  # fmt: skip
+    )
     assert run(["convert", str(path), str(tmp_path / "out"), "--dtype=bf16"]) == 0
     tokenizer = PretrainedTokenizer(tmp_path / "out")
     assert tokenizer.bos_id == 2 and tokenizer.eos_ids == (0, 1)

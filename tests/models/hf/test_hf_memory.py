@@ -20,9 +20,10 @@ def _measure(*arguments: str) -> dict[str, float]:
     path = os.pathsep.join([str(_ROOT), *(p for p in sys.path if p)])
     done = subprocess.run(
         [sys.executable, str(_ROOT / "docs" / "scripts" / "load_memory.py"), *arguments],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.removesuffix(" MB\n"))
 

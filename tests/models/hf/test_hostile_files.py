@@ -89,8 +89,13 @@ def test_special_files_of_weights(kind, copy):
 @pytest.mark.parametrize("kind", _KINDS)
 def test_special_files_of_a_tokenizer(kind, tmp_path):
     path = tiny_checkpoint.write(tmp_path / "model")
-    for name in ("chat_template.jinja", "generation_config.json", "special_tokens_map.json",
-                 "tokenizer_config.json", "tokenizer.json"):  # fmt: skip
+    for name in (
+        "chat_template.jinja",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+    ):
         _replace(path / name, kind)
         _refused(lambda: PretrainedTokenizer(path), str(path), name)
         if name == "generation_config.json":
@@ -107,10 +112,22 @@ def test_special_files_of_gguf(kind, tmp_path):
 @pytest.mark.parametrize(
     "file",
     [
-        "../secret.safetensors", "/dev/zero", "/etc/passwd", "sub/x.safetensors", "..", ".", "",
-        "a" * 300, "x\0y", "\ud800", "model-00001-of-00002.safetensors/", 3, None, ["x"],
+        "../secret.safetensors",
+        "/dev/zero",
+        "/etc/passwd",
+        "sub/x.safetensors",
+        "..",
+        ".",
+        "",
+        "a" * 300,
+        "x\0y",
+        "\ud800",
+        "model-00001-of-00002.safetensors/",
+        3,
+        None,
+        ["x"],
     ],
-)  # fmt: skip
+)
 def test_names_in_an_index(file, copy):
     index = copy / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -274,7 +291,7 @@ def test_settings_are_finite(changes, words, tmp_path):
         ("chat_template.jinja", b"{{ " + b"(" * 10_000 + b" }}"),
         ("chat_template.jinja", b"{% if 1 %}" * 500 + b"{% endif %}" * 500),
     ],
-)  # fmt: skip
+)
 def test_files_of_a_tokenizer(file, content, tmp_path):
     path = tiny_checkpoint.write(tmp_path / "model")
     (path / file).write_bytes(content)
@@ -286,9 +303,13 @@ def test_a_tokenizer_that_fills_texts_up(tmp_path):
     path = tiny_checkpoint.write(tmp_path / "model")
     content = json.loads((path / "tokenizer.json").read_text())
     content["padding"] = {
-        "strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3,
-        "pad_type_id": 0, "pad_token": "<|pad|>",
-    }  # fmt: skip
+        "strategy": {"Fixed": 2**40},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 3,
+        "pad_type_id": 0,
+        "pad_token": "<|pad|>",
+    }
     (path / "tokenizer.json").write_text(json.dumps(content))
     with time_limit():
         assert len(PretrainedTokenizer(path).encode("the cat")) < 8

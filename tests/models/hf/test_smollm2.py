@@ -23,12 +23,27 @@ from fp8rl_jax.rollout import SamplerConfig, make_sampler
 pytestmark = pytest.mark.slow
 _NEW, _SLOTS, _NO_END = 24, 16, 10**6
 _PROMPTS = (
-    "The capital of France is", "Water boils at", "Once upon a time there was a",
-    "To make bread you need", "2 + 2 =", "The opposite of hot is", "A triangle has",
-    "My favourite season is", "The sun rises in the", "In the year 1969", "An apple a day",
-    "Programming is", "The largest animal on Earth", "She opened the door and", "If it rains,",
-    "A good teacher", "The moon is", "He asked me whether", "Music can", "There are seven days",
-)  # fmt: skip
+    "The capital of France is",
+    "Water boils at",
+    "Once upon a time there was a",
+    "To make bread you need",
+    "2 + 2 =",
+    "The opposite of hot is",
+    "A triangle has",
+    "My favourite season is",
+    "The sun rises in the",
+    "In the year 1969",
+    "An apple a day",
+    "Programming is",
+    "The largest animal on Earth",
+    "She opened the door and",
+    "If it rains,",
+    "A good teacher",
+    "The moon is",
+    "He asked me whether",
+    "Music can",
+    "There are seven days",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +79,25 @@ def test_greedy_continuations_are_those_of_transformers(checkpoint):
     count = len(rows)
     sample = make_sampler(config, "f32", SamplerConfig(_NEW, 1, (_NO_END,), 0))
     out = sample(
-        quantize_params(params, "f32"), prompts, np.array([*map(len, rows)], np.int32),
+        quantize_params(params, "f32"),
+        prompts,
+        np.array([*map(len, rows)], np.int32),
         jax.random.key(0, impl="threefry2x32"),
-        np.arange(count, dtype=np.int32), np.zeros(count, np.float32),
+        np.arange(count, dtype=np.int32),
+        np.zeros(count, np.float32),
         np.full(count, _NEW, np.int32),
         tuple(jnp.asarray(t) for t in rope_tables(config, _SLOTS + _NEW)),
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for ids, ours in zip(rows, out.tokens, strict=True):
         prompt = torch.tensor([ids])
         expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW,
-            min_new_tokens=_NEW, do_sample=False, pad_token_id=0, eos_token_id=_NO_END,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=_NEW,
+            min_new_tokens=_NEW,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=_NO_END,
+        )
         np.testing.assert_array_equal(ours, expected[0, len(ids) :].numpy())
