@@ -1,6 +1,6 @@
 """Every way in which the library calls its Triton kernels, to be compiled to machine code.
 
-`python tests/kernels/gpu/kernel_variants.py` prints the tables of docs/kernels.md.
+`python tests/kernels/gpu/kernel_variants.py` prints the tables of docs/studies/kernels_compiled.md.
 """
 
 from __future__ import annotations
