@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.html import render, write_page
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.report.plots import COLOURS, Panel, draw_panel, label_text, lines_panel
 from fp8rl_jax.report.summary import number, share
 from fp8rl_jax.report.verdicts import LONGEST, NAME
@@ -90,8 +91,8 @@ def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
     """(figure, value) of an analysis' headline and its comparison of logits, as text."""
     rows = [
         ("Tokens compared", number(head["drift_tokens"])),
-        ("Max |Δlogp|", exact(head["train_rollout_logprob_abs_diff_max"])),
-        ("Mean |Δlogp|", exact(head["train_rollout_logprob_abs_diff"])),
+        ("Max |Δlogp|", exact(head[DRIFT_MAX])),
+        ("Mean |Δlogp|", exact(head[DRIFT_MEAN])),
         ("Bit-equal log-probs", share(head["logprob_equal_frac"])),
         ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
         ("mismatch_kl", exact(head["mismatch_kl"])),

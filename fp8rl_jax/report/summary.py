@@ -19,9 +19,9 @@ import numpy as np
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.report.verdicts import step_verdicts
 
-DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
 TYPICAL = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
@@ -54,8 +54,7 @@ class RunFiles:
         return None if value is None else str(value)
 
     def phase(self, name: str) -> list[dict]:
-        names = (name, "warmup") if name == "sft" else (name,)  # its former name
-        return [row for row in self.eval if row.get("phase", "rl") in names]
+        return [row for row in self.eval if row.get("phase", "rl") == name]
 
     @property
     def compared(self) -> list[dict]:
@@ -81,10 +80,7 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    first = "sft"
-    if not os.path.isfile(path / "sft.jsonl") and os.path.isfile(path / "warmup.jsonl"):
-        first = "warmup"  # its former name
-    names = (first, "metrics", "eval", "samples")
+    names = ("sft", "metrics", "eval", "samples")
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
     if run.field("sft", "steps") == "0":
         notes[:] = [note for note in notes if not note.startswith("sft.jsonl")]
@@ -329,7 +325,7 @@ def _advice(run: RunFiles, s: dict) -> str | None:
         if verdicts
         else f"run `fp8rl drift --checkpoint {run.path}`, which names the operation"
     ]
-    if _platform(run) == "cpu" and run.field("precision", "cpu_products") != "exact":
+    if device(run, "platform") == "cpu" and run.field("precision", "cpu_products") != "exact":
         ways.insert(
             0,
             "start again with --config.precision.cpu_products=exact and another run.dir, so that "
@@ -338,10 +334,10 @@ def _advice(run: RunFiles, s: dict) -> str | None:
     return f"What to do: {', and '.join(ways)}."
 
 
-def _platform(run: RunFiles) -> str | None:
-    """What the run was last started on."""
+def device(run: RunFiles, key: str) -> str | None:
+    """What the run recorded of its devices when it was last started, by `environment`'s keys."""
     try:
-        return read_json(run.path / "environment.json")[-1]["devices"]["platform"]
+        return str(read_json(run.path / "environment.json")[-1]["devices"][key])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

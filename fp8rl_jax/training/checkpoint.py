@@ -159,7 +159,7 @@ class Checkpoints:
             meta = self._manager.restore(number, args=args)["meta"]
             if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
                 raise ValueError("its metadata does not match its digest")
-            return _checked(_renamed(meta))
+            return _checked(meta)
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
 
@@ -182,10 +182,6 @@ class Checkpoints:
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
-    def has_checksums(self, number: int) -> bool:
-        """Whether a checkpoint has a checksum of each array; older ones have one of all."""
-        return "arrays" in self.read_meta(number)
-
     def read_params(self, number: int, like: Any) -> Callable[[Path], np.ndarray]:
         """``read(path)``: the parameters of a checkpoint one by one, into the host's memory.
 
@@ -194,8 +190,7 @@ class Checkpoints:
           like: a TrainState of the same shapes (ShapeDtypeStructs will do).
 
         Returns:
-          A function of a parameter's path within `params`. Each is compared with its checksum, if
-          the checkpoint has one (`has_checksums`).
+          A function of a parameter's path within `params`. Each is compared with its checksum.
 
         Raises:
           UserError: as for `restore`; what is said of one parameter, when it is read.
@@ -216,10 +211,9 @@ class Checkpoints:
                 with ocp.PyTreeCheckpointer() as one:
                     found = one.restore(self._path / str(number) / "state", args=args)
                 array = traverse_util.flatten_dict(found["params"])[path]
-                expected = meta.get("arrays", {}).get(keys[path])
                 with _on_cpu():  # it may be larger than an accelerator
                     sums = _array_checksums(array)
-                if expected not in (None, *sums):
+                if sums != [meta["arrays"][keys[path]]]:
                     raise ValueError(f"the bytes of {'.'.join(path)} do not match their checksum")
                 return array
             except Exception as error:  # see read_meta
@@ -340,11 +334,6 @@ def _structure(state: Any) -> str:
     leaves = zip(_names(state), jax.tree.leaves(state), strict=True)
     shapes = [f"{name} {x.shape} {x.dtype}" for name, x in leaves]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
-
-
-def _renamed(meta: dict[str, Any]) -> dict[str, Any]:
-    """Metadata with today's name of the phase: the supervised stage was called 'warmup'."""
-    return {**meta, "phase": "sft"} if meta.get("phase") == "warmup" else meta
 
 
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:

@@ -131,9 +131,6 @@ class RunLogs:
 
         `config` names the loggers and is handed to them; `note` is told what they miss.
 
-        A `warmup.jsonl` becomes `sft.jsonl` where `offsets` speak of it, as those of older versions
-        do; any other one is not the run's.
-
         Raises:
           UserError: a file is not what a run has written.
         """
@@ -145,15 +142,9 @@ class RunLogs:
 
     def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config, note) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
-        offsets = dict(offsets or {})
-        if "warmup" in offsets:  # the checkpoint is of a version before the stage's new name
-            offsets["sft"] = offsets.pop("warmup")
-            former, today = directory / "warmup.jsonl", directory / "sft.jsonl"
-            if former.exists() and not os.path.lexists(today):
-                former.rename(today)
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
-            size = offsets.get(name, 0)
+            size = (offsets or {}).get(name, 0)
             if writer.path.stat().st_size < size:
                 raise UserError(
                     f"{writer.path} is shorter than it was when the checkpoint was written "

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fp8rl_jax.report.metrics import live_line
+
 _PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluations
 _RECENT = 20  # steps
 
@@ -75,17 +77,10 @@ class Display:
             self.note(f"{self._name} {step}/{self._total}  {status}  {text}")
 
     def sft_step(self, record: dict) -> None:
-        self._update(record["step"], f"loss {record['loss']:.3f}  accuracy {self._accuracy}")
+        self._update(record["step"], f"{live_line('sft', record)}  accuracy {self._accuracy}")
 
     def rl_step(self, record: dict) -> None:
-        """Step, reward, held-out accuracy, drift, tokens per second."""
-        drift = record["train_rollout_logprob_abs_diff_max"]
-        self._update(
-            record["step"],
-            f"reward {record['reward_mean']:.3f}  accuracy {self._accuracy}  "
-            f"drift {'0 exactly' if drift == 0 else f'{drift:.1e}'}  "
-            f"rollout {record['tokens_per_s_rollout']:.0f} tok/s",
-        )
+        self._update(record["step"], f"{live_line('metrics', record)}  accuracy {self._accuracy}")
 
     def rollout(self, step: int, progress) -> None:
         """How far the rollout of an RL step is; `progress` of rollout/continuous.py."""

@@ -33,6 +33,7 @@ from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import Batch, TrainState, policy_of
 from fp8rl_jax.report import summarise, write_report
+from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -311,7 +312,7 @@ def _forbidden_drift(run: Run, record: StepRecord) -> float:
     """The largest |dlogp| of a step of a run that must have none, else 0; the first time the run is
     warned. The processes agree."""
     rt = run.runtime
-    drift = record["train_rollout_logprob_abs_diff_max"]
+    drift = record[DRIFT_MAX]
     drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
     if drift and not run.drifted:
         recompute = ""
