@@ -12,7 +12,6 @@ then a checkpoint is written that nothing can read. They see a directory by its 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import gc
 import hashlib
@@ -40,20 +39,10 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
+from fp8rl_jax.training.run_directory import STORE_ERRORS
 
 _MISREAD = re.compile(r"[*?\[\]\\:]")
 _PART_BYTES = 2**28  # of arrays that are read back together
-_WRITE_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-)
 _OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
 
 
@@ -301,7 +290,7 @@ def _one_error() -> Iterator[None]:
                 time.sleep(_OTHER_WRITES)
                 if isinstance(error, OSError):
                     raise
-                for number in _WRITE_ERRORS:  # tensorstore reports them as ValueError
+                for number in STORE_ERRORS:  # tensorstore reports them as ValueError
                     if os.strerror(number) in str(error):
                         raise OSError(number, os.strerror(number)) from error
                 raise

@@ -35,24 +35,15 @@ from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.logs import RunLogs
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+_LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE)
+STORE_ERRORS = (*_FULL, *_FORBIDDEN, *_LIMITS, errno.EROFS, errno.EIO)
 # What a write may meet that the user can fix; any other OSError is ours.
-WRITE_ERRORS = (
-    *_FULL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EISDIR,
-)
+WRITE_ERRORS = (*STORE_ERRORS, errno.ENAMETOOLONG, errno.EISDIR)
 # What such an error means, and what helps beside another directory.
 _CAUSES = {
     **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
-    errno.EACCES: ("it may not be written", "change its permissions, or "),
-    errno.EPERM: ("it may not be written", "change its permissions, or "),
+    **dict.fromkeys(_FORBIDDEN, ("it may not be written", "change its permissions, or ")),
     errno.EROFS: ("it is mounted read-only", "mount it writable, or "),
     errno.ENAMETOOLONG: ("the name is too long", ""),
     errno.ENOTDIR: ("a part of the name is a file", ""),
