@@ -1,7 +1,7 @@
 """The learner: GRPO and supervised train steps, and the log-probabilities of given responses.
 
 A train step quantises the parameters once, with the very function that refits the sampler, runs
-the one `forward` on whole sequences under `value_and_grad`, and returns the log-probabilities that
+the one `forward` on full sequences under `value_and_grad`, and returns the log-probabilities that
 *this step* computed. Drift is measured on those. Parameters stay float32; gradients are
 accumulated in float32 over micro-batches; the state is donated.
 
@@ -69,7 +69,7 @@ class Batch:
       mask: (B, R) float32, 1 for response tokens.
       temperature: (B,) float32 of the rollout.
       advantages, weights, rollout_weights: (B, R) float32; the loss is the sum over tokens of
-        weights (of the aggregation over the whole update; 0 where a token does not count) times
+        weights (of the aggregation over the update; 0 where a token does not count) times
         rollout_weights (1 without a correction) times the token's loss.
       old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; of the
         reference policy.
@@ -168,7 +168,7 @@ def new_state(
       optimizer: of the phase.
       rng: key data; see `TrainState`.
       recipe: of the learner.
-      scaling_state: where an earlier phase left it; None starts anew.
+      scaling_state: of an earlier phase; None for new states.
       kv_scales: for recipes with calibrated scales.
     """
     if scaling_state is None:
@@ -272,7 +272,7 @@ def count_experts(
 ) -> jax.Array:
     """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
 
-    A replayed choice (`batch.routing`) is counted as it is; without one, a forward pass is run.
+    A replayed choice (`batch.routing`) is counted directly; without one, a forward pass is run.
 
     Args:
       weights: `quantize_params` of the masters.

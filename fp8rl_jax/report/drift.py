@@ -1,4 +1,4 @@
-"""A drift analysis (`drift.json`, of `fp8rl drift` or of the run itself) as a section of a page."""
+"""A drift analysis (drift.json, written by `fp8rl drift` or by the run) as a section of a page."""
 
 from __future__ import annotations
 
@@ -65,22 +65,18 @@ def _section(result: dict) -> Markup:
         advice=verdict["advice"],
         figures=headline(result["headline"], result["logits"]),
         plotted=plotted,
-        worst=[
-            (
-                w["before"],
-                w["token"],
-                w["row"],
-                w["slot"],
-                f"{w['rollout_logp']:.3f}",
-                f"{w['difference']:+.3g}",
-            )
-            for w in result["worst"]
-        ],
+        worst=[_worst_token(row) for row in result["worst"]],
     )
 
 
+def _worst_token(row: dict) -> list:
+    """A row of the table of the tokens that drift most."""
+    where = [row[name] for name in ("before", "token", "row", "slot")]
+    return [*where, f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}"]
+
+
 def _of_step(result: dict) -> str:
-    """What an analysis is of."""
+    """A sentence that says which step or questions were analysed."""
     if "step" in result:
         return f"RL step {result['step']}, run again from its own weights and questions:"
     source = result.get("source", "a sample of its own")

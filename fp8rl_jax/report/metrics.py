@@ -109,11 +109,7 @@ _HEALTH = (
         when=_FP8,
     ),
     Metric(
-        "fp8_underflow_frac/CLASS",
-        "share",
-        "elements that were not 0 and became 0",
-        "Underflow share",
-        when=_FP8,
+        "fp8_underflow_frac/CLASS", "share", "elements that became 0", "Underflow share", when=_FP8
     ),
     Metric("fp8_nonfinite_blocks/CLASS", "blocks", "blocks that hold NaN or inf", when=_FP8),
     Metric("fp8_worst_layer/CLASS", "text", "layer that lost most", when="a loss above 0"),
@@ -143,12 +139,7 @@ _EXPERTS = _only_with(
 
 _SLOTS = _only_with(
     "continuous batching",
-    Metric(
-        "rollout_slots_used",
-        "share",
-        "slots and turns that drew a token",
-        "Share of slots that drew",
-    ),
+    Metric("rollout_slots_used", "share", "slots and turns that drew", "Share of slots that drew"),
     Metric(
         "rollout_preemptions",
         "times",
@@ -198,12 +189,7 @@ _OPTIMISER = (
     Metric("loss", "1", "mean loss of the step's updates", "Loss"),
     Metric("grad_norm", "1", "mean global norm of gradients, before clipping", "Gradient norm"),
     Metric("lr", "1", "learning rate of the step's first update", "Learning rate"),
-    Metric(
-        "entropy",
-        "nats",
-        "mean entropy of the policy at the response tokens, first update",
-        "Entropy, nats",
-    ),
+    Metric("entropy", "nats", "mean over response tokens, first update", "Entropy, nats"),
     Metric("ratio_mean", "1", "mean importance ratio of the first update; 1 on policy"),
     Metric("ratio_min", "1", "smallest importance ratio"),
     Metric("ratio_max", "1", "largest importance ratio"),
@@ -236,12 +222,7 @@ _OPTIMISER = (
         "second on",
         when="several updates per rollout",
     ),
-    Metric(
-        "update_skipped",
-        "updates",
-        "updates without a token that counts, which change nothing",
-        when="such an update",
-    ),
+    Metric("update_skipped", "updates", "no token counts, nothing changes", when="such an update"),
     Metric("router_aux_loss", "1", "balances the experts", when="algo.router_aux_loss_coef"),
     Metric("checksum", "integer", "checksum of the quantised weights that the first update read"),
 )

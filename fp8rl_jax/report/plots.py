@@ -24,7 +24,7 @@ from fp8rl_jax.report.summary import steps_text
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 _DASHES = ("solid", "dashed", "dotted")
-MOST_LINES = 21  # of a panel: each has a colour and a dash of its own
+MOST_LINES = 21  # in a panel: as many as there are pairs of colour and dash
 _MOST_POINTS = 2000  # of a line
 _LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
 _LARGEST = 1e30

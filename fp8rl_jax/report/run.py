@@ -1,4 +1,4 @@
-"""One HTML page that tells what a run did: accuracy, reward, drift, FP8 health, time, samples.
+"""One HTML page about a run: accuracy, reward, drift, FP8 health, time, samples.
 
 `write_report` reads a run directory (see summary.py) and writes report.html into it, a single
 file without scripts or links.
@@ -6,8 +6,7 @@ file without scripts or links.
 Drift of a step: |dlogp| = |logp_learner - logp_rollout| per response token, its mean and maximum,
 and the share of tokens whose two values have the same bits.
 
-Not done: statistics across seeds; smoothing, but for the running mean of the reward, drawn over
-the raw values.
+Not done: statistics across seeds; smoothing, except for the running mean of the reward.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ _DRAWN: dict[str, dict[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def _lines(rows: list[dict], metrics: Iterable[Metric]) -> list[Line]:
-    """A line for each recorded metric."""
+    """Lines of the metrics that were recorded."""
     recorded = keys_with(rows, "")
     lines = []
     for key in [key for metric in metrics for key in metric.among(recorded)][:MOST_LINES]:

@@ -1,7 +1,7 @@
-"""Reads the files of a run directory and sums them up: the figures that a report opens with.
+"""The figures that a report opens with, computed from the files of a run directory.
 
-Every figure is computed from the files: what was not recorded is None, and "exactly 0" appears
-only where every recorded step is 0.0. Times are medians over all steps but the first, which
+A figure that was not recorded is None, and "exactly 0" appears only where every recorded step is
+0.0. Times are medians over all steps but the first, which
 usually compiles; means of drift weight each step by its `drift_tokens`. No jax is imported.
 """
 
@@ -26,17 +26,17 @@ TYPICAL = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
 _MOST_STEPS = 8  # that a note names
-_MOST_FLAT = 0.5  # share of groups without a gradient that is not worth a word
+_MOST_FLAT = 0.5  # share of groups without a gradient above which a note says so
 # Culprits of drift whose advice is a field of the configuration.
 _SET_BY_THE_USER = ("recipe", "layers", "kv", "scaling")
 _MOST_KEYS = 10_000  # of a record, which has about a hundred
-_LARGEST_BITS = 1000  # of a whole number; a float ends at 1024
+_LARGEST_BITS = 1000  # of an integer; a float ends at 1024
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The files of one run directory; `notes` says what was missing or unreadable."""
+    """The files of one run directory; `notes` lists what was missing or unreadable."""
 
     path: pathlib.Path
     config: dict
@@ -112,18 +112,18 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines that hold something; of one longer than LONGEST the beginning, which is no JSON."""
+    """The lines that are not blank; a line longer than LONGEST is cut, so it is no JSON."""
     with open(path, "rb") as file:
         while line := file.readline(LONGEST):
-            whole = line
-            while len(whole) == LONGEST and not whole.endswith(b"\n"):
-                whole = file.readline(LONGEST)  # the rest of a line that is too long
+            rest = line
+            while len(rest) == LONGEST and not rest.endswith(b"\n"):
+                rest = file.readline(LONGEST)  # the rest of a line that is too long
             if line.strip():
                 yield line
 
 
 def _row(value: Any) -> dict:
-    """A record as the report reads it: whole numbers that no float can hold are infinite.
+    """A record, with integers that no float can hold as infinity.
 
     Raises:
       ValueError: it is no object, has no finite step, or a name of a phase or set that is no text.

@@ -104,7 +104,7 @@ class Checkpoints:
         sums = _array_checksums(state)
         meta = {
             **meta,
-            "checksum": _chained(sums),
+            "checksum": state_checksum(state, sums),
             "arrays": dict(zip(_names(state), sums, strict=True)),
             "structure": _structure(state),
         }
@@ -117,7 +117,7 @@ class Checkpoints:
             processes.everywhere(lambda: self._read_back(number, state, sums))
 
     def _read_back(self, number: int, state: Any, sums: list[int]) -> None:
-        """Reads what was just saved as it is restored, some arrays at a time.
+        """Restores what was just saved, some arrays at a time, and compares checksums.
 
         Raises:
           UserError: it cannot be read, or has other bytes.
@@ -211,7 +211,7 @@ class Checkpoints:
         return read
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
-        """The sentence. What is only out of reach is not called damaged."""
+        """The sentence for a checkpoint that cannot be read, or is damaged."""
         path = self._directory / str(number)
         if isinstance(error, _OtherState):
             return UserError(
@@ -223,16 +223,13 @@ class Checkpoints:
         named = self._said(obstacle or error)
         if obstacle:
             return UserError(f"{path} cannot be read ({named}): mend that and try again")
-        others = [n for n in self._manager.all_steps() if n < number]
-        back = (
-            f"move that directory away to go back to checkpoint {max(others)}"
-            if others
-            else ("start again with another run.dir")
-        )
+        back = "start again with another run.dir"
+        if others := [n for n in self._manager.all_steps() if n < number]:
+            back = f"move that directory away to go back to checkpoint {max(others)}"
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def _said(self, error: Exception) -> str:
-        """An error's type and the beginning of its text, with the directory by its name."""
+        """An error's type and the beginning of its text, which names the directory."""
         text = str(error).replace(str(self._path), str(self._directory))
         return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
 
@@ -326,7 +323,7 @@ def _structure(state: Any) -> str:
 
 
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:
-    """The metadata, if what a run reads of it is there and of its type; ValueError otherwise."""
+    """The metadata; ValueError if a value that a run reads is missing or has another type."""
     offsets = meta.get("offsets", {})
     numbers = [meta.get("step", 0), *(offsets.values() if isinstance(offsets, dict) else [None])]
     if meta.get("phase", "rl") not in ("sft", "rl") or any(
@@ -337,7 +334,7 @@ def _checked(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(meta: dict[str, Any]) -> str:
-    """Hash of the metadata, the digest itself aside."""
+    """Hash of the metadata without its digest."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -371,11 +368,7 @@ def _array_checksums(state: Any) -> list[int]:
     return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
 
 
-def _chained(sums: list[int]) -> int:
+def state_checksum(state: Any, sums: list[int] | None = None) -> int:
+    """`models.checksum` of a state as a Python int; `sums` are its `_array_checksums`, if known."""
     _, run = _programs()
-    return int(np.asarray(run([np.uint32(one) for one in sums])))
-
-
-def state_checksum(state: Any) -> int:
-    """`models.checksum` of a whole state as a Python int."""
-    return _chained(_array_checksums(state))
+    return int(np.asarray(run([np.uint32(one) for one in sums or _array_checksums(state)])))

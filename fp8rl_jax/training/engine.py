@@ -151,7 +151,7 @@ class JaxEngine(Engine):
 
     Attributes:
       resolved: configuration, model, recipes.
-      layout: what lies where.
+      layout: shapes and shardings.
       eos_ids, pad_id: of the tokenizer.
       cache_slots: of each sequence in the KV cache; 0 for prompt + response.
     """
@@ -177,7 +177,7 @@ class JaxEngine(Engine):
         """Tables of rotary angles for every slot."""
         rollout = self.config.rollout
         slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
-        return processes.place(rope_tables(self.resolved.model, slots), self.layout.whole)
+        return processes.place(rope_tables(self.resolved.model, slots), self.layout.replicated)
 
     # States.
 
@@ -205,7 +205,9 @@ class JaxEngine(Engine):
         return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
-        step, position = processes.place((np.int32(step), np.int32(position)), self.layout.whole)
+        step, position = processes.place(
+            (np.int32(step), np.int32(position)), self.layout.replicated
+        )
         return dataclasses.replace(state, step=step, data_state=position)
 
     @functools.cached_property
@@ -221,17 +223,17 @@ class JaxEngine(Engine):
         scales = self.compiled_calibrate(
             state.params, state.scaling_state, tokens, lengths, state.step, self.rope
         )
-        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.whole))
+        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.replicated))
 
     # Rollout.
 
     @functools.cached_property
     def compiled_refit(self):
-        whole = self.layout.whole
+        replicated = self.layout.replicated
         return make_refit(
             self.resolved.rollout_recipe,
             health=self.config.precision.health,
-            shardings={"out_shardings": (self.layout.weight_shardings, whole, whole)},
+            shardings={"out_shardings": (self.layout.weight_shardings, replicated, replicated)},
         )
 
     def refit(self, state: TrainState) -> Served:
@@ -380,7 +382,7 @@ class JaxEngine(Engine):
         """
         layout, model = self.layout, self.resolved.model
         state = param_shardings(layout.mesh, layout.state_shapes(optimizer))
-        shardings = (state, layout.rows, layout.whole)
+        shardings = (state, layout.rows, layout.replicated)
         recipe = recipe or self.resolved.learner_recipe
         settings = {
             "parallel": layout.parallel,

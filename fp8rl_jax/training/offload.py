@@ -77,7 +77,7 @@ class OffloadedStep:
         optimizer: Optimizer,
         shardings: TrainState,
         rows,
-        whole,
+        replicated,
         donate: bool = True,
     ):
         """
@@ -85,7 +85,7 @@ class OffloadedStep:
           gradients: of `learner.make_gradients`.
           optimizer: of `make_optimizer`.
           shardings: of the state, moments on the device.
-          rows, whole: sharding of what has rows of the batch, and of what is on every device.
+          rows, replicated: shardings of arrays divided by rows, and of arrays on every device.
           donate: give the state's memory to the new state.
         """
         self._donate = donate
@@ -95,8 +95,8 @@ class OffloadedStep:
             step, new = optimizer.by_array(decays).update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
-        found = Gradients(shardings.params, whole, shardings.scaling_state)
-        self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
+        found = Gradients(shardings.params, replicated, shardings.scaling_state)
+        self._gradients = exact_jit(gradients, out_shardings=(found, rows, replicated))
         donated = (2, 3) if donate else 2
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 

@@ -1,4 +1,4 @@
-"""What can be refused before a run compiles or writes: memory, room, directory, files."""
+"""Checks before a run compiles or writes: memory, disk space, directory, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl_jax.training.sinks import logger_names
 
 
 class Opened(NamedTuple):
-    """A run directory that is this process's own.
+    """A run directory that this process has locked.
 
     Attributes:
       lock: held while the run goes on.

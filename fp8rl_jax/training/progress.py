@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+"""The display of a run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Display:
         now = time.perf_counter()
         self._durations.append(now - self._ended)
         self._ended = now
-        # A median: a step that compiles says nothing of the others, as the first one does.
+        # A median: the first step compiles, and later ones may.
         left = statistics.median_low(self._durations) * (self._total - step)
         text = f"left {datetime.timedelta(seconds=round(left))}" if len(self._durations) > 1 else ""
         self._progress.update(self._task, completed=step, status=status, left=text)
@@ -83,7 +83,7 @@ class Display:
         self._update(record["step"], f"{live_line('metrics', record)}  accuracy {self._accuracy}")
 
     def rollout(self, step: int, progress) -> None:
-        """How far the rollout of an RL step is; `progress` of rollout/continuous.py."""
+        """Shows how many responses of an RL step are done; see rollout/continuous.py."""
         done = progress.done
         status = f"rollout {done.sum()}/{len(done)} responses, {progress.drawn.sum()} tokens"
         now = time.perf_counter()

@@ -47,7 +47,7 @@ from fp8rl_jax.training.step_record import StepRecord
 
 
 class Monitor(Protocol):
-    """Looks into steps that drift; see `drift.DriftMonitor`."""
+    """Analyses steps that drift; see `drift.DriftMonitor`."""
 
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Called before the update of each step; `drifted`: whether an earlier step has."""
@@ -121,7 +121,7 @@ def rl_step(
         hold_settings()
         batch = weighed(rt, samples, batch, record)
 
-        # 4. Update; the sampler's weights make room.
+        # 4. Update; the sampler's weights are freed before it.
         hold_settings()
         served.release()
         monitor.keep(state, run.drifted)

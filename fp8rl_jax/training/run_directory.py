@@ -66,7 +66,7 @@ _MAY_CHANGE = (
     "env.reward_memory_gb",
 )
 _DIGEST = "data.sha256"
-# What a run writes beside its logs, which see to themselves.
+# What a run writes besides its logs, which `RunLogs` checks.
 _FILES = (
     "config.json",
     "model.json",
@@ -81,7 +81,7 @@ _SHARED_SECONDS = 10.0  # for a network file system to show a new file
 
 
 def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]) -> str | None:
-    """What has changed since the run in `run.dir` was last started, as a line.
+    """Checks that a run may start in `run.dir`; returns what has changed since its last start.
 
     Args:
       resolved: the configuration.
@@ -93,14 +93,13 @@ def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]
       UserError: it is another run, or cannot go on.
     """
     directory = pathlib.Path(resolved.config.run.dir)
-    check_directory(resolved, resume)
+    _check_directory(resolved, resume)
     _check_unchanged(directory, digest)
     return check_environment(directory, now)
 
 
-def check_directory(resolved: Resolved, resume: bool) -> None:
-    """Raises UserError if `run.dir` holds another configuration, or a run that `resume` was not
-    asked for."""
+def _check_directory(resolved: Resolved, resume: bool) -> None:
+    """Raises UserError if `run.dir` holds another configuration, or a run and not `resume`."""
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     for name in (*_FILES, *_DIRECTORIES):
@@ -112,10 +111,7 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
             )
     saved = directory / "config.json"
     if saved.exists():
-        ours = as_saved(config)
-        theirs = read_saved_config(saved)
-        difference = first_difference(theirs, ours)
-        if difference:
+        if difference := first_difference(read_saved_config(saved), as_saved(config)):
             name, before, now = difference
             raise UserError(
                 f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
@@ -161,21 +157,20 @@ def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:
 def _check_unchanged(directory: pathlib.Path, digest: str) -> None:
     """Raises UserError if the run in `directory` began with other rows of its data set."""
     saved = directory / _DIGEST
-    if digest and os.path.lexists(saved) and _kept_digest(saved) != digest:
+    if not digest or not os.path.lexists(saved):
+        return
+    try:
+        before = read_bytes(saved, most=1000).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {saved} cannot be read ({error.strerror}): put the file back, or choose "
+            "another --config.run.dir"
+        ) from None
+    if before != digest:
         raise UserError(
             f"env.task: the data set has changed since the run in {directory} began: put it back, "
             "or choose another --config.run.dir"
         )
-
-
-def _kept_digest(path: pathlib.Path) -> str:
-    try:
-        return read_bytes(path, most=1000).decode(errors="replace").strip()
-    except OSError as error:
-        raise UserError(
-            f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or choose "
-            "another --config.run.dir"
-        ) from None
 
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
@@ -257,8 +252,7 @@ def first_difference(theirs: dict, ours: dict):
 
 def cache_root(config) -> pathlib.Path | None:
     """The directory of cached results; None if there is none."""
-    root = config.run.cache_dir or user_cache()
-    return None if root is None else pathlib.Path(root)
+    return pathlib.Path(config.run.cache_dir) if config.run.cache_dir else user_cache()
 
 
 def check_rooms(resolved: Resolved) -> None:
@@ -267,14 +261,14 @@ def check_rooms(resolved: Resolved) -> None:
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
     # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
     size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
-    check_room(pathlib.Path(resolved.config.run.dir), bytes_to_write(resolved, size))
+    _check_room(pathlib.Path(resolved.config.run.dir), _bytes_to_write(resolved, size))
     if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
-        check_room(cache, size, "run.cache_dir")
+        _check_room(cache, size, "run.cache_dir")
 
 
-def bytes_to_write(resolved: Resolved, size: int) -> int:
-    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes: they take the room of
-    those they replace, once the new one is complete; a reference policy stays."""
+def _bytes_to_write(resolved: Resolved, size: int) -> int:
+    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes. A checkpoint replaces an
+    older one once it is complete; a reference policy stays."""
     run = resolved.config.run
     checkpoints = os.path.join(run.dir, "checkpoints")
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
@@ -288,8 +282,8 @@ def bytes_to_write(resolved: Resolved, size: int) -> int:
     return more * size + (size // 3 if stays else 0)
 
 
-def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
-    """Raises UserError if `directory` cannot be made, written, or has too little room."""
+def _check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
+    """Raises UserError if `directory` cannot be made or written, or its disk is too full."""
     try:
         str(directory).encode()
     except UnicodeEncodeError:

@@ -89,7 +89,7 @@ def sample_step(
       stream: questions; one batch is taken a round.
       key: of this step.
       record: gets times and what was sampled.
-      show: told while a rollout goes on, where the sampler does that.
+      show: called with the progress of a continuous rollout.
 
     Raises:
       RewardError: every call of a reward failed, or no response was scored.

@@ -1,10 +1,9 @@
 """Places that a run's numbers and samples go to beside its JSON lines: TensorBoard, Weights &
 Biases, MLflow.
 
-None of them decides anything: a run resumes from its own files, and whatever a logger does, raises
-or waits for, the run goes on (`Outside`). TensorBoard's events are written anew at each start; the
-services keep what they have, so that steps after the checkpoint that a resumed run continues from
-appear there twice.
+A run never depends on them: it resumes from its own files, and goes on whatever a logger raises or
+waits for (`Outside`). TensorBoard's events are written again at each start. The services keep what
+they have, so the steps that a resumed run repeats appear there twice.
 """
 
 from __future__ import annotations
@@ -223,8 +222,8 @@ def logger_names(config) -> list[str]:
 
 
 class Outside:
-    """A sink that lives in a thread of its own and decides nothing: what it raises becomes one
-    warning, what it missed is said at the end, and nobody waits for it before that.
+    """A sink in its own thread, which cannot disturb the run: its errors become one warning, the
+    number of records that it missed is reported at the end, and nothing waits for it before.
 
     Args:
       name: in `run.loggers`.
