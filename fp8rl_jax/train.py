@@ -64,11 +64,11 @@ def train(
     """
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
-    with preflight(runtime, resume, check) as opened, display:
+    with preflight(runtime, resume, check) as (lock, lines), display:
         try:
-            for line in filter(None, (runtime.data_note, opened.changes, opened.checked)):
-                display.note(str(line))
-            return _execute(Run(runtime, opened.lock, display, stop), resume)
+            for line in lines:
+                display.note(line)
+            return _execute(Run(runtime, lock, display, stop), resume)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -28,7 +28,7 @@ MOST_LINES = 21  # in a panel: as many as there are pairs of colour and dash
 _MOST_POINTS = 2000  # of a line
 _LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
 _LARGEST = 1e30
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "svg.fonttype": "path",
     "svg.hashsalt": "fp8rl_jax",
@@ -107,7 +107,7 @@ def lines_panel(
     def draw(ax: Axes) -> None:
         for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
             # Lines that coincide at 0 show, and a run of one step.
-            style = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
+            style: dict[str, Any] = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
             style["marker"] = "o" if len(steps) <= 40 else None
             ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
         ax.set_xlabel(x)

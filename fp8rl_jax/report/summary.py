@@ -22,7 +22,7 @@ from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.report.verdicts import step_verdicts
 
-TYPICAL = ("time_step", "time_rollout", "time_learner")
+TYPICAL: tuple[str, ...] = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
 _MOST_STEPS = 8  # that a note names
@@ -68,7 +68,7 @@ class RunFiles:
 
 
 def load_run(run_dir: str | os.PathLike) -> RunFiles:
-    path, notes = pathlib.Path(run_dir), []
+    path, notes = pathlib.Path(run_dir), list[str]()
     if not os.path.lexists(path / "config.json"):
         what = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
@@ -225,7 +225,7 @@ def summarise_files(run: RunFiles) -> dict:
     rows, compared = run.metrics, run.compared
     reward, drift_max = series(rows, "reward_mean")[1], series(compared, DRIFT_MAX)[1]
     tenth, checks = max(1, len(reward) // 10), series(rows, "refit_checksum_ok")[1]
-    out = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
+    out: dict[str, Any] = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
     out |= {f"{side}_recipe": run.field("precision", side) for side in ("rollout", "learner")}
     out |= {"sft_steps": len(run.sft), "rl_steps": len(rows)}
     out |= {kind: _accuracy(run, kind) for kind in ("greedy", "sampled")}
@@ -358,7 +358,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 def near_one(value: float | None) -> str:
     """1 only when it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
-    return number(value) if value in (None, 1) else f"1 + {value - 1:.3g}"
+    return number(value) if value is None or value == 1 else f"1 + {value - 1:.3g}"
 
 
 def share(value: float | None) -> str:

@@ -30,7 +30,7 @@ from fp8rl_jax.data import tokenizer_files
 
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_LIBRARIES: tuple[str, ...] = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _LIBRARIES += ("numpy", "ml_dtypes", "tokenizers")
 _COMPARED = ("versions", "devices", "settings")
 

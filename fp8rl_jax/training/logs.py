@@ -201,8 +201,10 @@ class RunLogs:
     def close(self) -> None:
         """Closes all of them, also where a file fails; the first failure is raised."""
         with contextlib.ExitStack() as stack:
-            for each in reversed((*self._writers.values(), *self._sinks)):
-                stack.callback(each.close)
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+            for writer in reversed(self._writers.values()):
+                stack.callback(writer.close)
 
 
 def _phase(name: str, record: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from fp8rl_jax.report.metrics import live_line
 
@@ -32,7 +32,7 @@ class Display:
             console=self._console,
             disable=not self._live,
         )
-        self._task = None
+        self._task: TaskID | None = None
         self._last_line = 0.0
         self._ended = time.perf_counter()
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT)
@@ -76,11 +76,9 @@ class Display:
             self._last_line = now
             self.note(f"{self._name} {step}/{self._total}  {status}  {text}")
 
-    def sft_step(self, record: dict) -> None:
-        self._update(record["step"], f"{live_line('sft', record)}  accuracy {self._accuracy}")
-
-    def rl_step(self, record: dict) -> None:
-        self._update(record["step"], f"{live_line('metrics', record)}  accuracy {self._accuracy}")
+    def step(self, file: str, record: dict) -> None:
+        """Shows a record of sft.jsonl or metrics.jsonl; `file` is the name without .jsonl."""
+        self._update(record["step"], f"{live_line(file, record)}  accuracy {self._accuracy}")
 
     def rollout(self, step: int, progress) -> None:
         """Shows how many responses of an RL step are done; see rollout/continuous.py."""

@@ -293,7 +293,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
         if rt.layout.calibrated:
             record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
         run.logs.write("metrics", record)
-        run.display.rl_step(record)
+        run.display.step("metrics", record)
         last = step == config.run.steps
         if last or step % config.eval.every == 0:
             run.evaluate(state, served.weights)

@@ -34,7 +34,13 @@ from fp8rl_jax.training.run_directory import cache_root, no_room
 from fp8rl_jax.training.runtime import Runtime
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
-_FIELDS = ("run.seed", "run.samples", "optimizer.b1", "optimizer.clip_norm", "learner.remat")
+_FIELDS: tuple[str, ...] = (
+    "run.seed",
+    "run.samples",
+    "optimizer.b1",
+    "optimizer.clip_norm",
+    "learner.remat",
+)
 _FIELDS += ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
 _LOGS = ("sft", "eval", "samples")
 # Fields that no number of a run depends on.
@@ -189,7 +195,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
             "time_step": time.perf_counter() - start,
         }
         run.logs.write("sft", record)
-        run.display.sft_step(record)
+        run.display.step("sft", record)
         if step + 1 in evaluate_at:
             state = engine.calibrate(state, batch.tokens, batch.lengths)
             run.evaluate(state, engine.refit(state).weights)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 from fp8rl_jax.base.errors import UserError, raised, visible
 from fp8rl_jax.base.json_file import plain, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.config import flatten
 
 _END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
 _TEXTS = ("prompt", "response", "answer")  # of a sample
@@ -33,6 +34,9 @@ class Sink(Protocol):
     """A place for numbers and samples."""
 
     writes_anew: ClassVar[bool]  # whether it starts empty, also when a run is resumed
+
+    def __init__(self, directory: pathlib.Path, config):
+        """Opens it for the run in a directory."""
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         """Adds numbers, by 'phase/name', of a step of that phase."""
@@ -129,12 +133,7 @@ class MLflow:
         run = mlflow.start_run(run_id=known, run_name=None if known else directory.name)
         if not known:
             write_whole(file, run.info.run_id + "\n")
-            flat = {
-                f"{s}.{k}": v
-                for s, fields in plain(config.to_dict()).items()
-                for k, v in fields.items()
-            }
-            mlflow.log_params(flat)
+            mlflow.log_params({name: plain(value) for name, value in flatten(config).items()})
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics({self._name(k): v for k, v in numbers.items()}, step=step)
