@@ -143,9 +143,9 @@ class TrainState:
     opt_state: optax.OptState
     scaling_state: dict
     kv_scales: KVScales | None
-    step: jax.Array
-    rng: jax.Array
-    data_state: jax.Array
+    step: Array
+    rng: Array
+    data_state: Array
 
 
 def policy_of(state: TrainState) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def policy_of(state: TrainState) -> dict[str, Any]:
 def new_state(
     params,
     optimizer: optax.GradientTransformation,
-    rng: jax.Array,
+    rng: Array,
     recipe: Recipe | str,
     scaling_state: dict | None = None,
     kv_scales: KVScales | None = None,

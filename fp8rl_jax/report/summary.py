@@ -379,10 +379,13 @@ def drift_text(s: dict) -> str:
 
 
 def _is_graded(run: RunFiles) -> bool:
-    """Whether a reward is more than right or wrong: its mean is not the share of right answers."""
+    """True if a reward is more than right or wrong: its mean is not the share of right answers."""
     pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in run.eval]
-    numbers = [p for p in pairs if all(isinstance(value, int | float) for value in p)]
-    return any(abs(mean - right) > 1e-6 for mean, right in numbers)
+    numbers = (int, float)
+    return any(
+        isinstance(mean, numbers) and isinstance(right, numbers) and abs(mean - right) > 1e-6
+        for mean, right in pairs
+    )
 
 
 def _sentence(run: RunFiles, s: dict) -> str:

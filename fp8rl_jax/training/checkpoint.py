@@ -128,8 +128,9 @@ class Checkpoints:
         try:
             self.read_meta(number)
             for part in _parts(leaves):
-                wanted = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
-                args = ocp.args.PyTreeRestore(structure.unflatten(wanted), restore_args=how)
+                chosen = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
+                wanted = jax.tree.unflatten(structure, chosen)
+                args = ocp.args.PyTreeRestore(wanted, restore_args=how)
                 with ocp.PyTreeCheckpointer() as reader:
                     tree = reader.restore(self._path / str(number) / "state", args=args)
                 found = jax.tree.leaves(tree)

@@ -237,8 +237,9 @@ class JaxEngine(Engine):
         )
 
     def refit(self, state: TrainState) -> Served:
-        found = self.compiled_refit(state.params, state.scaling_state, state.kv_scales)
-        return Served(*found, version=state.step)
+        policy = state.params, state.scaling_state, state.kv_scales
+        weights, checksum, health = self.compiled_refit(*policy)
+        return Served(weights, checksum, health, version=state.step)
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """A compiled sampler with the run's prompt and response slots."""

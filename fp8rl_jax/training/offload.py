@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ class OffloadedStep:
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
         found = Gradients(shardings.params, replicated, shardings.scaling_state)
-        self._gradients = exact_jit(gradients, out_shardings=(found, rows, replicated))
+        self._gradients: Any = exact_jit(gradients, out_shardings=(found, rows, replicated))
         donated = (2, 3) if donate else 2
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
@@ -123,12 +124,12 @@ class OffloadedStep:
 
     def _by_array(self, gradients: list, moments, params, *scalars):
         """(params, moments) after the update, one array of parameters after the other."""
-        structure = jax.tree.structure(params)
+        structure: Any = jax.tree.structure(params)
         paths, olds = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
         news = []
 
         def like_params(node) -> bool:
-            return jax.tree.structure(node) == structure
+            return structure == jax.tree.structure(node)
 
         def of_array(index: int):
             """`moments` with one array in the place of every tree shaped as the parameters."""

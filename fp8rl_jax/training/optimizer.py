@@ -99,7 +99,7 @@ def make_optimizer(
         return adamw(lambda path: decays)
 
     chain = optax.chain(optax.stateless(clip_all), adamw(is_matrix))
-    return Optimizer(*chain, clip, by_array), schedule
+    return Optimizer(chain.init, chain.update, clip, by_array), schedule
 
 
 def updates_made(opt_state: optax.OptState) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -103,7 +103,7 @@ def rl_step(
         hold_settings()  # before every part: a user's code may have run since
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        rng = np.asarray(state.rng)  # on the host: the engine may sample on other devices
+        rng: Any = np.asarray(state.rng)  # on the host: the engine may sample on other devices
         key = jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
         show = functools.partial(run.display.rollout, step + 1)
         samples = sample_step(rt, served, questions, key, record, show)

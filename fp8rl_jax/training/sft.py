@@ -85,7 +85,7 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config, runtime.data_digest)
     there = directory is not None and directory.is_dir()
-    if not all(processes.exchange(there)):  # of several hosts one may not have it
+    if not all(processes.exchange(there)) or directory is None:  # one of several hosts may lack it
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
     try:
