@@ -149,7 +149,7 @@ class TrainState:
 
 
 def policy_of(state: TrainState) -> dict[str, Any]:
-    """What a policy's log-probabilities follow from, as fields of a TrainState."""
+    """The fields of a state that a policy's log-probabilities depend on."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
 
 

@@ -90,9 +90,9 @@ def lines_panel(
     The i-th line has the same colour and dash in every panel.
 
     Args:
-      x: what the lines run over.
+      x: label of the horizontal axis.
       symlog: the scale is linear near 0 and logarithmic above; the legend counts the zeros.
-      limits: of the values; None where the lines decide.
+      limits: of the vertical axis; None follows the values.
     """
     every = [(mark(i, line[0]), line[1], drawable(line[2])) for i, line in enumerate(lines)]
     shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
@@ -135,7 +135,7 @@ def thinned(values: np.ndarray) -> np.ndarray:
 
 
 def left_out(values: np.ndarray, kept: np.ndarray) -> str:
-    """How many of the values are drawn, where it is not all of them."""
+    """A note with the number of drawn values; '' if all are drawn."""
     few = f" ({len(kept):,} of {len(values):,} points drawn)"
     return few if len(kept) < len(values) else ""
 

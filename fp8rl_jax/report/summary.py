@@ -200,7 +200,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
           and rates, median without the first step.
         refit_checks, refit_failures, reward_errors, rollout_preemptions: counts over the run.
         notes: sentences on what is missing, unreadable or wrong.
-        advice: what to do about drift that should not be, a sentence; None without such.
+        advice: a sentence on what to do about drift in a run that must have none, else None.
 
     Raises:
       ValueError: the directory does not exist, or its config.json is missing or not an object.
@@ -295,7 +295,7 @@ def _same_recipes(run: RunFiles) -> bool:
 
 
 def _drift_note(run: RunFiles, s: dict) -> str:
-    """Where a run with equal recipes drifted, and which of it was analysed."""
+    """A sentence: the steps at which a run with equal recipes drifted, and which were analysed."""
     steps, values = series(run.compared, DRIFT_MAX)
     steps, values = steps[values != 0], values[values != 0]
     named = "RL step" + "s" * (len(steps) > 1) + " "
@@ -312,7 +312,7 @@ def _drift_note(run: RunFiles, s: dict) -> str:
 
 
 def _advice(run: RunFiles, s: dict) -> str | None:
-    """What to do about drift in a run that must have none."""
+    """A sentence on what to do about drift in a run that must have none, or None."""
     setting = run.field("precision", "zero_drift")
     if not s["steps_with_drift"] or setting == "report" or not _same_recipes(run):
         return None
@@ -335,7 +335,7 @@ def _advice(run: RunFiles, s: dict) -> str | None:
 
 
 def device(run: RunFiles, key: str) -> str | None:
-    """What the run recorded of its devices when it was last started, by `environment`'s keys."""
+    """A value that the run's last start recorded about its devices (`environment`), or None."""
     try:
         return str(read_json(run.path / "environment.json")[-1]["devices"][key])
     except (OSError, ValueError, LookupError, TypeError):

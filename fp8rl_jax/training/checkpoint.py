@@ -298,7 +298,7 @@ def _one_error() -> Iterator[None]:
 
 
 def _obstacle(path: pathlib.Path) -> OSError | None:
-    """What the operating system says against reading the files of a directory, if anything."""
+    """The error that reading the files of a directory raises, if any."""
 
     def fail(error: OSError) -> None:
         raise error

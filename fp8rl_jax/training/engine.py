@@ -54,7 +54,7 @@ class Served:
     Attributes:
       weights: the tree that the sampler takes; None after `release`.
       checksum: () uint32 over all its bytes.
-      health: what quantising the weights lost, by site and layer; {} without `precision.health`.
+      health: counts of quantisation losses by site and layer; {} without `precision.health`.
       version: () int32, the step whose weights these are.
     """
 
@@ -70,7 +70,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """What a rollout is asked for, on the host. Of P prompts G samples each, B = P * G.
+    """The prompts of a rollout, on the host: P prompts with G samples each, B = P * G.
 
     Attributes:
       tokens: (P, Tp) int32, right-padded; lengths: (P,) int32.
@@ -100,7 +100,7 @@ class Prompts:
 
 
 class Engine(Protocol):
-    """What `rl_step` needs of programs; one engine for each mesh."""
+    """The programs that `rl_step` calls; one engine for each mesh."""
 
     @property
     def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
@@ -142,7 +142,7 @@ class Engine(Protocol):
         recipe asks for them."""
 
     def refit(self, state: TrainState) -> Served:
-        """What the sampler takes of a state."""
+        """The sampler's weights of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,7 @@ class JaxEngine(Engine):
 
     @property
     def replayed_taps(self) -> tuple[str, ...]:
-        """What the sampler records of its routing for the learner (`algo.routing_replay`)."""
+        """Names of the routers' results that the sampler records (`algo.routing_replay`)."""
         count = {"none": 0, "experts": 1, "weights": 2}[self.config.algo.routing_replay]
         return ROUTING[:count]
 

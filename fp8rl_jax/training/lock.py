@@ -140,7 +140,7 @@ class RunLock:
 
 
 def _owner() -> bytes:
-    """What a lock says of this process."""
+    """The content of a lock that this process holds."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start(os.getpid())}
     return json.dumps(owner | {"since": since}).encode()

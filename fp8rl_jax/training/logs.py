@@ -208,7 +208,7 @@ class RunLogs:
 
 
 def _phase(name: str, record: dict[str, Any]) -> str:
-    """What the loggers call the phase of a record of NAMES."""
+    """The loggers' name of the phase of a record in one of NAMES."""
     phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
     return f"{phase}/{record['set']}" if "set" in record else phase
 

@@ -46,7 +46,7 @@ class Display:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Prints a line above the live line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def phase(self, name: str, total: int, completed: int) -> None:

@@ -58,7 +58,7 @@ class Monitor(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What an RL step gives.
+    """The result of an RL step.
 
     Attributes:
       state, served: after it; the weights that the next step samples with.
@@ -188,8 +188,8 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
 def _updates(
     run: Run, state: TrainState, batch: Batch, record: StepRecord
 ) -> tuple[TrainState, np.ndarray, np.ndarray]:
-    """All optimiser updates of a step: the state after them, and of the first one the
-    log-probabilities that it computed and the checksum of the bytes that it read."""
+    """Makes all optimiser updates of a step. Returns the state after them, and the first update's
+    log-probabilities and checksum of the weights that it read."""
     rt = run.runtime
     algo = rt.config.algo
     rows = len(batch.mask) // algo.num_minibatches

@@ -25,12 +25,12 @@ class Run:
     Attributes:
       runtime: its configuration and what follows from it.
       directory: `run.dir`.
-      display: what a person sees.
+      display: progress for a person.
       checkpoints: of the run.
       logs: opened where the run begins or resumes (`open_logs`).
       phase: 'sft' or 'rl'.
       drifted: whether a first update has shown drift where there must be none.
-      evaluation_failed: of the state that was restored, for want of a reward.
+      evaluation_failed: whether the restored state was saved because its evaluation failed.
       interrupted: the name of what stops this process, or None.
     """
 

@@ -37,7 +37,7 @@ class Samples:
       questions: of the groups.
       rollout: the responses, on the host; what the routers chose is on the devices.
       versions: (B, R) int32, the step whose weights drew each token; -1 where there is none.
-      prompts: what the engine was asked for.
+      prompts: the arguments of `Engine.sample`.
       rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
@@ -85,7 +85,7 @@ def sample_step(
 
     Args:
       runtime: of `make_runtime`.
-      served: what the sampler takes.
+      served: the sampler's weights.
       stream: questions; one batch is taken a round.
       key: of this step.
       record: gets times and what was sampled.

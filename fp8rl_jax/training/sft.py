@@ -57,8 +57,8 @@ _TWO_DAYS = 2 * 24 * 3600.0
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
-    """Where the result of this configuration's stage is kept, None if nowhere; `data_digest` is
-    `Data.digest`."""
+    """The directory of the cached result of this configuration, None without a cache;
+    `data_digest` is `Data.digest`."""
     root = cache_root(config)
     if root is None:
         return None
@@ -77,7 +77,7 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
 
 
 def _kept(state: TrainState) -> dict:
-    """What the RL phase takes over."""
+    """The parts of the state that begin RL."""
     return {"params": state.params, "scaling_state": state.scaling_state}
 
 

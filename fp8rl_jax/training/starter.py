@@ -35,7 +35,7 @@ def starter(
       questions: as `env.task`.
       reward: as `env.reward`.
       fields: {'section.field': value} that are given, `run.dir` among them.
-      where: what asks, for the sentence of an error.
+      where: the caller's name in error messages.
 
     Raises:
       UserError: one of them cannot be used.
