@@ -22,7 +22,8 @@ def table(_: str = "") -> str:
         lines += [f"## {_HEADINGS[file]}", "", row("key", "unit", "meaning"), row(*["---"] * 3)]
         for metric in metrics:
             notes = [f"only with {metric.when}"] * bool(metric.when)
-            notes += [f"plotted under “{headings[metric]}”"] * bool(metric.panel)
+            if metric.panel:
+                notes.append(f"plotted under “{headings[metric]}”")
             meaning = metric.meaning + "<br>" * bool(notes) + "; ".join(notes)
             lines.append(row(f"`{metric.name}`", metric.unit, meaning))
         lines.append("")
