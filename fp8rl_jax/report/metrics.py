@@ -44,17 +44,18 @@ def _only_with(when: str, *metrics: Metric) -> tuple[Metric, ...]:
 
 DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
 
+_LENGTH = "Response length, tokens"
 _UNSCORED = "a response that was not scored"
 _REWARD = (
     Metric("step", "steps", "number of the RL step, from 1"),
-    Metric("reward_mean", "reward", "mean of the scored responses", "Reward", "reward {:.3f}"),
+    Metric("reward_mean", "reward", "mean reward of scored responses", "Reward", "reward {:.3f}"),
     Metric("reward_std", "reward", "standard deviation of these rewards"),
     Metric("reward/NAME", "reward", "mean of one reward, by its NAME", when="several rewards"),
     Metric("reward_errors", "calls", "calls of rewards that failed"),
-    Metric("reward_unscored", "responses", "without a reward; they count nowhere", when=_UNSCORED),
-    Metric("response_len_mean", "tokens", "mean of the responses", "Response length, tokens"),
-    Metric("response_len_max", "tokens", "longest response", "Response length, tokens"),
-    Metric("group_zero_std_frac", "share", "groups of equal rewards: no gradient", "Shares"),
+    Metric("reward_unscored", "responses", "without a reward, which count nowhere", when=_UNSCORED),
+    Metric("response_len_mean", "tokens", "mean length of the responses", _LENGTH),
+    Metric("response_len_max", "tokens", "longest response", _LENGTH),
+    Metric("group_zero_std_frac", "share", "groups of equal rewards, without a gradient", "Shares"),
     Metric("truncated_frac", "share", "responses cut off at rollout.max_new_tokens", "Shares"),
     Metric(
         "overlong_penalty_mean", "reward", "mean reward lost to length", when="algo.overlong_buffer"
@@ -112,7 +113,7 @@ _HEALTH = (
         "fp8_underflow_frac/CLASS", "share", "elements that became 0", "Underflow share", when=_FP8
     ),
     Metric("fp8_nonfinite_blocks/CLASS", "blocks", "blocks that hold NaN or inf", when=_FP8),
-    Metric("fp8_worst_layer/CLASS", "text", "layer that lost most", when="a loss above 0"),
+    Metric("fp8_worst_layer/CLASS", "text", "layer that lost most", when="a lost element"),
     Metric(
         "scale_age/CLASS",
         "steps",
@@ -155,7 +156,12 @@ _TIME = (
     Metric("time_step", "s", "the step, from its first part to its last"),
     Metric("time_rollout", "s", "sampling", _SECONDS),
     Metric("time_reward", "s", "scoring that was not done during sampling", _SECONDS),
-    Metric("time_old_logprobs", "s", "scoring before the update, and the reference's", _SECONDS),
+    Metric(
+        "time_old_logprobs",
+        "s",
+        "log-probabilities before the update and of the reference",
+        _SECONDS,
+    ),
     Metric("time_learner", "s", "updates", _SECONDS),
     Metric("time_refit", "s", "quantising the sampler's weights", _SECONDS),
     Metric("time_calibrate", "s", "calibration of KV scales", _SECONDS, when=_CALIBRATED),
@@ -207,7 +213,9 @@ _OPTIMISER = (
         "Clipped share",
         when=_CLIPS,
     ),
-    Metric("clipfrac_dual", "share", "tokens at that bound", when="algo.dual_clip"),
+    Metric(
+        "clipfrac_dual", "share", "tokens at the bound of algo.dual_clip", when="algo.dual_clip"
+    ),
     Metric(
         "kl_ref",
         "nats",
@@ -222,8 +230,10 @@ _OPTIMISER = (
         "second on",
         when="several updates per rollout",
     ),
-    Metric("update_skipped", "updates", "no token counts, nothing changes", when="such an update"),
-    Metric("router_aux_loss", "1", "balances the experts", when="algo.router_aux_loss_coef"),
+    Metric(
+        "update_skipped", "updates", "updates without a token that counts", when="such an update"
+    ),
+    Metric("router_aux_loss", "1", "loss to balance the experts", when="algo.router_aux_loss_coef"),
     Metric("checksum", "integer", "checksum of the quantised weights that the first update read"),
 )
 
@@ -238,7 +248,7 @@ _SFT = (
 _WHERE = (
     Metric("phase", "text", "sft or rl"),
     Metric("step", "steps", "step of that phase after which it was made"),
-    Metric("set", "text", "name of the questions", when="several sets in env.eval_task"),
+    Metric("set", "text", "name of the set of questions", when="several sets in env.eval_task"),
 )
 _MAJORITY = "eval.samples above 1, and a reward that extracts answers"
 _ACCURACY = (
