@@ -60,7 +60,7 @@ _DRIFT = "Drift between rollout and learner"
 _CAPTIONS = {
     "Held-out accuracy": "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
     "Reward": "Training reward with its running mean, and the responses behind it.",
-    _DRIFT: ("Learner's log-probs less the rollout's. Linear near 0, logarithmic above."),
+    _DRIFT: "Learner's log-probs less the rollout's. Linear near 0, logarithmic above.",
     "FP8 health": "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
     "Experts": "Load of the routed experts: of the worst layer and the mean of layers.",
     "Continuous batching": (
@@ -76,13 +76,13 @@ _OPTIONAL = ("Experts", "Continuous batching")  # left out for a dense model, a 
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """The mean of up to 20 values, of a fifth of a short run, that end at each value (N,)."""
+    """(N,) means of each value and those before it: 20 values, or a fifth of a shorter run."""
     window = max(2, min(20, len(values) // 5))
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return np.array([statistic(part, np.mean) for part in recent], float)
 
 
-# Metrics that are not drawn as they are: {metric: {label of a line: function of the values}}.
+# Lines that are functions of a metric's values: {metric: {label of a line: function}}.
 _DRAWN: dict[str, dict[str, Callable[[np.ndarray], np.ndarray]]] = {
     "reward_mean": {"reward_mean": np.asarray, "running_mean": _running_mean},
     "logprob_equal_frac": {"1 - logprob_equal_frac": lambda values: 1 - values},
@@ -119,7 +119,7 @@ def _panels(run: RunFiles, section: str) -> list[Panel | None]:
 
 
 def _accuracy(run: RunFiles, phase: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of a phase and the accuracies of a kind; RL begins where SFT ended."""
+    """Steps of a phase and its accuracies, 'greedy' or 'sampled'; RL begins where SFT ended."""
     rows, of_sft = run.phase(phase), run.phase("sft")
     if phase == "rl" and of_sft and rows and rows[0].get("step", 0) > 0:
         rows = [of_sft[-1] | {"step": 0}, *rows]
@@ -141,7 +141,7 @@ _COMPARED: dict[str, Callable[[RunFiles], tuple[np.ndarray, np.ndarray]]] = {
 
 
 def _accuracy_panels(run: RunFiles) -> list[Panel | None]:
-    """SFT and RL share a scale."""
+    """A plot for SFT and one for RL, on one scale."""
     kinds = ("greedy", "sampled")
     lines = {
         name: [(kind, *_accuracy(run, phase, kind)) for kind in kinds]
