@@ -188,16 +188,11 @@ def _time_panels(rows: list[dict]) -> list[Panel | None]:
 
 
 def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
-    """(phase, first step, median of the others) as text."""
-    return [
-        (
-            phase,
-            number(statistic(series(rows[:1], f"time_{phase}")[1], np.max)),
-            number(typical(rows, f"time_{phase}")),
-        )
-        for phase in [*_phases(rows), "step"]
-        if rows
-    ]
+    """(phase, first step, median of the later steps) as text."""
+    names = [*_phases(rows), "step"] if rows else []
+    first = (statistic(series(rows[:1], f"time_{name}")[1], np.max) for name in names)
+    later = (typical(rows, f"time_{name}") for name in names)
+    return [*zip(names, map(number, first), map(number, later), strict=True)]
 
 
 def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:

@@ -67,15 +67,8 @@ _MAY_CHANGE = (
 )
 _DIGEST = "data.sha256"
 # What a run writes besides its logs, which `RunLogs` checks.
-_FILES = (
-    "config.json",
-    "model.json",
-    _DIGEST,
-    "environment.json",
-    "report.html",
-    "drift.json",
-    "drift.html",
-)
+_FILES: tuple[str, ...] = ("config.json", "model.json", _DIGEST, "environment.json")
+_FILES += ("report.html", "drift.json", "drift.html")
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # for a network file system to show a new file
 
