@@ -1,11 +1,18 @@
 """Unified FP8 reinforcement learning in JAX: one forward function, two callers, zero drift.
 
-Packages: `base` (errors, files, processes), `kernels` (products and attention in fixed order),
-`quant` (FP8 numerics), `models` (the one forward), `rollout` (the jitted sampler), `rl` (GRPO and
-drift metrics), `envs` and `data` (prompts and rewards), `config`, `training` (parts of a run),
-`policy` (a trained one), `drift`, `report`, `study`, `bench` and `cli`. `train` is the main job,
-`learner` its train step. `api` holds what this package offers by name, as below; it is imported,
-and JAX with it, when a name is first used.
+::
+
+    cli, api -> train -> training -> rollout (sampler) --+
+                            |                            +-> models.forward -> quant, kernels
+                            +------> learner (update) ---+
+                            +------> rl (advantages, losses), envs and data (questions, rewards)
+    policy: a trained model; drift: why rollout and learner differ; report: pages of a run
+
+`base` has errors, files and processes, `config` the fields of a run; `study` and `bench` measure.
+Read first: `learner`, models/transformer.py, training/rl.py. `api` holds what this package offers
+by name, as below; it is imported, and JAX with it, when a name is first used.
+
+Not done: several turns in a dialogue, tools, adapters, asynchronous rollouts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The learner: GRPO and supervised train steps, and the log-probabilities of given responses.
 
 A train step quantises the parameters once, with the very function that refits the sampler, runs
-the one `forward` on whole sequences under `value_and_grad`, and returns the log-probabilities that
+the one `forward` on full sequences under `value_and_grad`, and returns the log-probabilities that
 *this step* computed. Drift is measured on those. Parameters stay float32; gradients are
 accumulated in float32 over micro-batches; the state is donated.
 
@@ -31,6 +31,7 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import tree_norm
 from fp8rl_jax.models import (
     ONE_DEVICE,
+    ForwardOutput,
     ModelConfig,
     Parallel,
     Swap,
@@ -68,7 +69,7 @@ class Batch:
       mask: (B, R) float32, 1 for response tokens.
       temperature: (B,) float32 of the rollout.
       advantages, weights, rollout_weights: (B, R) float32; the loss is the sum over tokens of
-        weights (of the aggregation over the whole update; 0 where a token does not count) times
+        weights (of the aggregation over the update; 0 where a token does not count) times
         rollout_weights (1 without a correction) times the token's loss.
       old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; of the
         reference policy.
@@ -142,20 +143,20 @@ class TrainState:
     opt_state: optax.OptState
     scaling_state: dict
     kv_scales: KVScales | None
-    step: jax.Array
-    rng: jax.Array
-    data_state: jax.Array
+    step: Array
+    rng: Array
+    data_state: Array
 
 
 def policy_of(state: TrainState) -> dict[str, Any]:
-    """What a policy's log-probabilities follow from, as fields of a TrainState."""
+    """The fields of a state that a policy's log-probabilities depend on."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
 
 
 def new_state(
     params,
     optimizer: optax.GradientTransformation,
-    rng: jax.Array,
+    rng: Array,
     recipe: Recipe | str,
     scaling_state: dict | None = None,
     kv_scales: KVScales | None = None,
@@ -167,7 +168,7 @@ def new_state(
       optimizer: of the phase.
       rng: key data; see `TrainState`.
       recipe: of the learner.
-      scaling_state: where an earlier phase left it; None starts anew.
+      scaling_state: of an earlier phase; None for new states.
       kv_scales: for recipes with calibrated scales.
     """
     if scaling_state is None:
@@ -193,6 +194,16 @@ class LossConfig:
     router_aux_coef: float = 0.0
 
 
+def _hidden(
+    params, batch: Batch, model, recipe, rope, kv_scales, parallel, **more
+) -> ForwardOutput:
+    """`forward` of a batch's sequences up to the output head; `more` are keywords of it."""
+    sequences = {"lengths": batch.lengths, "rope": rope, "kv_scales": kv_scales}
+    return forward(
+        params, batch.tokens, model, recipe, **sequences, parallel=parallel, output="hidden", **more
+    )
+
+
 def response_logprobs(
     params,
     batch: Batch,
@@ -213,21 +224,8 @@ def response_logprobs(
     """
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
-    out = forward(
-        params,
-        batch.tokens,
-        model,
-        recipe,
-        lengths=batch.lengths,
-        kv_scales=kv_scales,
-        parallel=parallel,
-        rope=rope,
-        remat=remat,
-        output="hidden",
-        collect=collect,
-        taps=taps,
-        swaps={**(swaps or {}), **routing},
-    )
+    more = {"remat": remat, "collect": collect, "taps": taps, "swaps": {**(swaps or {}), **routing}}
+    out = _hidden(params, batch, model, recipe, rope, kv_scales, parallel, **more)
     slots = batch.targets.shape[1]
     index = batch.prompt_lengths[:, None] - 1 + jnp.arange(slots)
     hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
@@ -274,7 +272,7 @@ def count_experts(
 ) -> jax.Array:
     """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
 
-    A replayed choice (`batch.routing`) is counted as it is; without one, a forward pass is run.
+    A replayed choice (`batch.routing`) is counted directly; without one, a forward pass is run.
 
     Args:
       weights: `quantize_params` of the masters.
@@ -284,22 +282,12 @@ def count_experts(
         valid = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         of_layer = functools.partial(expert_tokens, model, valid=valid)
         return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
-    out = forward(
-        weights,
-        batch.tokens,
-        model,
-        recipe,
-        lengths=batch.lengths,
-        kv_scales=kv_scales,
-        parallel=parallel,
-        rope=rope,
-        output="hidden",
-    )
+    out = _hidden(weights, batch, model, recipe, rope, kv_scales, parallel)
     return out.aux["expert_tokens"]
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
-    """Counts that the probes brought back: {operand class: {site: {count: (L,) or (L, E)}}}."""
+    """What the probes counted: {operand class: {site: {count: (L,) or (L, E)}}}."""
     health: dict = {}
     for operand in ("activation", "gradient"):
         for site, probe in probes.items():
@@ -325,7 +313,7 @@ def _join_parts(x: jax.Array, axis: int) -> jax.Array:
 
 @flax.struct.dataclass
 class Gradients:
-    """What a batch says of the parameters.
+    """Gradients of one batch, and the state of the scaling policies after it.
 
     Attributes:
       params: gradients, shaped as the parameters, float32.
@@ -373,9 +361,6 @@ def make_gradients(
     T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.
     """
     recipe = get_recipe(recipe)
-    # The share of tokens that an expert gets is that of the whole update, and multiplies what each
-    # micro-batch adds: it must be known before the first of them.
-    counts_first = loss.router_aux_coef > 0 and micro_batches > 1
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
     def objective(params, probes, weights, state: TrainState, part: Batch, rope, loads):
@@ -394,8 +379,7 @@ def make_gradients(
         sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
             loads = aux["expert_tokens"] if loads is None else loads
-            balance = load_balance_loss(model, loads, aux["expert_probability"])
-            sums["router_aux_loss"] = balance
+            sums["router_aux_loss"] = load_balance_loss(model, loads, aux["expert_probability"])
             value = value + loss.router_aux_coef * sums["router_aux_loss"]
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
@@ -422,8 +406,10 @@ def make_gradients(
                 found = count_experts(weights, part, model, recipe, rope, state.kv_scales, parallel)
                 return total + found, None
 
+            # The balance loss of each micro-batch is weighted by the share of the update's tokens
+            # that an expert gets: it must be known before the first of them.
             loads = None
-            if counts_first:
+            if loss.router_aux_coef > 0:
                 shape = model.num_hidden_layers - model.dense_layers, model.num_experts
                 loads = lax.scan(count, jnp.zeros(shape, jnp.int32), parts)[0]
 
@@ -451,9 +437,7 @@ def make_gradients(
             "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
             "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
             "tokens": per_token,
-        }
-        metrics |= {
-            name: sums[name] for name in ("expert_tokens", "router_aux_loss") if name in sums
+            **{name: x for name, x in sums.items() if name != "kv_health"},
         }
         if health:
             metrics["health"] = _site_health(seen)

@@ -49,7 +49,7 @@ def train(
     resume: bool = False,
     stop: Callable[[], str | None] = lambda: None,
 ) -> Outcome:
-    """Runs the whole job in `config.run.dir`.
+    """Runs fine-tuning and RL in `config.run.dir`, and writes the report.
 
     Args:
       config: of `load_config`.
@@ -64,11 +64,11 @@ def train(
     """
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
-    with preflight(runtime, resume, check) as opened, display:
+    with preflight(runtime, resume, check) as (lock, lines), display:
         try:
-            for line in filter(None, (runtime.data_note, opened.changes, opened.checked)):
-                display.note(str(line))
-            return _execute(Run(runtime, opened.lock, display, stop), resume)
+            for line in lines:
+                display.note(line)
+            return _execute(Run(runtime, lock, display, stop), resume)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
                 raise
@@ -95,10 +95,8 @@ def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | No
 
 def _execute(run: Run, resume: bool) -> Outcome:
     """The phases of a run, from its newest checkpoint on."""
-    config, monitor = (
-        run.runtime.config,
-        DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted),
-    )
+    config = run.runtime.config
+    monitor = DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted)
     with contextlib.closing(run):
         run.interrupted()  # from here on a signal waits for the end of a step
         state = _restore(run, resume, monitor)

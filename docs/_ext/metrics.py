@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fields import row
 
-from fp8rl_jax.report.metrics import FILES
+from fp8rl_jax.report.metrics import FILES, SECTIONS
 
 _HEADINGS = {
     "metrics": "metrics.jsonl: RL steps",
@@ -17,11 +17,13 @@ _HEADINGS = {
 def table(_: str = "") -> str:
     """A section with a table for each file of a run."""
     lines = []
+    headings = {metric: name for name, (_, section) in SECTIONS.items() for metric in section}
     for file, metrics in FILES.items():
         lines += [f"## {_HEADINGS[file]}", "", row("key", "unit", "meaning"), row(*["---"] * 3)]
         for metric in metrics:
             notes = [f"only with {metric.when}"] * bool(metric.when)
-            notes += [f"plotted under “{metric.panel}”"] * bool(metric.panel)
+            if metric.panel:
+                notes.append(f"plotted under “{headings[metric]}”")
             meaning = metric.meaning + "<br>" * bool(notes) + "; ".join(notes)
             lines.append(row(f"`{metric.name}`", metric.unit, meaning))
         lines.append("")

@@ -50,13 +50,14 @@ def _drift(values: argparse.Namespace) -> int:
     directory = writable("drift", values.out or values.checkpoint or config.run.dir)
     from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.drift.render import print_analysis, write_analysis
+    from fp8rl_jax.report.metrics import DRIFT_MAX
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
     with writing("drift", directory):
         paths = write_analysis(result, directory)
     print(*paths, sep="\n")
-    largest = result["headline"]["train_rollout_logprob_abs_diff_max"]
+    largest = result["headline"][DRIFT_MAX]
     if values.fail_above is not None and not largest <= values.fail_above:
         print(
             f"failed: the largest |dlogp| is {largest:.3g}, above --fail-above="

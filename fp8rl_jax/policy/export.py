@@ -63,8 +63,6 @@ def export_run(
     runtime = found.runtime
     read = found.checkpoints.read_params(found.number, runtime.layout.state_shapes(found.optimizer))
     note(f"weights of {path} after {found.phase} step {found.step}")
-    if not found.checkpoints.has_checksums(found.number):
-        note("it has no checksums of single arrays, so that none is verified")
     begun = config.model.checkpoint
     fields = pretrained_config(begun) if begun else None
     tokenizer = tokenizer_path(config.data.tokenizer, begun)

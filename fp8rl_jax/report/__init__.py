@@ -1,4 +1,17 @@
-"""Reports as HTML pages without scripts or links: of a run, and of a drift analysis."""
+"""Reports of runs and of drift analyses, as HTML pages without scripts or links.
+
+::
+
+    sft, metrics, eval, samples .jsonl --> summary: figures, a sentence, notes --+
+    config.json                            plots: panels as SVG -----------------+-> report.html
+    drift.json --------------------------> drift: a section of panels -----------+-> drift.html
+    metrics: the table of metrics, which says what a line is and which panel draws it
+
+Read first: metrics.py, then summary.py (`summarise`) and run.py (`write_report`). No jax is
+imported, so a report opens at once.
+
+Not done: statistics over several seeds, interactive plots.
+"""
 
 from fp8rl_jax.report.drift import write_drift_page
 from fp8rl_jax.report.run import write_report

@@ -1,4 +1,4 @@
-"""A drift analysis (`drift.json`, of `fp8rl drift` or of the run itself) as a section of a page."""
+"""A drift analysis (drift.json, written by `fp8rl drift` or by the run) as a section of a page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.html import render, write_page
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.report.plots import COLOURS, Panel, draw_panel, label_text, lines_panel
 from fp8rl_jax.report.summary import number, share
 from fp8rl_jax.report.verdicts import LONGEST, NAME
@@ -64,22 +65,18 @@ def _section(result: dict) -> Markup:
         advice=verdict["advice"],
         figures=headline(result["headline"], result["logits"]),
         plotted=plotted,
-        worst=[
-            (
-                w["before"],
-                w["token"],
-                w["row"],
-                w["slot"],
-                f"{w['rollout_logp']:.3f}",
-                f"{w['difference']:+.3g}",
-            )
-            for w in result["worst"]
-        ],
+        worst=[_worst_token(row) for row in result["worst"]],
     )
 
 
+def _worst_token(row: dict) -> list:
+    """A row of the table of the tokens that drift most."""
+    where = [row[name] for name in ("before", "token", "row", "slot")]
+    return [*where, f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}"]
+
+
 def _of_step(result: dict) -> str:
-    """What an analysis is of."""
+    """A sentence that says which step or questions were analysed."""
     if "step" in result:
         return f"RL step {result['step']}, run again from its own weights and questions:"
     source = result.get("source", "a sample of its own")
@@ -90,8 +87,8 @@ def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
     """(figure, value) of an analysis' headline and its comparison of logits, as text."""
     rows = [
         ("Tokens compared", number(head["drift_tokens"])),
-        ("Max |Δlogp|", exact(head["train_rollout_logprob_abs_diff_max"])),
-        ("Mean |Δlogp|", exact(head["train_rollout_logprob_abs_diff"])),
+        ("Max |Δlogp|", exact(head[DRIFT_MAX])),
+        ("Mean |Δlogp|", exact(head[DRIFT_MEAN])),
         ("Bit-equal log-probs", share(head["logprob_equal_frac"])),
         ("token_mult_prob_error", f"{head['token_mult_prob_error']:.7g}"),
         ("mismatch_kl", exact(head["mismatch_kl"])),

@@ -1,4 +1,4 @@
-"""Pages from the templates beside this file; every text that they are given is shown as it is."""
+"""Pages from the templates beside this file. Every value is escaped, so it is shown as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LONGEST = 100_000  # characters of a cell or of the configuration
 
 
 def _shown(value: object) -> str:
-    """What a template writes for a value, before HTML's own characters are escaped: text or JSON,
-    control characters and marks of direction made visible, its middle left out where it is longer
-    than a page can show. Markup is of a template, and stays."""
+    """The text of a value before HTML is escaped: itself or as JSON, with control characters and
+    marks of direction made visible, and without its middle if it is too long for a page. Markup
+    (of a template) is unchanged."""
     if isinstance(value, Markup):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -39,11 +39,11 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render(template: str, **values) -> Markup:
-    """What one of the templates makes of the values."""
+    """A template filled with the values."""
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 
 def write_page(path: pathlib.Path, title: str, body: Markup) -> pathlib.Path:
-    """Writes a page, whole or not at all, and returns its path; `title` is its heading too."""
+    """Writes a page atomically and returns its path; `title` is also its heading."""
     write_whole(path, render("page.html", title=title, body=body))
     return path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -24,11 +24,11 @@ from fp8rl_jax.report.summary import steps_text
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 _DASHES = ("solid", "dashed", "dotted")
-MOST_LINES = 21  # of a panel: each has a colour and a dash of its own
+MOST_LINES = 21  # in a panel: as many as there are pairs of colour and dash
 _MOST_POINTS = 2000  # of a line
 _LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
 _LARGEST = 1e30
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "svg.fonttype": "path",
     "svg.hashsalt": "fp8rl_jax",
@@ -90,9 +90,9 @@ def lines_panel(
     The i-th line has the same colour and dash in every panel.
 
     Args:
-      x: what the lines run over.
+      x: label of the horizontal axis.
       symlog: the scale is linear near 0 and logarithmic above; the legend counts the zeros.
-      limits: of the values; None where the lines decide.
+      limits: of the vertical axis; None follows the values.
     """
     every = [(mark(i, line[0]), line[1], drawable(line[2])) for i, line in enumerate(lines)]
     shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
@@ -107,7 +107,7 @@ def lines_panel(
     def draw(ax: Axes) -> None:
         for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
             # Lines that coincide at 0 show, and a run of one step.
-            style = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
+            style: dict[str, Any] = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
             style["marker"] = "o" if len(steps) <= 40 else None
             ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
         ax.set_xlabel(x)
@@ -135,7 +135,7 @@ def thinned(values: np.ndarray) -> np.ndarray:
 
 
 def left_out(values: np.ndarray, kept: np.ndarray) -> str:
-    """How many of the values are drawn, where it is not all of them."""
+    """A note with the number of drawn values; '' if all are drawn."""
     few = f" ({len(kept):,} of {len(values):,} points drawn)"
     return few if len(kept) < len(values) else ""
 

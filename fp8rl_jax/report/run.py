@@ -1,4 +1,4 @@
-"""One HTML page that tells what a run did: accuracy, reward, drift, FP8 health, time, samples.
+"""One HTML page about a run: accuracy, reward, drift, FP8 health, time, samples.
 
 `write_report` reads a run directory (see summary.py) and writes report.html into it, a single
 file without scripts or links.
@@ -6,28 +6,27 @@ file without scripts or links.
 Drift of a step: |dlogp| = |logp_learner - logp_rollout| per response token, its mean and maximum,
 and the share of tokens whose two values have the same bits.
 
-Not done: statistics across seeds; smoothing, but for the running mean of the reward, drawn over
-the raw values.
+Not done: statistics across seeds; smoothing, except for the running mean of the reward.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.html import render, write_page
+from fp8rl_jax.report.metrics import DRIFT_MAX, SECTIONS, Metric
 from fp8rl_jax.report.plots import (
     MOST_LINES,
+    Line,
     Panel,
     draw_panel,
     drawable,
@@ -37,11 +36,10 @@ from fp8rl_jax.report.plots import (
     thinned,
 )
 from fp8rl_jax.report.summary import (
-    DRIFT_MAX,
-    DRIFT_MEAN,
     MISSING,
     TYPICAL,
     RunFiles,
+    device,
     drift_text,
     keys_with,
     load_run,
@@ -54,97 +52,118 @@ from fp8rl_jax.report.summary import (
     typical,
 )
 
-_PHASES = ("rollout", "reward", "old_logprobs", "learner", "refit", "calibrate")
 _NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12
 _MOST_FIELDS = 200  # that differ between runs
-_LEARNING = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Learning rate", "lr"))
-# {heading: (rows, caption, (title of a plot, metric, ...), ...)}; a * stands for any ending.
-_PLOTS: dict[str, tuple] = {
-    "Held-out accuracy": (
-        "eval",
-        "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
-        ("SFT", "sft/greedy", "sft/sampled"),
-        ("RL", "rl/greedy", "rl/sampled"),
-    ),
-    "Reward": (
-        "rl",
-        "Training reward with its running mean, and the responses behind it.",
-        ("Reward", "reward_mean", "running_mean"),
-        ("Response length, tokens", "response_len_mean", "response_len_max"),
-        ("Shares", "group_zero_std_frac", "truncated_frac"),
-    ),
-    "Drift between rollout and learner": (
-        "drift",
-        "Learner's log-probs less the rollout's. Linear near 0, logarithmic above.",
-        ("|Δlogp| of a token, nats", DRIFT_MAX, DRIFT_MEAN),
-        ("Share of tokens with other bits", "1 - logprob_equal_frac"),
-    ),
-    "FP8 health": (
-        "rl",
-        "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
-        ("Saturated share", "fp8_saturated_frac*"),
-        ("Underflow share", "fp8_underflow_frac*"),
-    ),
-    "Experts": (
-        "rl",
-        "Load of the routed experts: of the worst layer and the mean of layers.",
-        ("Largest load over the mean", "expert_load_max", "expert_load_max_mean"),
-        ("Entropy of the load", "expert_load_entropy"),
-        ("Experts without a token", "experts_unused_frac"),
-    ),
+_DRIFT = "Drift between rollout and learner"
+# {section of SECTIONS: caption of its plots}, in the order of the page.
+_CAPTIONS = {
+    "Held-out accuracy": "Evaluations during SFT and RL; RL's step 0 is the last one of SFT.",
+    "Reward": "Training reward with its running mean, and the responses behind it.",
+    _DRIFT: "Learner's log-probs less the rollout's. Linear near 0, logarithmic above.",
+    "FP8 health": "Saturated: beyond the largest FP8 value. Underflow: not 0 before, 0 after.",
+    "Experts": "Load of the routed experts: of the worst layer and the mean of layers.",
     "Continuous batching": (
-        "rl",
         "Slots and turns of the rollout that drew a token, and how often a response lost its "
-        "pages and was computed anew (docs/rollout.md).",
-        ("Share of slots that drew", "rollout_slots_used"),
-        ("Responses computed anew", "rollout_preemptions"),
+        "pages and was computed anew (docs/rollout.md)."
     ),
-    "Time": ("time", "Recorded phases of each step, stacked, and the throughput."),
-    "Optimiser": (
-        "rl",
-        "Reinforcement learning steps.",
-        *_LEARNING,
-        ("Entropy, nats", "entropy"),
-        ("Clipped share", "clipfrac_low", "clipfrac_high"),
-        ("KL to the reference", "kl_ref"),
-    ),
-    "Supervised fine-tuning": ("sft", "Updates before RL.", *_LEARNING),
+    "Time": "Recorded phases of each step, stacked, and the throughput.",
+    "Optimiser": "Reinforcement learning steps.",
+    "Supervised fine-tuning": "Updates before RL.",
 }
-_SYMLOG = ("Drift between rollout and learner", "FP8 health")
-_OPTIONAL = ("Experts", "Continuous batching")  # a dense model; a static rollout
-_COMPARED = (  # title of a plot, source, metric
-    ("Reward", "rl", "running_mean"),
-    ("Accuracy, greedy", "eval", "rl/greedy"),
-    ("Accuracy, sampled", "eval", "rl/sampled"),
-    ("|Δlogp| of a token, nats: maximum", "drift", DRIFT_MAX),
-)
+_SYMLOG = (_DRIFT, "FP8 health")
+_OPTIONAL = ("Experts", "Continuous batching")  # left out for a dense model, a static rollout
 
 
-def _panels(section: str, rows: list[dict], panels: Sequence[tuple[str, ...]]) -> list[Panel]:
-    """A panel per (title, metric, ...), a line per recorded metric."""
-    data, recorded = [], keys_with(rows, "")
-    for title, *patterns in panels:
-        keys = [key for pattern in patterns for key in fnmatch.filter(recorded, pattern)]
-        lines = [(key.rsplit("/", 1)[-1], *series(rows, key)) for key in keys[:MOST_LINES]]
-        data.append((title, lines))
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """(N,) means of each value and those before it: 20 values, or a fifth of a shorter run."""
+    window = max(2, min(20, len(values) // 5))
+    recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return np.array([statistic(part, np.mean) for part in recent], float)
+
+
+# Lines that are functions of a metric's values: {metric: {label of a line: function}}.
+_DRAWN: dict[str, dict[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "reward_mean": {"reward_mean": np.asarray, "running_mean": _running_mean},
+    "logprob_equal_frac": {"1 - logprob_equal_frac": lambda values: 1 - values},
+}
+
+
+def _lines(rows: list[dict], metrics: Iterable[Metric]) -> list[Line]:
+    """Lines of the metrics that were recorded."""
+    recorded = keys_with(rows, "")
+    lines = []
+    for key in [key for metric in metrics for key in metric.among(recorded)][:MOST_LINES]:
+        steps, values = series(rows, key)
+        drawn = _DRAWN.get(key, {key.rsplit("/", 1)[-1]: np.asarray})
+        lines += [(label, steps, function(values)) for label, function in drawn.items()]
+    return lines
+
+
+def _panels(run: RunFiles, section: str) -> list[Panel | None]:
+    """The plots of a section, with a line for each recorded metric; None where there is none."""
+    if section == "Held-out accuracy":
+        return _accuracy_panels(run)
+    if section == "Time":
+        return _time_panels(run.metrics)
+    file, metrics = SECTIONS[section]
+    rows = run.compared if section == _DRIFT else getattr(run, file)
+    by_title: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        if metric.panel:
+            by_title.setdefault(metric.panel, []).append(metric)
+    symlog = section in _SYMLOG
+    return [
+        lines_panel(title, _lines(rows, of_it), symlog=symlog) for title, of_it in by_title.items()
+    ]
+
+
+def _accuracy(run: RunFiles, phase: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of a phase and its accuracies, 'greedy' or 'sampled'; RL begins where SFT ended."""
+    rows, of_sft = run.phase(phase), run.phase("sft")
+    if phase == "rl" and of_sft and rows and rows[0].get("step", 0) > 0:
+        rows = [of_sft[-1] | {"step": 0}, *rows]
+    return series(rows, f"accuracy_{kind}")
+
+
+def _mean_reward(run: RunFiles) -> tuple[np.ndarray, np.ndarray]:
+    steps, values = series(run.metrics, "reward_mean")
+    return steps, _running_mean(values)
+
+
+# {title of a plot of several runs: from a run to the steps and values of its line}.
+_COMPARED: dict[str, Callable[[RunFiles], tuple[np.ndarray, np.ndarray]]] = {
+    "Reward": _mean_reward,
+    "Accuracy, greedy": lambda run: _accuracy(run, "rl", "greedy"),
+    "Accuracy, sampled": lambda run: _accuracy(run, "rl", "sampled"),
+    "|Δlogp| of a token, nats: maximum": lambda run: series(run.compared, DRIFT_MAX),
+}
+
+
+def _accuracy_panels(run: RunFiles) -> list[Panel | None]:
+    """A plot for SFT and one for RL, on one scale."""
+    kinds = ("greedy", "sampled")
+    lines = {
+        name: [(kind, *_accuracy(run, phase, kind)) for kind in kinds]
+        for phase, name in _NAMES.items()
+    }
+    values = np.concatenate([line[2] for found in lines.values() for line in found])
+    values = values[np.isfinite(drawable(values))]
     limits: tuple[float | None, float | None] = (None, None)
-    if section == "Held-out accuracy":  # SFT and RL share a scale
-        values = np.array([value for _, lines in data for line in lines for value in line[2]])
-        values = values[np.isfinite(drawable(values))]
-        if values.size:
-            margin = 0.05 * float(np.ptp(values)) or 0.05
-            limits = float(values.min()) - margin, float(values.max()) + margin
-    found = (lines_panel(*each, symlog=section in _SYMLOG, limits=limits) for each in data)
-    return [panel for panel in found if panel]
+    if values.size:
+        margin = 0.05 * float(np.ptp(values)) or 0.05
+        limits = float(values.min()) - margin, float(values.max()) + margin
+    return [lines_panel(*each, limits=limits) for each in lines.items()]
 
 
 def _phases(rows: list[dict]) -> list[str]:
+    """Recorded parts of a step: those of the table in its order, then others."""
+    known = [name[5:] for name, *_ in SECTIONS["Time"][1] if name.startswith("time_")]
     found = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
-    return ([p for p in _PHASES if p in found] + sorted(found - set(_PHASES)))[:MOST_LINES]
+    return ([p for p in known if p in found] + sorted(found - set(known)))[:MOST_LINES]
 
 
-def _time_panels(rows: list[dict]) -> list[Panel]:
+def _time_panels(rows: list[dict]) -> list[Panel | None]:
     if not (phases := _phases(rows)):
         return []
     shown = rows[1:] or rows  # the first step usually compiles
@@ -165,28 +184,15 @@ def _time_panels(rows: list[dict]) -> list[Panel]:
     title += left_out(steps, kept)
     rates = [(side, *series(rows, f"tokens_per_s_{side}")) for side in ("rollout", "learner")]
     rate = lines_panel("Tokens per second", rates, limits=(0, None))
-    return [draw_panel(title, draw, legend), *([rate] if rate else [])]
+    return [draw_panel(title, draw, legend), rate]
 
 
 def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
-    """(phase, first step, median of the others) as text."""
-    return [
-        (
-            phase,
-            number(statistic(series(rows[:1], f"time_{phase}")[1], np.max)),
-            number(typical(rows, f"time_{phase}")),
-        )
-        for phase in [*_phases(rows), "step"]
-        if rows
-    ]
-
-
-def _devices(run: RunFiles) -> str:
-    """What the run was last started on."""
-    try:
-        return str(read_json(run.path / "environment.json")[-1]["devices"]["layout"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return MISSING
+    """(phase, first step, median of the later steps) as text."""
+    names = [*_phases(rows), "step"] if rows else []
+    first = (statistic(series(rows[:1], f"time_{name}")[1], np.max) for name in names)
+    later = (typical(rows, f"time_{name}") for name in names)
+    return [*zip(names, map(number, first), map(number, later), strict=True)]
 
 
 def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
@@ -202,7 +208,7 @@ def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
         ("Accuracy, greedy: last of SFT → last of RL", greedy),
         ("Best SFT accuracy, greedy", share(s["greedy"]["sft_best"])),
         ("Held-out questions", number(s["questions"])),
-        ("Devices", _devices(run)),
+        ("Devices", device(run, "layout") or MISSING),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
         ("First step; median of the others", f"{first}; {others}"),
         ("Tokens per second, rollout; learner", "; ".join(rates)),
@@ -241,17 +247,10 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
         rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
     head = "Run;Rollout, s;Learner, s;Rollout tokens/s;Learner tokens/s;Greedy;Sampled"
     head += ";Drift max;Token mult. prob. error"
-    drawn = [_rows(run) for run in runs[:MOST_LINES]]
+    drawn = [*zip(names, runs, strict=True)][:MOST_LINES]
     panels = (
-        lines_panel(
-            title,
-            [
-                (name, *series(found[source], metric))
-                for name, found in zip(names, drawn, strict=False)
-            ],
-            symlog=source == "drift",
-        )
-        for title, source, metric in _COMPARED
+        lines_panel(title, [(name, *line(run)) for name, run in drawn], symlog="|Δlogp|" in title)
+        for title, line in _COMPARED.items()
     )
     configs = [dict(_fields(run.config)) for run in runs]
     fields = sorted({field for config in configs for field in config} - {"run.dir"})
@@ -302,36 +301,14 @@ def write_report(
     return write_page(run.path / "report.html", f"Run {run.path.resolve().name}", body)
 
 
-def _rows(run: RunFiles) -> dict[str, list[dict]]:
-    """What `_PLOTS` draws: rows with the metrics that are computed from others."""
-    rows, drift = ([dict(row) for row in x] for x in (run.metrics, run.compared))
-    window = max(2, min(20, len(rows) // 5))
-    for i, row in enumerate(rows):
-        recent = series(rows[max(0, i + 1 - window) : i + 1], "reward_mean")[1]
-        row["running_mean"] = statistic(recent, np.mean)
-    for row in drift:
-        if isinstance(equal := row.get("logprob_equal_frac"), int | float):
-            row["1 - logprob_equal_frac"] = 1 - equal
-    evaluations: list[dict] = []
-    of_sft, of_rl = run.phase("sft"), run.phase("rl")
-    if of_sft and of_rl and of_rl[0].get("step", 0) > 0:
-        of_rl = [of_sft[-1] | {"step": 0}, *of_rl]
-    for phase, found in (("sft", of_sft), ("rl", of_rl)):
-        for i, row in enumerate(found):
-            kinds = {f"{phase}/{k}": row.get(f"accuracy_{k}") for k in ("greedy", "sampled")}
-            evaluations.append({"step": row.get("step", i)} | kinds)
-    return {"rl": rows, "sft": run.sft, "drift": drift, "eval": evaluations}
-
-
 def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
     """(heading, panels, caption, times of phases or None, analysis of drift or "")."""
-    rows = _rows(run)
-    for title, (source, caption, *names) in _PLOTS.items():
-        timed = source == "time"
-        panels = _time_panels(run.metrics) if timed else _panels(title, rows[source], names)
+    for title, caption in _CAPTIONS.items():
+        panels = [panel for panel in _panels(run, title) if panel]
         if title == "Held-out accuracy" and (s["questions"] or 0) > 0:
             error = f"{50 / math.sqrt(s['questions']):.1f} points"
             caption += f" With {s['questions']:,} questions one standard error is at most {error}."
         if panels or title not in _OPTIONAL:
-            analysis = drift_section(run.path) if source == "drift" else ""
-            yield title, panels, caption, _times(run.metrics) if timed else None, analysis
+            analysis = drift_section(run.path) if title == _DRIFT else ""
+            times = _times(run.metrics) if title == "Time" else None
+            yield title, panels, caption, times, analysis

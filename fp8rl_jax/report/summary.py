@@ -1,7 +1,7 @@
-"""Reads the files of a run directory and sums them up: the figures that a report opens with.
+"""The figures that a report opens with, computed from the files of a run directory.
 
-Every figure is computed from the files: what was not recorded is None, and "exactly 0" appears
-only where every recorded step is 0.0. Times are medians over all steps but the first, which
+A figure that was not recorded is None, and "exactly 0" appears only where every recorded step is
+0.0. Times are medians over all steps but the first, which
 usually compiles; means of drift weight each step by its `drift_tokens`. No jax is imported.
 """
 
@@ -19,24 +19,24 @@ import numpy as np
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.report.verdicts import step_verdicts
 
-DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
-TYPICAL = ("time_step", "time_rollout", "time_learner")
+TYPICAL: tuple[str, ...] = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
 _MOST_STEPS = 8  # that a note names
-_MOST_FLAT = 0.5  # share of groups without a gradient that is not worth a word
+_MOST_FLAT = 0.5  # share of groups without a gradient above which a note says so
 # Culprits of drift whose advice is a field of the configuration.
 _SET_BY_THE_USER = ("recipe", "layers", "kv", "scaling")
 _MOST_KEYS = 10_000  # of a record, which has about a hundred
-_LARGEST_BITS = 1000  # of a whole number; a float ends at 1024
+_LARGEST_BITS = 1000  # of an integer; a float ends at 1024
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The files of one run directory; `notes` says what was missing or unreadable."""
+    """The files of one run directory; `notes` lists what was missing or unreadable."""
 
     path: pathlib.Path
     config: dict
@@ -54,8 +54,7 @@ class RunFiles:
         return None if value is None else str(value)
 
     def phase(self, name: str) -> list[dict]:
-        names = (name, "warmup") if name == "sft" else (name,)  # its former name
-        return [row for row in self.eval if row.get("phase", "rl") in names]
+        return [row for row in self.eval if row.get("phase", "rl") == name]
 
     @property
     def compared(self) -> list[dict]:
@@ -69,7 +68,7 @@ class RunFiles:
 
 
 def load_run(run_dir: str | os.PathLike) -> RunFiles:
-    path, notes = pathlib.Path(run_dir), []
+    path, notes = pathlib.Path(run_dir), list[str]()
     if not os.path.lexists(path / "config.json"):
         what = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
@@ -81,10 +80,7 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    first = "sft"
-    if not os.path.isfile(path / "sft.jsonl") and os.path.isfile(path / "warmup.jsonl"):
-        first = "warmup"  # its former name
-    names = (first, "metrics", "eval", "samples")
+    names = ("sft", "metrics", "eval", "samples")
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
     if run.field("sft", "steps") == "0":
         notes[:] = [note for note in notes if not note.startswith("sft.jsonl")]
@@ -116,18 +112,18 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines that hold something; of one longer than LONGEST the beginning, which is no JSON."""
+    """The lines that are not blank; a line longer than LONGEST is cut, so it is no JSON."""
     with open(path, "rb") as file:
         while line := file.readline(LONGEST):
-            whole = line
-            while len(whole) == LONGEST and not whole.endswith(b"\n"):
-                whole = file.readline(LONGEST)  # the rest of a line that is too long
+            rest = line
+            while len(rest) == LONGEST and not rest.endswith(b"\n"):
+                rest = file.readline(LONGEST)  # the rest of a line that is too long
             if line.strip():
                 yield line
 
 
 def _row(value: Any) -> dict:
-    """A record as the report reads it: whole numbers that no float can hold are infinite.
+    """A record, with integers that no float can hold as infinity.
 
     Raises:
       ValueError: it is no object, has no finite step, or a name of a phase or set that is no text.
@@ -204,7 +200,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
           and rates, median without the first step.
         refit_checks, refit_failures, reward_errors, rollout_preemptions: counts over the run.
         notes: sentences on what is missing, unreadable or wrong.
-        advice: what to do about drift that should not be, a sentence; None without such.
+        advice: a sentence on what to do about drift in a run that must have none, else None.
 
     Raises:
       ValueError: the directory does not exist, or its config.json is missing or not an object.
@@ -229,7 +225,7 @@ def summarise_files(run: RunFiles) -> dict:
     rows, compared = run.metrics, run.compared
     reward, drift_max = series(rows, "reward_mean")[1], series(compared, DRIFT_MAX)[1]
     tenth, checks = max(1, len(reward) // 10), series(rows, "refit_checksum_ok")[1]
-    out = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
+    out: dict[str, Any] = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
     out |= {f"{side}_recipe": run.field("precision", side) for side in ("rollout", "learner")}
     out |= {"sft_steps": len(run.sft), "rl_steps": len(rows)}
     out |= {kind: _accuracy(run, kind) for kind in ("greedy", "sampled")}
@@ -299,7 +295,7 @@ def _same_recipes(run: RunFiles) -> bool:
 
 
 def _drift_note(run: RunFiles, s: dict) -> str:
-    """Where a run with equal recipes drifted, and which of it was analysed."""
+    """A sentence: the steps at which a run with equal recipes drifted, and which were analysed."""
     steps, values = series(run.compared, DRIFT_MAX)
     steps, values = steps[values != 0], values[values != 0]
     named = "RL step" + "s" * (len(steps) > 1) + " "
@@ -316,7 +312,7 @@ def _drift_note(run: RunFiles, s: dict) -> str:
 
 
 def _advice(run: RunFiles, s: dict) -> str | None:
-    """What to do about drift in a run that must have none."""
+    """A sentence on what to do about drift in a run that must have none, or None."""
     setting = run.field("precision", "zero_drift")
     if not s["steps_with_drift"] or setting == "report" or not _same_recipes(run):
         return None
@@ -329,7 +325,7 @@ def _advice(run: RunFiles, s: dict) -> str | None:
         if verdicts
         else f"run `fp8rl drift --checkpoint {run.path}`, which names the operation"
     ]
-    if _platform(run) == "cpu" and run.field("precision", "cpu_products") != "exact":
+    if device(run, "platform") == "cpu" and run.field("precision", "cpu_products") != "exact":
         ways.insert(
             0,
             "start again with --config.precision.cpu_products=exact and another run.dir, so that "
@@ -338,10 +334,10 @@ def _advice(run: RunFiles, s: dict) -> str | None:
     return f"What to do: {', and '.join(ways)}."
 
 
-def _platform(run: RunFiles) -> str | None:
-    """What the run was last started on."""
+def device(run: RunFiles, key: str) -> str | None:
+    """A value that the run's last start recorded about its devices (`environment`), or None."""
     try:
-        return read_json(run.path / "environment.json")[-1]["devices"]["platform"]
+        return str(read_json(run.path / "environment.json")[-1]["devices"][key])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -362,7 +358,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 def near_one(value: float | None) -> str:
     """1 only when it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
-    return number(value) if value in (None, 1) else f"1 + {value - 1:.3g}"
+    return number(value) if value is None or value == 1 else f"1 + {value - 1:.3g}"
 
 
 def share(value: float | None) -> str:
@@ -383,10 +379,13 @@ def drift_text(s: dict) -> str:
 
 
 def _is_graded(run: RunFiles) -> bool:
-    """Whether a reward is more than right or wrong: its mean is not the share of right answers."""
+    """True if a reward is more than right or wrong: its mean is not the share of right answers."""
     pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in run.eval]
-    numbers = [p for p in pairs if all(isinstance(value, int | float) for value in p)]
-    return any(abs(mean - right) > 1e-6 for mean, right in numbers)
+    numbers = (int, float)
+    return any(
+        isinstance(mean, numbers) and isinstance(right, numbers) and abs(mean - right) > 1e-6
+        for mean, right in pairs
+    )
 
 
 def _sentence(run: RunFiles, s: dict) -> str:

@@ -1,4 +1,4 @@
-"""What analyses of a run's own steps found: the verdicts in its drift.json."""
+"""The verdicts of drift analyses of a run's own steps, from its drift.json."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LONGEST = 100_000_000  # bytes
 
 
 def step_verdicts(directory: pathlib.Path) -> list[dict]:
-    """What analyses of a run's own steps found, by step: dicts of step, drift, culprit, sentence
-    and advice. Empty where there is no drift.json, or none that can be read."""
+    """Verdicts on a run's own steps, in order: dicts of step, drift, culprit, sentence and advice.
+    [] without a drift.json that can be read."""
     try:
         result = read_json(directory / NAME, LONGEST)
         found = list(result.get("earlier", []))

@@ -26,7 +26,7 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """``r - mean of the others in the group`` (RLOO, arXiv:2402.14740, equation 8)."""
+    """``r - mean of the group's other rewards`` (RLOO, arXiv:2402.14740, equation 8)."""
     scored = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     return group_mean(rewards) * scored / np.maximum(scored - 1, 1)
 

@@ -1,7 +1,7 @@
 """Aggregations: how the losses of an update's tokens become one number.
 
-Every usual one is linear, so it is a matrix of weights, computed on the host from the mask of the
-whole update. Micro-batches and devices then only add.
+The usual ones are linear: a matrix of weights, computed on the host from the mask of all rows of an
+update. Micro-batches and devices then only add.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step's responses teach, (B, R) each.
+    """Advantages and weights of a step's tokens, (B, R) each.
 
     Attributes:
       advantages, rollout_weights: float32; weights are those of the corrections.
@@ -192,7 +192,7 @@ def _mean(x: np.ndarray, mask: np.ndarray) -> float:
 
 
 def _weight_metrics(name: str, weights, mask, kept) -> dict[str, float]:
-    """What one correction did to the tokens of the mask."""
+    """Statistics of one correction's weights over the tokens of the mask."""
     if not mask.any():
         return {}
     w = weights[mask]

@@ -121,20 +121,6 @@ def opsm(delta: float = 1e-4) -> Correction:
     return correction
 
 
-def chain(*corrections: Correction) -> Correction:
-    """All of them on the same log-ratios: weights are multiplied, and a token is kept that all
-    keep."""
-
-    def correction(log_ratio, mask, advantages):
-        weights, keep = np.ones(mask.shape), mask
-        for each in corrections:
-            more, kept = each(log_ratio, mask, advantages)
-            weights, keep = weights * more, keep & kept
-        return weights, keep
-
-    return correction
-
-
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
     "tis": tis,
     "seq_tis": seq_tis,

@@ -22,6 +22,7 @@ class Preset:
 
 
 _CLIP = "-min(r_t A, clip(r_t, 1 - low, 1 + high) A)"
+_MEAN_OF_MEANS = {"loss_aggregation": "seq_mean_token_mean"}  # over tokens, then over responses
 _GROUP = "A = (r - mean of the group) / (std of the group + 1e-4)"
 
 # Values of algo.preset: name -> paper, formula, and the fields that it sets.
@@ -29,7 +30,7 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset(
         "DeepSeekMath, arXiv:2402.03300, equations 3 and 4",
         f"{_CLIP}; {_GROUP}; mean over a response's tokens, then over responses",
-        {"loss_aggregation": "seq_mean_token_mean"},
+        _MEAN_OF_MEANS,
     ),
     "dr_grpo": Preset(
         "Understanding R1-Zero-like training, arXiv:2503.20783, section 3",
@@ -46,12 +47,7 @@ PRESETS: dict[str, Preset] = {
         "GSPO, arXiv:2507.18071, equations 5 to 7",
         f"-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean of log r_t); {_GROUP}; mean over "
         "a response's tokens, then over responses",
-        {
-            "loss": "gspo",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "loss_aggregation": "seq_mean_token_mean",
-        },
+        {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, **_MEAN_OF_MEANS},
     ),
     "rloo": Preset(
         "Back to basics, arXiv:2402.14740",
@@ -90,17 +86,12 @@ PRESETS: dict[str, Preset] = {
         "SAPO, arXiv:2511.20347",
         f"-A (4 / tau) sigmoid(tau (r_t - 1)); {_GROUP}; mean over a response's tokens, then over "
         "responses",
-        {"loss": "sapo", "loss_aggregation": "seq_mean_token_mean"},
+        {"loss": "sapo", **_MEAN_OF_MEANS},
     ),
     "gmpo": Preset(
         "GMPO, arXiv:2507.20673",
         f"-A exp(mean of clipped log r_t); {_GROUP}; mean over responses",
-        {
-            "loss": "gmpo",
-            "clip_low": 0.4,
-            "clip_high": 0.4,
-            "loss_aggregation": "seq_mean_token_mean",
-        },
+        {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, **_MEAN_OF_MEANS},
     ),
 }
 

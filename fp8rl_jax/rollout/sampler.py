@@ -80,10 +80,10 @@ class Rollout:
         'logits': (B, R, V) float32. What the last token drawn would have given is not in it.
     """
 
-    tokens: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
-    finished: jax.Array
+    tokens: Any  # jax.Array on the devices, numpy on the host; so are mask, logprobs and finished
+    mask: Any
+    logprobs: Any
+    finished: Any
     taps: dict[str, jax.Array]
 
 

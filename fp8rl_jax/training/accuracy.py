@@ -31,7 +31,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean of (Q,) values, one for each question: samples of a question are one cluster.
+    """The standard error of the mean of (Q,) values, one a question: its samples are one cluster.
 
     ``std / sqrt(Q)`` with the sample standard deviation; 0 for one question.
     """

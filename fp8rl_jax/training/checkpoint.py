@@ -12,7 +12,6 @@ then a checkpoint is written that nothing can read. They see a directory by its 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import gc
 import hashlib
@@ -40,20 +39,10 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
+from fp8rl_jax.training.run_directory import STORE_ERRORS
 
 _MISREAD = re.compile(r"[*?\[\]\\:]")
 _PART_BYTES = 2**28  # of arrays that are read back together
-_WRITE_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-)
 _OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
 
 
@@ -115,7 +104,7 @@ class Checkpoints:
         sums = _array_checksums(state)
         meta = {
             **meta,
-            "checksum": _chained(sums),
+            "checksum": state_checksum(state, sums),
             "arrays": dict(zip(_names(state), sums, strict=True)),
             "structure": _structure(state),
         }
@@ -128,7 +117,7 @@ class Checkpoints:
             processes.everywhere(lambda: self._read_back(number, state, sums))
 
     def _read_back(self, number: int, state: Any, sums: list[int]) -> None:
-        """Reads what was just saved as it is restored, some arrays at a time.
+        """Restores what was just saved, some arrays at a time, and compares checksums.
 
         Raises:
           UserError: it cannot be read, or has other bytes.
@@ -139,8 +128,9 @@ class Checkpoints:
         try:
             self.read_meta(number)
             for part in _parts(leaves):
-                wanted = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
-                args = ocp.args.PyTreeRestore(structure.unflatten(wanted), restore_args=how)
+                chosen = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
+                wanted = jax.tree.unflatten(structure, chosen)
+                args = ocp.args.PyTreeRestore(wanted, restore_args=how)
                 with ocp.PyTreeCheckpointer() as reader:
                     tree = reader.restore(self._path / str(number) / "state", args=args)
                 found = jax.tree.leaves(tree)
@@ -159,7 +149,7 @@ class Checkpoints:
             meta = self._manager.restore(number, args=args)["meta"]
             if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
                 raise ValueError("its metadata does not match its digest")
-            return _checked(_renamed(meta))
+            return _checked(meta)
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
 
@@ -182,10 +172,6 @@ class Checkpoints:
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
-    def has_checksums(self, number: int) -> bool:
-        """Whether a checkpoint has a checksum of each array; older ones have one of all."""
-        return "arrays" in self.read_meta(number)
-
     def read_params(self, number: int, like: Any) -> Callable[[Path], np.ndarray]:
         """``read(path)``: the parameters of a checkpoint one by one, into the host's memory.
 
@@ -194,8 +180,7 @@ class Checkpoints:
           like: a TrainState of the same shapes (ShapeDtypeStructs will do).
 
         Returns:
-          A function of a parameter's path within `params`. Each is compared with its checksum, if
-          the checkpoint has one (`has_checksums`).
+          A function of a parameter's path within `params`. Each is compared with its checksum.
 
         Raises:
           UserError: as for `restore`; what is said of one parameter, when it is read.
@@ -216,10 +201,9 @@ class Checkpoints:
                 with ocp.PyTreeCheckpointer() as one:
                     found = one.restore(self._path / str(number) / "state", args=args)
                 array = traverse_util.flatten_dict(found["params"])[path]
-                expected = meta.get("arrays", {}).get(keys[path])
                 with _on_cpu():  # it may be larger than an accelerator
                     sums = _array_checksums(array)
-                if expected not in (None, *sums):
+                if sums != [meta["arrays"][keys[path]]]:
                     raise ValueError(f"the bytes of {'.'.join(path)} do not match their checksum")
                 return array
             except Exception as error:  # see read_meta
@@ -228,7 +212,7 @@ class Checkpoints:
         return read
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
-        """The sentence. What is only out of reach is not called damaged."""
+        """The sentence for a checkpoint that cannot be read, or is damaged."""
         path = self._directory / str(number)
         if isinstance(error, _OtherState):
             return UserError(
@@ -240,16 +224,13 @@ class Checkpoints:
         named = self._said(obstacle or error)
         if obstacle:
             return UserError(f"{path} cannot be read ({named}): mend that and try again")
-        others = [n for n in self._manager.all_steps() if n < number]
-        back = (
-            f"move that directory away to go back to checkpoint {max(others)}"
-            if others
-            else ("start again with another run.dir")
-        )
+        back = "start again with another run.dir"
+        if others := [n for n in self._manager.all_steps() if n < number]:
+            back = f"move that directory away to go back to checkpoint {max(others)}"
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def _said(self, error: Exception) -> str:
-        """An error's type and the beginning of its text, with the directory by its name."""
+        """An error's type and the beginning of its text, which names the directory."""
         text = str(error).replace(str(self._path), str(self._directory))
         return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
 
@@ -307,7 +288,7 @@ def _one_error() -> Iterator[None]:
                 time.sleep(_OTHER_WRITES)
                 if isinstance(error, OSError):
                     raise
-                for number in _WRITE_ERRORS:  # tensorstore reports them as ValueError
+                for number in STORE_ERRORS:  # tensorstore reports them as ValueError
                     if os.strerror(number) in str(error):
                         raise OSError(number, os.strerror(number)) from error
                 raise
@@ -317,7 +298,7 @@ def _one_error() -> Iterator[None]:
 
 
 def _obstacle(path: pathlib.Path) -> OSError | None:
-    """What the operating system says against reading the files of a directory, if anything."""
+    """The error that reading the files of a directory raises, if any."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -342,13 +323,8 @@ def _structure(state: Any) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
-def _renamed(meta: dict[str, Any]) -> dict[str, Any]:
-    """Metadata with today's name of the phase: the supervised stage was called 'warmup'."""
-    return {**meta, "phase": "sft"} if meta.get("phase") == "warmup" else meta
-
-
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:
-    """The metadata, if what a run reads of it is there and of its type; ValueError otherwise."""
+    """The metadata; ValueError if a value that a run reads is missing or has another type."""
     offsets = meta.get("offsets", {})
     numbers = [meta.get("step", 0), *(offsets.values() if isinstance(offsets, dict) else [None])]
     if meta.get("phase", "rl") not in ("sft", "rl") or any(
@@ -359,7 +335,7 @@ def _checked(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(meta: dict[str, Any]) -> str:
-    """Hash of the metadata, the digest itself aside."""
+    """Hash of the metadata without its digest."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -393,11 +369,7 @@ def _array_checksums(state: Any) -> list[int]:
     return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
 
 
-def _chained(sums: list[int]) -> int:
+def state_checksum(state: Any, sums: list[int] | None = None) -> int:
+    """`models.checksum` of a state as a Python int; `sums` are its `_array_checksums`, if known."""
     _, run = _programs()
-    return int(np.asarray(run([np.uint32(one) for one in sums])))
-
-
-def state_checksum(state: Any) -> int:
-    """`models.checksum` of a whole state as a Python int."""
-    return _chained(_array_checksums(state))
+    return int(np.asarray(run([np.uint32(one) for one in sums or _array_checksums(state)])))

@@ -25,7 +25,7 @@ def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
 
 
 def first_layers(model: ModelConfig, recipe: Recipe) -> dict[str, int]:
-    """{run of layers under `recipe`: number of its first layer}."""
+    """{name of a stack of equal layers under `recipe`: number of its first layer}."""
     runs = layer_groups(layer_stacks(model), recipe)
     return {run.name: run.layers.start for run in runs}
 

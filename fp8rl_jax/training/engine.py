@@ -1,8 +1,8 @@
-"""What RL asks of programs: sample, score, update, refit. `Engine` is the form, `JaxEngine` ours.
+"""The programs of RL: sample, score, update, refit. `Engine` lists them, `JaxEngine` compiles them.
 
-An engine is made of a configuration and a layout, so two of them can stand side by side on two
-meshes. Its methods take a state or rollout weights, and return new ones and arrays on the host;
-what is compiled is made once and compiles once.
+An engine is made of a configuration and a layout, so one process can have two, on two meshes. Its
+methods take a state or rollout weights, and return new ones and arrays on the host. Each program
+is compiled once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import optax
 
@@ -53,7 +54,7 @@ class Served:
     Attributes:
       weights: the tree that the sampler takes; None after `release`.
       checksum: () uint32 over all its bytes.
-      health: what quantising the weights lost, by site and layer; {} without `precision.health`.
+      health: counts of quantisation losses by site and layer; {} without `precision.health`.
       version: () int32, the step whose weights these are.
     """
 
@@ -69,7 +70,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """What a rollout is asked for, on the host. Of P prompts G samples each, B = P * G.
+    """The prompts of a rollout, on the host: P prompts with G samples each, B = P * G.
 
     Attributes:
       tokens: (P, Tp) int32, right-padded; lengths: (P,) int32.
@@ -99,29 +100,58 @@ class Prompts:
 
 
 class Engine(Protocol):
-    """What the RL loop needs of programs; one for each mesh."""
+    """The programs that `rl_step` calls; one engine for each mesh."""
+
+    @property
+    def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
+        """`optimizer_of_phase` of RL: what `update` applies, and its learning rate by update."""
 
     def sample(self, weights, prompts: Prompts, watch: Watch | None = None) -> Rollout:
-        """Responses to prompts, on the host, with the log-probability of each token."""
+        """Responses to prompts: the rollout on the host, its taps where they are.
+
+        Args:
+          weights: of `refit`.
+          prompts: P a multiple of the devices that share a batch.
+          watch: called with finished responses during a rollout by continuous batching; other
+            samplers never call it.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """How the last rollout used its slots; {} of a sampler without slots."""
+
+    def batch(self, rollout: Rollout, prompts: Prompts) -> Batch:
+        """A rollout as a training batch on the host, its routing on the devices; advantages are 1,
+        old log-probabilities are the sampler's."""
 
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
         """Log-probabilities (B, R) float32 of a batch's responses under a state, on the host."""
 
+    def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Log-probabilities (B, R) of a batch's responses under the reference policy in `state`."""
+
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
-        """The state after one optimiser update, the log-probabilities (B, R) that its own forward
-        pass computed, and its metrics on the host. The old state is gone."""
+        """The state after one optimiser update of RL, the log-probabilities (B, R) that its own
+        forward pass computed, and its metrics on the host. The old state is gone; if loss or
+        gradients are not finite (metrics['good']), the new one equals it."""
+
+    def advance(self, state: TrainState, step: int, position: int) -> TrainState:
+        """`state` after `step` steps of its phase and `position` batches of its stream."""
+
+    def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
+        """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
+        recipe asks for them."""
 
     def refit(self, state: TrainState) -> Served:
-        """What the sampler takes of a state."""
+        """The sampler's weights of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
-class JaxEngine:
+class JaxEngine(Engine):
     """The programs of a run on one mesh, with one forward function for all of them.
 
     Attributes:
       resolved: configuration, model, recipes.
-      layout: what lies where.
+      layout: shapes and shardings.
       eos_ids, pad_id: of the tokenizer.
       cache_slots: of each sequence in the KV cache; 0 for prompt + response.
     """
@@ -133,22 +163,21 @@ class JaxEngine:
     cache_slots: int = 0
 
     @property
-    def config(self):
+    def config(self) -> ml_collections.ConfigDict:
         return self.resolved.config
 
     @functools.cached_property
     def keys(self) -> dict[str, jax.Array]:
         """Independent keys for 'init', 'rollout' and 'eval', from the run's seed."""
         root = jax.random.key(self.config.run.seed, impl="threefry2x32")
-        names = ("init", "rollout", "eval")
-        return dict(zip(names, jax.random.split(root, len(names)), strict=True))
+        return dict(zip(("init", "rollout", "eval"), jax.random.split(root, 3), strict=True))
 
     @functools.cached_property
     def rope(self) -> tuple[jax.Array, jax.Array]:
         """Tables of rotary angles for every slot."""
         rollout = self.config.rollout
         slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
-        return processes.place(rope_tables(self.resolved.model, slots), self.layout.whole)
+        return processes.place(rope_tables(self.resolved.model, slots), self.layout.replicated)
 
     # States.
 
@@ -176,8 +205,9 @@ class JaxEngine:
         return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
-        """`state` after `step` steps of its phase and `position` batches of its stream."""
-        step, position = processes.place((np.int32(step), np.int32(position)), self.layout.whole)
+        step, position = processes.place(
+            (np.int32(step), np.int32(position)), self.layout.replicated
+        )
         return dataclasses.replace(state, step=step, data_state=position)
 
     @functools.cached_property
@@ -187,31 +217,29 @@ class JaxEngine:
         return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
 
     def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
-        """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
-        recipe asks for them."""
         if not self.layout.calibrated:
             return state
         tokens, lengths = self.layout.by_rows((tokens, lengths))
         scales = self.compiled_calibrate(
             state.params, state.scaling_state, tokens, lengths, state.step, self.rope
         )
-        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.whole))
+        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.replicated))
 
     # Rollout.
 
     @functools.cached_property
     def compiled_refit(self):
-        whole = self.layout.whole
+        replicated = self.layout.replicated
         return make_refit(
             self.resolved.rollout_recipe,
             health=self.config.precision.health,
-            shardings={"out_shardings": (self.layout.weight_shardings, whole, whole)},
+            shardings={"out_shardings": (self.layout.weight_shardings, replicated, replicated)},
         )
 
     def refit(self, state: TrainState) -> Served:
-        """What the sampler takes of a state."""
-        found = self.compiled_refit(state.params, state.scaling_state, state.kv_scales)
-        return Served(*found, version=state.step)
+        policy = state.params, state.scaling_state, state.kv_scales
+        weights, checksum, health = self.compiled_refit(*policy)
+        return Served(weights, checksum, health, version=state.step)
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """A compiled sampler with the run's prompt and response slots."""
@@ -226,12 +254,12 @@ class JaxEngine:
             cache_slots=self.cache_slots,
             taps=taps,
         )
-        model, recipe, mesh = resolved.model, resolved.rollout_recipe, self.layout.mesh
+        what, mesh = (resolved.model, resolved.rollout_recipe, settings), self.layout.mesh
         if rollout.slots and not taps:
-            return ContinuousSampler(model, recipe, settings, self._batching(settings), mesh=mesh)
-        if Loop(model, recipe, settings).on_cpu and mesh.size == 1 and not taps:
-            return HalvedSampler(model, recipe, settings)
-        return make_sampler(model, recipe, settings, self.layout.parallel)
+            return ContinuousSampler(*what, self._batching(settings), mesh=mesh)
+        if Loop(*what).on_cpu and mesh.size == 1 and not taps:
+            return HalvedSampler(*what)
+        return make_sampler(*what, self.layout.parallel)
 
     def _batching(self, settings: SamplerConfig) -> Batching:
         """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
@@ -255,7 +283,7 @@ class JaxEngine:
 
     @property
     def replayed_taps(self) -> tuple[str, ...]:
-        """What the sampler records of its routing for the learner (`algo.routing_replay`)."""
+        """Names of the routers' results that the sampler records (`algo.routing_replay`)."""
         count = {"none": 0, "experts": 1, "weights": 2}[self.config.algo.routing_replay]
         return ROUTING[:count]
 
@@ -263,9 +291,8 @@ class JaxEngine:
     def sampler(self):
         """The rollout program; see `make_sampler`."""
         rollout = self.config.rollout
-        return self.make_sampler(
-            rollout.group_size, rollout.top_k, rollout.top_p, self.replayed_taps
-        )
+        choice = rollout.group_size, rollout.top_k, rollout.top_p
+        return self.make_sampler(*choice, self.replayed_taps)
 
     @functools.cached_property
     def eval_sampler(self):
@@ -275,15 +302,7 @@ class JaxEngine:
     def sample(
         self, weights, prompts: Prompts, watch: Watch | None = None, sampler: Any = None
     ) -> Rollout:
-        """Responses to prompts: the rollout on the host, its taps where they are.
-
-        Args:
-          weights: of `refit`.
-          prompts: P a multiple of the devices that share a batch.
-          watch: called with finished responses during a rollout by continuous batching; other
-            samplers never call it.
-          sampler: of `make_sampler`; by default that of the rollout.
-        """
+        """See `Engine.sample`; `sampler` is of `make_sampler`, by default that of the rollout."""
         sampler = sampler or self.sampler
         sample_ids = prompts.sample_ids
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
@@ -296,12 +315,10 @@ class JaxEngine:
         return dataclasses.replace(rollout, taps=out.taps)
 
     def metrics(self) -> dict[str, float]:
-        """How the last rollout used its slots; {} of a sampler without slots."""
         return self.sampler.metrics() if isinstance(self.sampler, ContinuousSampler) else {}
 
     def batch(self, rollout: Rollout, prompts: Prompts, advantages=None) -> Batch:
-        """A rollout as a training batch on the host, its routing on the devices; old
-        log-probabilities are the sampler's. advantages: (B,); default 1."""
+        """See `Engine.batch`; advantages are (B,)."""
         group = len(rollout.tokens) // len(prompts.lengths)
         tokens, lengths = (np.repeat(x, group, axis=0) for x in (prompts.tokens, prompts.lengths))
         return learner.make_batch(
@@ -317,37 +334,28 @@ class JaxEngine:
 
     # Learner.
 
+    def _make_score(self, recipe: Recipe):
+        return learner.make_score(self.resolved.model, recipe, self.layout.parallel)
+
     @functools.cached_property
     def compiled_score(self):
-        return learner.make_score(
-            self.resolved.model, self.resolved.learner_recipe, self.layout.parallel
-        )
-
-    def score(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Log-probabilities (B, R) of a batch's responses under a state, on the host."""
-        batch = self.layout.by_rows(batch)
-        return processes.fetch(
-            self.compiled_score(
-                state.params, state.scaling_state, state.kv_scales, batch, self.rope
-            )
-        )
+        return self._make_score(self.resolved.learner_recipe)
 
     @functools.cached_property
     def compiled_reference_score(self):
-        resolved = self.resolved
-        return learner.make_score(resolved.model, resolved.reference_recipe, self.layout.parallel)
+        return self._make_score(self.resolved.reference_recipe)
+
+    def score(self, state: TrainState, batch: Batch) -> np.ndarray:
+        policy = state.params, state.scaling_state, state.kv_scales
+        return processes.fetch(self.compiled_score(*policy, self.layout.by_rows(batch), self.rope))
 
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Log-probabilities (B, R) of a batch's responses under the reference policy in `state`."""
         batch = dataclasses.replace(batch, routing={})
         if self.config.precision.reference == "learner":
             return self.score(state, batch)
-        scaling = init_scaling(state.params, self.resolved.reference_recipe)
-        return processes.fetch(
-            self.compiled_reference_score(
-                state.params, scaling, None, self.layout.by_rows(batch), self.rope
-            )
-        )
+        policy = state.params, init_scaling(state.params, self.resolved.reference_recipe), None
+        batch = self.layout.by_rows(batch)
+        return processes.fetch(self.compiled_reference_score(*policy, batch, self.rope))
 
     @property
     def loss(self) -> learner.LossConfig:
@@ -373,47 +381,32 @@ class JaxEngine:
 
         `taps` and `donate` as for `learner.make_train_step`.
         """
-        layout, resolved = self.layout, self.resolved
-        shardings = (
-            param_shardings(layout.mesh, layout.state_shapes(optimizer)),
-            layout.rows,
-            layout.whole,
-        )
-        recipe, learn = recipe or resolved.learner_recipe, self.config.learner
+        layout, model = self.layout, self.resolved.model
+        state = param_shardings(layout.mesh, layout.state_shapes(optimizer))
+        shardings = (state, layout.rows, layout.replicated)
+        recipe = recipe or self.resolved.learner_recipe
         settings = {
             "parallel": layout.parallel,
             "micro_batches": micro_batches,
-            "remat": learn.remat,
+            "remat": self.config.learner.remat,
             "health": self.config.precision.health,
             "taps": taps,
         }
         if layout.offloads:
-            gradients = learner.make_gradients(resolved.model, recipe, loss, **settings)
+            gradients = learner.make_gradients(model, recipe, loss, **settings)
             return OffloadedStep(gradients, optimizer, *shardings, donate)
-        return learner.make_train_step(
-            resolved.model,
-            recipe,
-            optimizer,
-            loss,
-            donate=donate,
-            shardings={"out_shardings": shardings},
-            **settings,
-        )
+        settings |= {"donate": donate, "shardings": {"out_shardings": shardings}}
+        return learner.make_train_step(model, recipe, optimizer, loss, **settings)
 
     @functools.cached_property
     def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
-        """`optimizer_of_phase` of RL: what `update` applies, and its learning rate by update."""
         return optimizer_of_phase(self.config, "rl")
 
     @functools.cached_property
     def compiled_update(self):
-        optimizer, _ = self.rl_optimizer
-        return self.train_step(
-            optimizer, self.loss, self.config.learner.gradient_accumulation_steps
-        )
+        parts = self.config.learner.gradient_accumulation_steps
+        return self.train_step(self.rl_optimizer[0], self.loss, parts)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
-        """One optimiser update of the RL phase; see `Engine.update`. If loss or gradients are not
-        finite (metrics['good']), the new state is the old one."""
         state, logp, metrics = self.compiled_update(state, self.layout.by_rows(batch), self.rope)
         return state, logp, jax.device_get(metrics)

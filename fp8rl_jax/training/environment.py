@@ -1,4 +1,4 @@
-"""What a run's bits depend on beside its configuration: versions, devices, files outside it.
+"""The surroundings that a run's bits depend on: versions, devices, files outside its directory.
 
 `environment.json` has an entry for each start of the run; a resumption is compared with the entry
 before it.
@@ -30,18 +30,8 @@ from fp8rl_jax.data import tokenizer_files
 
 _NAME = "environment.json"
 _STARTED = datetime.datetime.now().replace(microsecond=0)
-_LIBRARIES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "ml_dtypes",
-    "tokenizers",
-)
-
-
+_LIBRARIES: tuple[str, ...] = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_LIBRARIES += ("numpy", "ml_dtypes", "tokenizers")
 _COMPARED = ("versions", "devices", "settings")
 
 
@@ -54,7 +44,7 @@ def _digests(files: Iterable[pathlib.Path]) -> dict[str, str]:
 
 
 def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """What the run's bits depend on in this process: text by name, and hashes of files by path."""
+    """The surroundings of this process: texts by name, and hashes of files by path."""
     device = jax.devices()[0]
     return {
         "versions": {
@@ -79,7 +69,7 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def layout() -> str:
-    """How many devices of how many processes and hosts the run has, for a sentence."""
+    """The numbers of devices, processes and hosts, as a part of a sentence."""
     found = jax.devices()
     return f"{len(found)} {found[0].platform} device(s){processes.described()}"
 
@@ -118,8 +108,8 @@ def begun(directory: pathlib.Path) -> datetime.datetime:
 
 
 def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | None:
-    """What has changed since the run's last start and may change its bits, as a line; None if
-    nothing has, or the run is new. `now` is the `environment` of this start.
+    """A line on changes since the run's last start that may change its bits; None if there are none
+    or the run is new. `now` is the `environment` of this start.
 
     Raises:
       UserError: the tokenizer has changed.

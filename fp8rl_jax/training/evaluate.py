@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluation]:
-    """Accuracy on every held-out question, of each set by itself.
+    """Accuracy on every held-out question, set by set.
 
     Each question is answered in one program: greedily, and `eval.samples` times at
     `eval.temperature`. Of several rewards the first decides.
@@ -37,10 +37,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
       phase, step: written into the record; they also choose the random bits.
 
     Returns:
-      One for each set. A question counts if all its responses were scored; the others are in
-      `questions_unscored`. In a record accuracy_greedy and accuracy_sampled are mean rewards;
-      `sample_metrics` says what the others are. NAME_se is the standard error of NAME, with a
-      question's samples as one cluster.
+      One for each set; report/metrics.py explains the keys of its record. A question counts if all
+      its responses were scored; `questions_unscored` is the number of those that do not.
 
     Raises:
       RewardError: every call of the reward failed, or no question of a set counts.
@@ -80,7 +78,7 @@ def _evaluate(
     rewards, texts, rates, length = [], [], [], 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
-        rows = group * len(part)  # the others fill the batch
+        rows = group * len(part)  # further rows fill the batch
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
         prompts = Prompts.numbered(

@@ -45,16 +45,16 @@ class Layout:
 
     @property
     def rows(self) -> NamedSharding:
-        """Of a batch: its rows over the devices."""
+        """Of a batch: its rows are divided over the devices."""
         return sharding.batch_sharding(self.mesh)
 
     @property
-    def whole(self) -> NamedSharding:
-        """Of what every device holds."""
+    def replicated(self) -> NamedSharding:
+        """Of arrays that every device holds in full."""
         return sharding.replicated(self.mesh)
 
     def by_rows(self, batch):
-        """A tree of host arrays, laid out over the mesh by rows."""
+        """A tree of host arrays on the devices, divided by rows."""
         return processes.place(batch, self.rows)
 
     @property
@@ -85,7 +85,7 @@ class Layout:
 
     @functools.cached_property
     def weight_shapes(self):
-        """ShapeDtypeStructs of what the sampler holds."""
+        """ShapeDtypeStructs of the sampler's weights."""
         resolved = self.resolved
 
         def weights(params):
@@ -97,7 +97,7 @@ class Layout:
 
     @functools.cached_property
     def weight_shardings(self):
-        """Of what the sampler holds: experts over `expert`, other weights over `tensor`; on a GPU
+        """Of the sampler's weights: experts over `expert`, other weights over `tensor`; on a GPU
         with the layouts that its kernels read."""
         shapes, recipe = self.weight_shapes, self.resolved.rollout_recipe
         specs = weight_specs(shapes, self.resolved.model, recipe, self.mesh)
@@ -107,7 +107,7 @@ class Layout:
         return kernel_formats(shapes, shardings)
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
-        """`learner.new_state` of the run's learner, as yet where its arguments are."""
+        """`learner.new_state` of the run's learner, on the devices of its arguments."""
         recipe = self.resolved.learner_recipe
         return learner.new_state(
             params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales

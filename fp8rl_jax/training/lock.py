@@ -106,12 +106,8 @@ class RunLock:
         the lock while this one stood still."""
         if not processes.first():
             return
-        held = (
-            _same_file(self._file, self._path)
-            if self._file is not None
-            else _is_own(_read(self._path))
-        )
-        if not held:
+        file, path = self._file, self._path
+        if not (_is_own(_read(path)) if file is None else _same_file(file, path)):
             raise UserError(
                 f"run.dir: {self._path.parent} was removed, or is another process's now: this run "
                 "stops without writing there; continue it with --resume"
@@ -124,9 +120,8 @@ class RunLock:
         )
 
     def _held(self) -> UserError:
-        owner = _read(self._path)
         by = "another process"
-        if owner:
+        if owner := _read(self._path):
             by = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
         return UserError(
             f"run.dir: {self._path.parent} is in use by {by}: wait until it has ended, or choose "
@@ -145,7 +140,7 @@ class RunLock:
 
 
 def _owner() -> bytes:
-    """What a lock says of this process."""
+    """The content of a lock that this process holds."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start(os.getpid())}
     return json.dumps(owner | {"since": since}).encode()

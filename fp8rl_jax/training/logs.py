@@ -1,4 +1,4 @@
-"""Files of numbers: JSON lines that survive a crash, and other places that numbers go to."""
+"""A run's JSON lines, which survive a crash, and the loggers that get the same numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json, strict_json
 from fp8rl_jax.base.paths import open_regular
+from fp8rl_jax.report.metrics import FILES
 from fp8rl_jax.training.sinks import Outside, open_sinks
 
 
@@ -52,7 +53,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a file, up to the first line that is none; none if it does not exist."""
+    """The records of a file, up to the first damaged line; [] if there is no file."""
     records: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError, ValueError):
         for record in _records(path):
@@ -68,15 +69,11 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
     """
     try:
         return [_checked(record) for record in _records(path, b"\n")]
-    except (OSError, ValueError) as error:
-        what = (
-            f"cannot be read ({error.strerror})"
-            if isinstance(error, OSError)
-            else (f"is damaged ({error})")
-        )
-        raise UserError(
-            f"{path} {what}: put the file back, or start again with another run.dir"
-        ) from None
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        what = f"is damaged ({error})"
+    raise UserError(f"{path} {what}: put the file back, or start again with another run.dir")
 
 
 def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
@@ -100,7 +97,7 @@ def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """A record, if what is read of it has its type; ValueError otherwise."""
+    """The record; ValueError if its step, phase or set has another type."""
     step = record.get("step")
     texts = [record.get(name, "") for name in ("phase", "set")]
     if type(step) is not int or step < 0 or not all(isinstance(text, str) for text in texts):
@@ -111,10 +108,10 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
 class RunLogs:
     """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`.
 
-    Of several processes the first one writes; in the others nothing is opened.
+    Of several processes only the first one opens and writes them.
     """
 
-    NAMES = ("metrics", "sft", "eval", "samples")
+    NAMES = (*FILES,)
 
     def __init__(
         self,
@@ -125,14 +122,10 @@ class RunLogs:
     ):
         """Opens the files; cuts them to `offsets` (sizes in bytes by name).
 
-        With None they start empty, and what a former run has left in them is kept: it moves to
-        `earlier-1`, `earlier-2`, ... of the directory, with what it found about drift, and
-        `moved_to` names that.
+        With None they start empty; files of a former run, its drift analysis included, move to the
+        directory `earlier-1`, `earlier-2`, ..., which `moved_to` names.
 
-        `config` names the loggers and is handed to them; `note` is told what they miss.
-
-        A `warmup.jsonl` becomes `sft.jsonl` where `offsets` speak of it, as those of older versions
-        do; any other one is not the run's.
+        `config` names the loggers, which get it; `note` is called with a line about what they miss.
 
         Raises:
           UserError: a file is not what a run has written.
@@ -145,15 +138,9 @@ class RunLogs:
 
     def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config, note) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
-        offsets = dict(offsets or {})
-        if "warmup" in offsets:  # the checkpoint is of a version before the stage's new name
-            offsets["sft"] = offsets.pop("warmup")
-            former, today = directory / "warmup.jsonl", directory / "sft.jsonl"
-            if former.exists() and not os.path.lexists(today):
-                former.rename(today)
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
-            size = offsets.get(name, 0)
+            size = (offsets or {}).get(name, 0)
             if writer.path.stat().st_size < size:
                 raise UserError(
                     f"{writer.path} is shorter than it was when the checkpoint was written "
@@ -166,7 +153,7 @@ class RunLogs:
             self._show(name, records, again=True)
 
     def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
-        """The directory that the files of a former run are in now; None if there were none."""
+        """Moves the files of a former run and returns their new directory, or None without any."""
         names = (directory / f"{name}.jsonl" for name in self.NAMES)
         former = [path for path in names if path.exists() and path.stat().st_size]
         if not former:
@@ -214,12 +201,14 @@ class RunLogs:
     def close(self) -> None:
         """Closes all of them, also where a file fails; the first failure is raised."""
         with contextlib.ExitStack() as stack:
-            for each in reversed((*self._writers.values(), *self._sinks)):
-                stack.callback(each.close)
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+            for writer in reversed(self._writers.values()):
+                stack.callback(writer.close)
 
 
 def _phase(name: str, record: dict[str, Any]) -> str:
-    """What the loggers call the phase of a record of NAMES."""
+    """The loggers' name of the phase of a record in one of NAMES."""
     phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
     return f"{phase}/{record['set']}" if "set" in record else phase
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ class OffloadedStep:
         optimizer: Optimizer,
         shardings: TrainState,
         rows,
-        whole,
+        replicated,
         donate: bool = True,
     ):
         """
@@ -85,7 +86,7 @@ class OffloadedStep:
           gradients: of `learner.make_gradients`.
           optimizer: of `make_optimizer`.
           shardings: of the state, moments on the device.
-          rows, whole: sharding of what has rows of the batch, and of what is on every device.
+          rows, replicated: shardings of arrays divided by rows, and of arrays on every device.
           donate: give the state's memory to the new state.
         """
         self._donate = donate
@@ -95,8 +96,8 @@ class OffloadedStep:
             step, new = optimizer.by_array(decays).update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
-        found = Gradients(shardings.params, whole, shardings.scaling_state)
-        self._gradients = exact_jit(gradients, out_shardings=(found, rows, whole))
+        found = Gradients(shardings.params, replicated, shardings.scaling_state)
+        self._gradients: Any = exact_jit(gradients, out_shardings=(found, rows, replicated))
         donated = (2, 3) if donate else 2
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
@@ -123,12 +124,12 @@ class OffloadedStep:
 
     def _by_array(self, gradients: list, moments, params, *scalars):
         """(params, moments) after the update, one array of parameters after the other."""
-        structure = jax.tree.structure(params)
+        structure: Any = jax.tree.structure(params)
         paths, olds = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
         news = []
 
         def like_params(node) -> bool:
-            return jax.tree.structure(node) == structure
+            return structure == jax.tree.structure(node)
 
         def of_array(index: int):
             """`moments` with one array in the place of every tree shaped as the parameters."""

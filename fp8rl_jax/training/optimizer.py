@@ -99,7 +99,7 @@ def make_optimizer(
         return adamw(lambda path: decays)
 
     chain = optax.chain(optax.stateless(clip_all), adamw(is_matrix))
-    return Optimizer(*chain, clip, by_array), schedule
+    return Optimizer(chain.init, chain.update, clip, by_array), schedule
 
 
 def updates_made(opt_state: optax.OptState) -> int:
@@ -113,20 +113,9 @@ def optimizer_of_phase(
     config: ml_collections.ConfigDict, phase: str
 ) -> tuple[Optimizer, optax.Schedule]:
     """(transformation, schedule) of 'sft' or 'rl'."""
-    o, norm = config.optimizer, norm_of_gradients(config.precision.cpu_products)
-    if phase == "rl":
-        return make_optimizer(
-            o.learning_rate, o.warmup_steps, o.b1, o.b2, o.weight_decay, o.clip_norm, norm=norm
-        )
-    w = config.sft
-    return make_optimizer(
-        w.learning_rate,
-        w.warmup_steps,
-        o.b1,
-        w.b2,
-        w.weight_decay,
-        o.clip_norm,
-        w.steps if w.end_fraction < 1 else 0,
-        w.end_fraction,
-        norm,
-    )
+    rl, sft = config.optimizer, config.sft
+    own, decay = (sft if phase == "sft" else rl), {}
+    if phase == "sft" and sft.end_fraction < 1:
+        decay = {"decay_steps": sft.steps, "end_fraction": sft.end_fraction}
+    rates = own.learning_rate, own.warmup_steps, rl.b1, own.b2, own.weight_decay, rl.clip_norm
+    return make_optimizer(*rates, **decay, norm=norm_of_gradients(config.precision.cpu_products))

@@ -1,11 +1,10 @@
-"""What can be refused before a run compiles or writes: memory, room, directory, files."""
+"""Checks before a run compiles or writes: memory, disk space, directory, files."""
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.training.environment import environment
@@ -16,28 +15,20 @@ from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sinks import logger_names
 
 
-class Opened(NamedTuple):
-    """A run directory that is this process's own.
-
-    Attributes:
-      lock: held while the run goes on.
-      changes: what has changed since the run's last start, as a line; None if nothing has.
-      checked: what `check` returned.
-    """
-
-    lock: RunLock
-    changes: str | None
-    checked: Any
-
-
 @contextlib.contextmanager
-def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Iterator[Opened]:
+def preflight(
+    runtime: Runtime, resume: bool, check: Callable[[], object]
+) -> Iterator[tuple[RunLock, list[str]]]:
     """Checks a run and opens its directory; the processes agree.
 
     Args:
       runtime: the run.
       resume: whether a run that is there may go on.
       check: a last check, which may compile; nothing has been written before.
+
+    Yields:
+      The lock of the directory, held while the run goes on, and lines to show: about the data, what
+      has changed since the run's last start, what `check` returned.
 
     Raises:
       UserError: the run cannot work here, or `run.dir` holds another.
@@ -53,4 +44,4 @@ def preflight(runtime: Runtime, resume: bool, check: Callable[[], Any]) -> Itera
         changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
         checked = check()
         processes.decided(lambda: open_run(runtime, runtime.data_digest, now))
-        yield Opened(lock, changes, checked)
+        yield lock, [str(line) for line in (runtime.data_note, changes, checked) if line]

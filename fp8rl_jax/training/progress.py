@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+"""The display of a run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from fp8rl_jax.report.metrics import live_line
 
 _PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluations
 _RECENT = 20  # steps
@@ -30,7 +32,7 @@ class Display:
             console=self._console,
             disable=not self._live,
         )
-        self._task = None
+        self._task: TaskID | None = None
         self._last_line = 0.0
         self._ended = time.perf_counter()
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT)
@@ -44,7 +46,7 @@ class Display:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Prints a line above the live line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def phase(self, name: str, total: int, completed: int) -> None:
@@ -65,7 +67,7 @@ class Display:
         now = time.perf_counter()
         self._durations.append(now - self._ended)
         self._ended = now
-        # A median: a step that compiles says nothing of the others, as the first one does.
+        # A median: the first step compiles, and later ones may.
         left = statistics.median_low(self._durations) * (self._total - step)
         text = f"left {datetime.timedelta(seconds=round(left))}" if len(self._durations) > 1 else ""
         self._progress.update(self._task, completed=step, status=status, left=text)
@@ -74,21 +76,12 @@ class Display:
             self._last_line = now
             self.note(f"{self._name} {step}/{self._total}  {status}  {text}")
 
-    def sft_step(self, record: dict) -> None:
-        self._update(record["step"], f"loss {record['loss']:.3f}  accuracy {self._accuracy}")
-
-    def rl_step(self, record: dict) -> None:
-        """Step, reward, held-out accuracy, drift, tokens per second."""
-        drift = record["train_rollout_logprob_abs_diff_max"]
-        self._update(
-            record["step"],
-            f"reward {record['reward_mean']:.3f}  accuracy {self._accuracy}  "
-            f"drift {'0 exactly' if drift == 0 else f'{drift:.1e}'}  "
-            f"rollout {record['tokens_per_s_rollout']:.0f} tok/s",
-        )
+    def step(self, file: str, record: dict) -> None:
+        """Shows a record of sft.jsonl or metrics.jsonl; `file` is the name without .jsonl."""
+        self._update(record["step"], f"{live_line(file, record)}  accuracy {self._accuracy}")
 
     def rollout(self, step: int, progress) -> None:
-        """How far the rollout of an RL step is; `progress` of rollout/continuous.py."""
+        """Shows how many responses of an RL step are done; see rollout/continuous.py."""
         done = progress.done
         status = f"rollout {done.sum()}/{len(done)} responses, {progress.drawn.sum()} tokens"
         now = time.perf_counter()

@@ -48,14 +48,14 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
 
 
 class _Lengths:
-    """Which questions fit, and how many tokens those have that do not, by the field's name."""
+    """Tells which questions fit their slots, and keeps the lengths of those that do not."""
 
     def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
         self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
         self.too_long: dict[str, list[int]] = {}
 
     def fit(self, split: str, question: Question) -> bool:
-        """Whether the prompt, and a demonstration with its end token, have room."""
+        """True if the prompt, and a demonstration with its end token, fit."""
         if split == "sft":
             example = question.prompt, question.demonstration
             prompt, response = encode_demonstration(*example, self._tokenizer, self._chat)

@@ -25,7 +25,7 @@ class Rewards:
         Args:
           decode: of `Text`.
           questions: one for each response.
-          rewards: what scores them.
+          rewards: the terms that score them.
           own_rows: (B,) bool, rows of this process in the batch that they are sampled in, of which
             they are the first.
         """

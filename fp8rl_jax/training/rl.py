@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import Batch, TrainState, policy_of
 from fp8rl_jax.report import summarise, write_report
+from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -46,7 +47,7 @@ from fp8rl_jax.training.step_record import StepRecord
 
 
 class Monitor(Protocol):
-    """Looks into steps that drift; see `drift.DriftMonitor`."""
+    """Analyses steps that drift; see `drift.DriftMonitor`."""
 
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Called before the update of each step; `drifted`: whether an earlier step has."""
@@ -57,7 +58,7 @@ class Monitor(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What an RL step gives.
+    """The result of an RL step.
 
     Attributes:
       state, served: after it; the weights that the next step samples with.
@@ -102,7 +103,7 @@ def rl_step(
         hold_settings()  # before every part: a user's code may have run since
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        rng = np.asarray(state.rng)  # on the host: the engine may sample on other devices
+        rng: Any = np.asarray(state.rng)  # on the host: the engine may sample on other devices
         key = jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
         show = functools.partial(run.display.rollout, step + 1)
         samples = sample_step(rt, served, questions, key, record, show)
@@ -120,7 +121,7 @@ def rl_step(
         hold_settings()
         batch = weighed(rt, samples, batch, record)
 
-        # 4. Update; the sampler's weights make room.
+        # 4. Update; the sampler's weights are freed before it.
         hold_settings()
         served.release()
         monitor.keep(state, run.drifted)
@@ -187,8 +188,8 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
 def _updates(
     run: Run, state: TrainState, batch: Batch, record: StepRecord
 ) -> tuple[TrainState, np.ndarray, np.ndarray]:
-    """All optimiser updates of a step: the state after them, and of the first one the
-    log-probabilities that it computed and the checksum of the bytes that it read."""
+    """Makes all optimiser updates of a step. Returns the state after them, and the first update's
+    log-probabilities and checksum of the weights that it read."""
     rt = run.runtime
     algo = rt.config.algo
     rows = len(batch.mask) // algo.num_minibatches
@@ -292,7 +293,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
         if rt.layout.calibrated:
             record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
         run.logs.write("metrics", record)
-        run.display.rl_step(record)
+        run.display.step("metrics", record)
         last = step == config.run.steps
         if last or step % config.eval.every == 0:
             run.evaluate(state, served.weights)
@@ -311,7 +312,7 @@ def _forbidden_drift(run: Run, record: StepRecord) -> float:
     """The largest |dlogp| of a step of a run that must have none, else 0; the first time the run is
     warned. The processes agree."""
     rt = run.runtime
-    drift = record["train_rollout_logprob_abs_diff_max"]
+    drift = record[DRIFT_MAX]
     drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
     if drift and not run.drifted:
         recompute = ""

@@ -25,12 +25,12 @@ class Run:
     Attributes:
       runtime: its configuration and what follows from it.
       directory: `run.dir`.
-      display: what a person sees.
+      display: progress for a person.
       checkpoints: of the run.
       logs: opened where the run begins or resumes (`open_logs`).
       phase: 'sft' or 'rl'.
       drifted: whether a first update has shown drift where there must be none.
-      evaluation_failed: of the state that was restored, for want of a reward.
+      evaluation_failed: whether the restored state was saved because its evaluation failed.
       interrupted: the name of what stops this process, or None.
     """
 
@@ -60,14 +60,14 @@ class Run:
         self._opened.close()
 
     def stop(self) -> str | None:
-        """What stops the run in any process, or None. Asked where the state is saved, or is saved
-        for it; the processes agree."""
+        """What stops the run in any process, or None; all processes get the same answer. The caller
+        saves the state."""
         if self.stopped_by is None:
             self.stopped_by = next(filter(None, processes.exchange(self.interrupted())), None)
         return self.stopped_by
 
     def save(self, state: TrainState, **more: Any) -> None:
-        """Writes a checkpoint, with `more` in what is said of it."""
+        """Writes a checkpoint, with `more` in its metadata."""
         sft = self.runtime.config.sft.steps
         number = int(state.step) + (sft if self.phase == "rl" else 0)
         meta = {
@@ -104,18 +104,9 @@ class Run:
 
 def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
     """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
-    layer = int(metrics["bad_layer"])
-    where = (
-        f"layer {layer} is the first with a non-finite output"
-        if layer >= 0
-        else ("every layer's output is finite, so it arose in the loss or in a gradient")
-    )
-    return (
-        f"{phase} step {step}: loss {float(metrics['loss'])}, gradient norm "
-        f"{float(metrics['grad_norm'])}; {where}; "
-        + (
-            "the last good state is saved"
-            if saved
-            else "the newest checkpoint is the last good state"
-        )
-    )
+    layer, loss, norm = (metrics[name].item() for name in ("bad_layer", "loss", "grad_norm"))
+    where = f"layer {layer} is the first with a non-finite output"
+    if layer < 0:
+        where = "every layer's output is finite, so it arose in the loss or in a gradient"
+    kept = "last good state is saved" if saved else "newest checkpoint is the last good state"
+    return f"{phase} step {step}: loss {loss}, gradient norm {norm}; {where}; the {kept}"

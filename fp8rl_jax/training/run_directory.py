@@ -35,24 +35,15 @@ from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.logs import RunLogs
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+_LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE)
+STORE_ERRORS = (*_FULL, *_FORBIDDEN, *_LIMITS, errno.EROFS, errno.EIO)
 # What a write may meet that the user can fix; any other OSError is ours.
-WRITE_ERRORS = (
-    *_FULL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EISDIR,
-)
+WRITE_ERRORS = (*STORE_ERRORS, errno.ENAMETOOLONG, errno.EISDIR)
 # What such an error means, and what helps beside another directory.
 _CAUSES = {
     **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
-    errno.EACCES: ("it may not be written", "change its permissions, or "),
-    errno.EPERM: ("it may not be written", "change its permissions, or "),
+    **dict.fromkeys(_FORBIDDEN, ("it may not be written", "change its permissions, or ")),
     errno.EROFS: ("it is mounted read-only", "mount it writable, or "),
     errno.ENAMETOOLONG: ("the name is too long", ""),
     errno.ENOTDIR: ("a part of the name is a file", ""),
@@ -75,22 +66,15 @@ _MAY_CHANGE = (
     "env.reward_memory_gb",
 )
 _DIGEST = "data.sha256"
-# What a run writes beside its logs, which see to themselves.
-_FILES = (
-    "config.json",
-    "model.json",
-    _DIGEST,
-    "environment.json",
-    "report.html",
-    "drift.json",
-    "drift.html",
-)
+# What a run writes besides its logs, which `RunLogs` checks.
+_FILES: tuple[str, ...] = ("config.json", "model.json", _DIGEST, "environment.json")
+_FILES += ("report.html", "drift.json", "drift.html")
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # for a network file system to show a new file
 
 
 def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]) -> str | None:
-    """What has changed since the run in `run.dir` was last started, as a line.
+    """Checks that a run may start in `run.dir`; returns what has changed since its last start.
 
     Args:
       resolved: the configuration.
@@ -102,14 +86,13 @@ def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]
       UserError: it is another run, or cannot go on.
     """
     directory = pathlib.Path(resolved.config.run.dir)
-    check_directory(resolved, resume)
+    _check_directory(resolved, resume)
     _check_unchanged(directory, digest)
     return check_environment(directory, now)
 
 
-def check_directory(resolved: Resolved, resume: bool) -> None:
-    """Raises UserError if `run.dir` holds another configuration, or a run that `resume` was not
-    asked for."""
+def _check_directory(resolved: Resolved, resume: bool) -> None:
+    """Raises UserError if `run.dir` holds another configuration, or a run and not `resume`."""
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     for name in (*_FILES, *_DIRECTORIES):
@@ -121,10 +104,7 @@ def check_directory(resolved: Resolved, resume: bool) -> None:
             )
     saved = directory / "config.json"
     if saved.exists():
-        ours = as_saved(config)
-        theirs = read_saved_config(saved)
-        difference = first_difference(theirs, ours)
-        if difference:
+        if difference := first_difference(read_saved_config(saved), as_saved(config)):
             name, before, now = difference
             raise UserError(
                 f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
@@ -170,21 +150,20 @@ def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:
 def _check_unchanged(directory: pathlib.Path, digest: str) -> None:
     """Raises UserError if the run in `directory` began with other rows of its data set."""
     saved = directory / _DIGEST
-    if digest and os.path.lexists(saved) and _kept_digest(saved) != digest:
+    if not digest or not os.path.lexists(saved):
+        return
+    try:
+        before = read_bytes(saved, most=1000).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {saved} cannot be read ({error.strerror}): put the file back, or choose "
+            "another --config.run.dir"
+        ) from None
+    if before != digest:
         raise UserError(
             f"env.task: the data set has changed since the run in {directory} began: put it back, "
             "or choose another --config.run.dir"
         )
-
-
-def _kept_digest(path: pathlib.Path) -> str:
-    try:
-        return read_bytes(path, most=1000).decode(errors="replace").strip()
-    except OSError as error:
-        raise UserError(
-            f"run.dir: {path} cannot be read ({error.strerror}): put the file back, or choose "
-            "another --config.run.dir"
-        ) from None
 
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
@@ -266,8 +245,7 @@ def first_difference(theirs: dict, ours: dict):
 
 def cache_root(config) -> pathlib.Path | None:
     """The directory of cached results; None if there is none."""
-    root = config.run.cache_dir or user_cache()
-    return None if root is None else pathlib.Path(root)
+    return pathlib.Path(config.run.cache_dir) if config.run.cache_dir else user_cache()
 
 
 def check_rooms(resolved: Resolved) -> None:
@@ -276,14 +254,14 @@ def check_rooms(resolved: Resolved) -> None:
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
     # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
     size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
-    check_room(pathlib.Path(resolved.config.run.dir), bytes_to_write(resolved, size))
+    _check_room(pathlib.Path(resolved.config.run.dir), _bytes_to_write(resolved, size))
     if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
-        check_room(cache, size, "run.cache_dir")
+        _check_room(cache, size, "run.cache_dir")
 
 
-def bytes_to_write(resolved: Resolved, size: int) -> int:
-    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes: they take the room of
-    those they replace, once the new one is complete; a reference policy stays."""
+def _bytes_to_write(resolved: Resolved, size: int) -> int:
+    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes. A checkpoint replaces an
+    older one once it is complete; a reference policy stays."""
     run = resolved.config.run
     checkpoints = os.path.join(run.dir, "checkpoints")
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
@@ -297,8 +275,8 @@ def bytes_to_write(resolved: Resolved, size: int) -> int:
     return more * size + (size // 3 if stays else 0)
 
 
-def check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
-    """Raises UserError if `directory` cannot be made, written, or has too little room."""
+def _check_room(directory: pathlib.Path, bytes_needed: int, field: str = "run.dir") -> None:
+    """Raises UserError if `directory` cannot be made or written, or its disk is too full."""
     try:
         str(directory).encode()
     except UnicodeEncodeError:

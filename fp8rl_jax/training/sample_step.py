@@ -37,7 +37,7 @@ class Samples:
       questions: of the groups.
       rollout: the responses, on the host; what the routers chose is on the devices.
       versions: (B, R) int32, the step whose weights drew each token; -1 where there is none.
-      prompts: what the engine was asked for.
+      prompts: the arguments of `Engine.sample`.
       rewards: (P, G) float64; nan of a response that was not scored.
       by_name: {name: (P, G)} of each reward, without its weight.
       counts: (P,) bool, groups that count.
@@ -85,18 +85,18 @@ def sample_step(
 
     Args:
       runtime: of `make_runtime`.
-      served: what the sampler takes.
+      served: the sampler's weights.
       stream: questions; one batch is taken a round.
       key: of this step.
       record: gets times and what was sampled.
-      show: told while a rollout goes on, where the sampler does that.
+      show: called with the progress of a continuous rollout.
 
     Raises:
       RewardError: every call of a reward failed, or no response was scored.
     """
     config = runtime.config
     tally = Tally(f"RL step {record['step']}")
-    wanted, rounds = config.rollout.prompts_per_step, []
+    wanted, rounds = config.rollout.prompts_per_step, list[Samples]()
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
         rounds.append(_round(runtime, served, stream.next(), key, len(rounds), record, show, tally))
@@ -131,7 +131,7 @@ def _round(
     rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
 
     def watch(progress: Progress) -> None:
-        rewards.add(progress.rollout, progress.done)
+        rewards.add(progress.rollout, np.asarray(progress.done))
         show(progress)
 
     with record.timed("rollout"):
@@ -160,10 +160,8 @@ def _joined(rounds: list[Samples]) -> Samples:
     asked = join([r.prompts for r in rounds], ("tokens", "lengths", "temperature", "first_ids"))
     prompts = Prompts(key=rounds[0].prompts.key, **asked)
     rollouts = [r.rollout for r in rounds]
-    rollout = Rollout(
-        *(np.concatenate([getattr(r, f) for r in rollouts]) for f in _ROW_FIELDS),
-        taps={n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps},
-    )
+    taps = {n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps}
+    rollout = Rollout(**join(rollouts, _ROW_FIELDS), taps=taps)
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
     return Samples(questions, rollout, prompts=prompts, by_name=by_name, **arrays)
@@ -171,5 +169,5 @@ def _joined(rounds: list[Samples]) -> Samples:
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Rows of a rollout; its taps are those of layers, (L, B, ...)."""
-    fields = (getattr(rollout, name)[rows] for name in _ROW_FIELDS)
-    return Rollout(*fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})
+    fields = {name: getattr(rollout, name)[rows] for name in _ROW_FIELDS}
+    return Rollout(**fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})

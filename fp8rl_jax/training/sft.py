@@ -34,15 +34,15 @@ from fp8rl_jax.training.run_directory import cache_root, no_room
 from fp8rl_jax.training.runtime import Runtime
 
 _SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
-_FIELDS = (
+_FIELDS: tuple[str, ...] = (
     "run.seed",
     "run.samples",
     "optimizer.b1",
     "optimizer.clip_norm",
     "learner.remat",
-    "rollout.max_prompt_tokens",
-    "rollout.max_new_tokens",
 )
+_FIELDS += ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+_LOGS = ("sft", "eval", "samples")
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = (
     "model.check_finite",
@@ -57,15 +57,14 @@ _TWO_DAYS = 2 * 24 * 3600.0
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
-    """Where the result of this configuration's stage is kept, None if nowhere; `data_digest` is
-    `Data.digest`."""
+    """The directory of the cached result of this configuration, None without a cache;
+    `data_digest` is `Data.digest`."""
     root = cache_root(config)
     if root is None:
         return None
-    flat = flatten(config)
     parts = {
         name: value
-        for name, value in flat.items()
+        for name, value in flatten(config).items()
         if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
     }
     if data_digest:
@@ -74,12 +73,11 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     files += files_of_functions(named_functions(config))
-    name = cache_name("sft", parts, files)
-    return root / name
+    return root / cache_name("sft", parts, files)
 
 
 def _kept(state: TrainState) -> dict:
-    """What the RL phase takes over."""
+    """The parts of the state that begin RL."""
     return {"params": state.params, "scaling_state": state.scaling_state}
 
 
@@ -87,13 +85,12 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
     """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
     directory = cache_directory(runtime.config, runtime.data_digest)
     there = directory is not None and directory.is_dir()
-    if not all(processes.exchange(there)):  # of several hosts one may not have it
+    if not all(processes.exchange(there)) or directory is None:  # one of several hosts may lack it
         return None
     checkpoints = Checkpoints(directory / "checkpoint", keep=1)
-    names = ("sft", "eval", "samples")
     try:
         kept = checkpoints.restore(0, _kept(like))
-        written = {name: read_log(directory / f"{name}.jsonl") for name in names}
+        written = {name: read_log(directory / f"{name}.jsonl") for name in _LOGS}
     except UserError as error:
         reason = str(error).partition(";")[0].partition(": put the file back")[0]
         raise UserError(
@@ -131,7 +128,7 @@ def _save_in(directory: pathlib.Path, state: TrainState, run_dir: pathlib.Path) 
     checkpoints.close()
     if not processes.first():
         return
-    for name in ("sft", "eval", "samples"):
+    for name in _LOGS:
         shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
     try:
         temporary.rename(directory)
@@ -145,8 +142,7 @@ def _temporary(directory: pathlib.Path) -> pathlib.Path | None:
         return None
     directory.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_behind(directory.parent)
-    own = f"{socket.gethostname()}.{os.getpid()}"
-    temporary = directory.with_name(f"{directory.name}.{own}.tmp")
+    temporary = directory.with_name(f"{directory.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     return temporary
@@ -199,7 +195,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
             "time_step": time.perf_counter() - start,
         }
         run.logs.write("sft", record)
-        run.display.sft_step(record)
+        run.display.step("sft", record)
         if step + 1 in evaluate_at:
             state = engine.calibrate(state, batch.tokens, batch.lengths)
             run.evaluate(state, engine.refit(state).weights)

@@ -1,10 +1,9 @@
 """Places that a run's numbers and samples go to beside its JSON lines: TensorBoard, Weights &
 Biases, MLflow.
 
-None of them decides anything: a run resumes from its own files, and whatever a logger does, raises
-or waits for, the run goes on (`Outside`). TensorBoard's events are written anew at each start; the
-services keep what they have, so that steps after the checkpoint that a resumed run continues from
-appear there twice.
+A run never depends on them: it resumes from its own files, and goes on whatever a logger raises or
+waits for (`Outside`). TensorBoard's events are written again at each start. The services keep what
+they have, so the steps that a resumed run repeats appear there twice.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 from fp8rl_jax.base.errors import UserError, raised, visible
 from fp8rl_jax.base.json_file import plain, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.config import flatten
 
 _END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
 _TEXTS = ("prompt", "response", "answer")  # of a sample
@@ -34,6 +34,9 @@ class Sink(Protocol):
     """A place for numbers and samples."""
 
     writes_anew: ClassVar[bool]  # whether it starts empty, also when a run is resumed
+
+    def __init__(self, directory: pathlib.Path, config):
+        """Opens it for the run in a directory."""
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         """Adds numbers, by 'phase/name', of a step of that phase."""
@@ -130,12 +133,7 @@ class MLflow:
         run = mlflow.start_run(run_id=known, run_name=None if known else directory.name)
         if not known:
             write_whole(file, run.info.run_id + "\n")
-            flat = {
-                f"{s}.{k}": v
-                for s, fields in plain(config.to_dict()).items()
-                for k, v in fields.items()
-            }
-            mlflow.log_params(flat)
+            mlflow.log_params({name: plain(value) for name, value in flatten(config).items()})
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics({self._name(k): v for k, v in numbers.items()}, step=step)
@@ -223,8 +221,8 @@ def logger_names(config) -> list[str]:
 
 
 class Outside:
-    """A sink that lives in a thread of its own and decides nothing: what it raises becomes one
-    warning, what it missed is said at the end, and nobody waits for it before that.
+    """A sink in its own thread, which cannot disturb the run: its errors become one warning, the
+    number of records that it missed is reported at the end, and nothing waits for it before.
 
     Args:
       name: in `run.loggers`.

@@ -20,14 +20,14 @@ from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _HELD_OUT = 256  # questions of an evaluation, where there are as many
 _NEW_TOKENS = 256  # of a pretrained model's answer
-_EPOCHS = 10  # of fine-tuning at most: what knows its answers by heart shows RL no variety
-_SHARE = 0.99  # of the prompts that have room; longer ones are rare and cost memory in every row
+_EPOCHS = 10  # of fine-tuning at most: RL needs answers that vary
+_SHARE = 0.99  # of the prompts fit; a longer one would cost memory in every row
 
 
 def starter(
     model: str, questions: str, reward: str, fields: Mapping[str, Any], where: str
 ) -> tuple[dict[str, dict[str, Any]], Runtime]:
-    """{section: {field: value}} of a run that starts as it is, and its runtime.
+    """{section: {field: value}} of a run that needs no further settings, and its runtime.
 
     Args:
       model: directory of a Hugging Face model; the name of a published model, for its shapes with
@@ -35,7 +35,7 @@ def starter(
       questions: as `env.task`.
       reward: as `env.reward`.
       fields: {'section.field': value} that are given, `run.dir` among them.
-      where: what asks, for the sentence of an error.
+      where: the caller's name in error messages.
 
     Raises:
       UserError: one of them cannot be used.
@@ -89,7 +89,7 @@ def starter(
 
 
 def paid(runtime: Runtime, where: str) -> str:
-    """A sentence that says what the reward pays for the first question of `starter`'s runtime.
+    """A sentence with the rewards of two answers to the first question of `starter`'s runtime.
 
     Raises:
       RewardError: it fails.

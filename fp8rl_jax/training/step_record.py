@@ -44,8 +44,8 @@ class StepRecord(dict[str, Any]):
     def add_rollout(
         self, rollout: Rollout, rewards: np.ndarray, by_name: dict[str, np.ndarray]
     ) -> None:
-        """Rewards (P, G), those of several terms by name, and lengths of responses; after
-        `time_rollout`. Rewards are those of the responses that were scored."""
+        """Adds metrics of rewards (P, G), of each reward by name, and of responses; `time_rollout`
+        must be there. Responses without a reward (nan) are left out of the means."""
         lengths = rollout.mask.sum(1)
         self.update(
             reward_mean=float(np.nanmean(rewards)),
@@ -65,7 +65,7 @@ class StepRecord(dict[str, Any]):
     def add_updates(
         self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe
     ) -> None:
-        """What the step's updates computed; after `time_learner`.
+        """Adds metrics of the step's updates; `time_learner` must be there.
 
         Loss and gradient norm are means over the updates. What follows from the ratio is of the
         first update, which is on policy at zero drift; of update k it is NAME/k.
@@ -93,7 +93,7 @@ class StepRecord(dict[str, Any]):
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
     def add_refit(self, lost: dict, model: ModelConfig, rollout: Recipe) -> None:
-        """What quantising the sampled weights lost, by site and layer (`Served.health`)."""
+        """Adds quantisation losses of the sampler's weights (`Served.health`)."""
         if lost:
             first = first_layers(model, rollout)
             self.update(loss_metrics({"weights": jax.device_get(lost)}, first))

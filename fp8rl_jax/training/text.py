@@ -33,13 +33,10 @@ class Text:
 
     def demonstrations(self, questions: list[Question]) -> learner.Batch:
         """Questions with their demonstrations as responses, as a batch on the host."""
-        prompts, lengths, targets, mask = pad_demonstrations(
-            [(q.prompt, q.demonstration) for q in questions],
-            self.tokenizer,
-            self.prompt_slots,
-            self.response_slots,
-            self.chat,
-        )
+        pairs = [(question.prompt, question.demonstration) for question in questions]
+        slots = self.prompt_slots, self.response_slots
+        padded = pad_demonstrations(pairs, self.tokenizer, *slots, self.chat)
+        prompts, lengths, targets, mask = padded
         tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
         ones = np.ones(len(questions), np.float32)
         return learner.make_batch(tokens, lengths, targets, mask, ones)

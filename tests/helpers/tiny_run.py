@@ -12,6 +12,7 @@ from unittest import mock
 
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
+from fp8rl_jax.report.metrics import find
 from fp8rl_jax.rollout import ContinuousSampler, HalvedSampler
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
@@ -29,11 +30,11 @@ def overrides(directory: pathlib.Path, **more) -> list[str]:
 
 
 def reproducible(directory: pathlib.Path) -> dict[str, list[dict]]:
-    """The records of the run in `directory` without times."""
-    return {
-        name: [without_times(r) for r in read_jsonl(directory / "run" / f"{name}.jsonl")]
-        for name in FILES
-    }
+    """The records of the run in `directory` without times; each key is in the table of metrics."""
+    records = {name: read_jsonl(directory / "run" / f"{name}.jsonl") for name in FILES}
+    for name, rows in records.items():
+        assert not [key for row in rows for key in row if find(name, key) is None]
+    return {name: [without_times(row) for row in rows] for name, rows in records.items()}
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:

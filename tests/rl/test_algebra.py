@@ -292,16 +292,6 @@ def test_correction(name, arguments, step):
     assert np.all(weights == 1) and np.array_equal(keep, mask)
 
 
-@steps
-def test_chain(step):
-    _, mask, of_token, log_ratio = step
-    parts = [make() for make in corrections.CORRECTIONS.values()]
-    weights, keep = corrections.chain(*parts)(log_ratio, mask, of_token)
-    alone = [part(log_ratio, mask, of_token) for part in parts]
-    _near(weights, np.prod([w for w, _ in alone], axis=0))
-    np.testing.assert_array_equal(keep, np.all([k for _, k in alone], axis=0), strict=True)
-
-
 # ------------------------------------------------------------------------------- KL, shaping
 
 

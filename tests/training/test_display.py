@@ -24,7 +24,7 @@ def test_one_long_step_does_not_change_the_time_left(terminal, monkeypatch):
         for step in range(1, 11):
             clock[0] += {1: 60.0, 7: 100.0}.get(step, 2.0)
             text.truncate(0)
-            display.sft_step({"step": step, "loss": 1.0})
+            display.step("sft", {"step": step, "loss": 1.0})
             display._progress.refresh()
             left = datetime.timedelta(seconds=2 * (1000 - step))
             assert (f"left {left}" in text.getvalue()) == (step > 1)

@@ -122,7 +122,7 @@ def test_the_first_set_is_shown():
         ]
     )
     display.phase("SFT", 9, 0)
-    display.sft_step({"step": 9, "loss": 1.0})
+    display.step("sft", {"step": 9, "loss": 1.0})
     assert "held out of a after rl step 2: sampled 0.250" in text.getvalue()
     assert "held out of b after rl step 2: sampled 0.750" in text.getvalue()
     assert "accuracy 0.250/0.500" in text.getvalue()

@@ -179,21 +179,6 @@ def test_run_logs_without_offsets_start_empty(tmp_path):
     assert RunLogs(tmp_path, {}, default_config()).moved_to is None
 
 
-def test_run_logs_of_an_older_version(tmp_path):
-    """The supervised stage's file had another name: it is taken where the checkpoint says so, and
-    there is no newer one; else a file of that name is somebody's."""
-    former, line = tmp_path / "warmup.jsonl", b'{"step": 1}\n'
-    former.write_bytes(line)
-    for offsets in (None, {}, {"sft": 0}):
-        RunLogs(tmp_path, offsets, default_config()).close()
-        assert former.read_bytes() == line
-    RunLogs(tmp_path, {"warmup": 0}, default_config()).close()
-    assert former.read_bytes() == line and (tmp_path / "sft.jsonl").read_bytes() == b""
-    (tmp_path / "sft.jsonl").unlink()
-    RunLogs(tmp_path, {"warmup": len(line)}, default_config()).close()
-    assert (tmp_path / "sft.jsonl").read_bytes() == line and not former.exists()
-
-
 def test_run_logs_write_tensorboard_events(tmp_path):
     """Numbers and samples reach the event file under the phase's prefix."""
     logs = RunLogs(tmp_path, None, default_config())
