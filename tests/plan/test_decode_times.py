@@ -5,31 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from planned import mesh_of
 
-from fp8rl_jax import models, sharding
-from fp8rl_jax.bench.rollout import CASES
+from fp8rl_jax import models
 from fp8rl_jax.models.presets import preset
+from fp8rl_jax.plan.gpus import GPUS
+from fp8rl_jax.plan.rollout import CASES
+from fp8rl_jax.plan.times import decode_seconds
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.rollout import Batching, Loop, SamplerConfig
-from fp8rl_jax.rollout.memory_plan import plan_rollout
-from fp8rl_jax.training.decode_cost import decode_seconds
-from fp8rl_jax.training.step_cost import GPUS
 
-_SETTINGS = SamplerConfig(4096, 16, (), 0)
 _MEMORY, _PRODUCTS = 0.8 * 4.8e12, 0.4 * 989e12  # of an H200: bytes/s, FLOP/s in bf16
 
 
 def _seconds(model, recipe, sequences, length, gpu="h200", **axes):
-    mesh = sharding.abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | axes)
-    plan = plan_rollout(
-        Loop(model, dataclasses.replace(recipe, kernels="triton"), _SETTINGS),
-        recipe,
-        mesh,
-        prompt_tokens=512,
-        batching=Batching(8 * mesh.size, 1),
-        memory=None,
-    )
-    return decode_seconds(model, recipe, mesh, plan, sequences, length, GPUS[gpu])
+    return decode_seconds(model, recipe, mesh_of(**axes), sequences, length, GPUS[gpu])
 
 
 # Qwen3-8B: 36 layers of width 4096, 32 heads of 128 (8 of keys and values), MLP 12,288.

@@ -1,12 +1,15 @@
-"""A configuration's train step and decode step, lowered for devices that need not be there.
+"""A configuration's train step and decode step for devices that need not be there.
 
 The programs are those of a run (`Runtime`), from shapes alone: no parameter is made, and nothing
-can be run. `deviceless.h200_mesh` describes devices that JAX's CUDA plugin compiles for.
+can be run. `h200.h200_mesh` describes devices that JAX's CUDA plugin compiles for. A decoder is a
+loop over its layers, so a large model is compiled with few layers and extrapolated: memory is
+linear in their number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,29 +17,34 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax import learner, sharding
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
+from fp8rl_jax.models.params import parameter_counts
+from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
-from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 
-
-def on_gpu(recipe: Recipe) -> Recipe:
-    """The recipe with the kernels that a GPU takes."""
-    of_cpu = recipe.kernels in ("auto", "exact")
-    return dataclasses.replace(recipe, kernels="triton") if of_cpu else recipe
+LARGE = 40e9  # parameters: above it few layers are compiled
+_FEW = (2, 4)  # layers beside the first dense ones
 
 
 def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None) -> Runtime:
-    """What a run on `mesh` compiles its programs from, with a tokenizer that is never asked.
+    """What a run on the GPUs of `mesh` compiles its programs from, with a tokenizer that is not
+    used.
 
     Args:
       resolved: with its vocabulary.
       mesh: of devices that need not be there.
       layers: of the model; its own number if left out.
     """
+
+    def on_gpu(recipe: Recipe) -> Recipe:
+        of_cpu = recipe.kernels in ("auto", "exact")
+        return dataclasses.replace(recipe, kernels="triton") if of_cpu else recipe
+
     model = resolved.model
     if layers is not None:
         model = dataclasses.replace(model, num_hidden_layers=layers)
@@ -90,20 +98,18 @@ def _batch(runtime: Runtime, rows: int) -> learner.Batch:
     return sharding.laid_out(learner.Batch(**arrays), sharding.batch_sharding(runtime.mesh))
 
 
-def _train_step(runtime: Runtime) -> tuple[Any, tuple]:
-    """The train step of RL on one minibatch, and shapes of its arguments."""
+def _train_arguments(runtime: Runtime, rows: int) -> tuple:
+    """Shapes of a state of the RL phase, a batch of so many rows, and the rotary tables."""
+    state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
+    return state, _batch(runtime, rows), _rope(runtime)
+
+
+def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
+    """The train step of RL on one minibatch: gradients and the optimiser's update."""
     config = runtime.config
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    optimizer, _ = optimizer_of_phase(config, "rl")
-    state = runtime.layout.state_shapes(optimizer)
-    step = runtime.engine.compiled_update
-    return step, (state, _batch(runtime, rows // config.algo.num_minibatches), _rope(runtime))
-
-
-def lower_train_step(runtime: Runtime) -> jax.stages.Lowered:
-    """The train step of RL on one minibatch: gradients and the optimiser's update."""
-    step, arguments = _train_step(runtime)
-    return step.lower(*arguments)
+    arguments = _train_arguments(runtime, rows // config.algo.num_minibatches)
+    return runtime.engine.compiled_update.trace(*arguments)
 
 
 def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
@@ -113,8 +119,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     """
     rollout = runtime.config.rollout
     rows = rollout.prompts_per_step * rollout.group_size
-    step, arguments = _train_step(runtime)
-    state, _, rope = arguments
+    state, batch, rope = _train_arguments(runtime, rows)
     wanted = request_shapes(runtime, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
@@ -128,14 +133,14 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
             wanted.limits,
             wanted.rope,
         ),
-        "train step": step.trace(*arguments),
+        "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
-            state.params, state.scaling_state, state.kv_scales, _batch(runtime, rows), rope
+            state.params, state.scaling_state, state.kv_scales, batch, rope
         ),
     }
 
 
-def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
+def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     """One token of every sequence that decodes at a time, with caches of their whole length."""
     config, mesh = runtime.config, runtime.mesh
     rollout = config.rollout
@@ -159,5 +164,64 @@ def lower_decode_step(runtime: Runtime) -> jax.stages.Lowered:
     def step(weights, wanted, state):
         return loop.decode_step(loop.prepare(weights), wanted, state)
 
-    lowered = jax.jit(step, donate_argnums=2)
-    return lowered.lower(sharding.laid_out(weights, runtime.layout.weight_shardings), wanted, state)
+    weights = sharding.laid_out(weights, runtime.layout.weight_shardings)
+    return jax.jit(step, donate_argnums=2).trace(weights, wanted, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA planned for a program on each device.
+
+    Attributes:
+      arguments, temporary: bytes; results that take no argument's place count as temporary.
+      collectives: {'all-gather u8': how many stand in the program}.
+      layers: that were compiled, where the bytes are extrapolated from them; () for all.
+    """
+
+    arguments: float
+    temporary: float
+    collectives: dict[str, int]
+    layers: tuple[int, ...] = ()
+
+    @property
+    def needed(self) -> float:
+        """Bytes of arguments and temporary arrays together."""
+        return self.arguments + self.temporary
+
+
+def _compile(traced: jax.stages.Traced) -> Compiled:
+    program = traced.lower().compile()
+    memory = program.memory_analysis()
+    sent = h200.collectives(program.as_text())
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes + made, sent)
+
+
+def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Planned) -> Compiled:
+    """A program of the planned config for H200s, all layers; extrapolated for a large model.
+
+    Args:
+      trace: `trace_train_step` or `trace_decode_step`.
+      planned: the configuration, with mesh and hosts.
+
+    Raises:
+      UserError: JAX's CUDA plugin is not installed.
+    """
+    resolved, model = planned.resolved, planned.resolved.model
+    mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
+    recipes = (resolved.learner_recipe, resolved.rollout_recipe)
+    if parameter_counts(model).total <= LARGE:
+        return _compile(trace(described_runtime(resolved, mesh)))
+    # Layers under other rules than most are compiled all.
+    first = max(model.dense_layers, *(recipe.first_layers for recipe in recipes))
+    kept = first + max(recipe.last_layers for recipe in recipes)
+    layers = tuple(kept + few for few in _FEW)
+    if layers[-1] >= model.num_hidden_layers:
+        return _compile(trace(described_runtime(resolved, mesh)))
+    few, more = (_compile(trace(described_runtime(resolved, mesh, count))) for count in layers)
+
+    def extrapolated(name: str) -> float:
+        slope = (getattr(more, name) - getattr(few, name)) / (layers[1] - layers[0])
+        return getattr(more, name) + slope * (model.num_hidden_layers - layers[1])
+
+    return Compiled(extrapolated("arguments"), extrapolated("temporary"), more.collectives, layers)
