@@ -82,7 +82,7 @@ def h200_mesh(axes: dict[str, int], hosts: int = 1) -> Mesh:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=H200, topology=f"1x{hosts}x{int(np.prod(sizes)) // hosts}"
     )
-    devices = np.array(topology.devices).reshape(sizes)
+    devices: np.ndarray = np.array(topology.devices).reshape(sizes)
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh
 
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.ahead import h200
@@ -63,7 +64,7 @@ def _rope(runtime: Runtime) -> Any:
     rollout = runtime.config.rollout
     positions = rollout.max_prompt_tokens + rollout.max_new_tokens
     tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
-    return sharding.laid_out(tables, sharding.replicated(runtime.mesh))
+    return sharding.laid_out(tables, runtime.layout.whole)
 
 
 def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
@@ -79,29 +80,14 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
     return jax.eval_shape(requests, _rope(runtime))
 
 
-def _batch(runtime: Runtime, rows: int) -> learner.Batch:
-    """Shapes of so many rows, laid out over the mesh."""
-    rollout = runtime.config.rollout
-    new = rollout.max_new_tokens
-    tokens = rollout.max_prompt_tokens + new
-    field = {
-        "tokens": ((rows, tokens), jnp.int32),
-        "targets": ((rows, new), jnp.int32),
-        "prompt_lengths": ((rows,), jnp.int32),
-        "temperature": ((rows,), jnp.float32),
-    }
-    arrays = {
-        f.name: jax.ShapeDtypeStruct(*field.get(f.name, ((rows, new), jnp.float32)))
-        for f in dataclasses.fields(learner.Batch)
-        if f.name != "routing"
-    }
-    return sharding.laid_out(learner.Batch(**arrays), sharding.batch_sharding(runtime.mesh))
-
-
 def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     """Shapes of a state of the RL phase, a batch of so many rows, and the rotary tables."""
     state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
-    return state, _batch(runtime, rows), _rope(runtime)
+    rollout, ones = runtime.config.rollout, np.ones(rows, np.int32)
+    targets = np.zeros((rows, rollout.max_new_tokens), np.int32)
+    tokens = np.zeros((rows, rollout.max_prompt_tokens + rollout.max_new_tokens), np.int32)
+    batch = learner.make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
+    return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
@@ -120,18 +106,11 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     rollout = runtime.config.rollout
     rows = rollout.prompts_per_step * rollout.group_size
     state, batch, rope = _train_arguments(runtime, rows)
-    wanted = request_shapes(runtime, rollout.prompts_per_step, rows)
+    requests = request_shapes(runtime, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
         "rollout": runtime.engine.sampler.trace(
-            runtime.layout.weight_shapes,
-            prompts,
-            wanted.lengths,
-            wanted.key,
-            wanted.sample_ids,
-            wanted.temperature,
-            wanted.limits,
-            wanted.rope,
+            runtime.layout.weight_shapes, prompts, **vars(requests)
         ),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
@@ -142,24 +121,23 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     """One token of every sequence that decodes at a time, with caches of their whole length."""
-    config, mesh = runtime.config, runtime.mesh
-    rollout = config.rollout
+    rollout, mesh = runtime.config.rollout, runtime.mesh
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
     loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
     weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
-    by_row = PartitionSpec(sharding.BATCH_AXES)
 
     def place(path, leaf):
         if "cache" in jax.tree_util.keystr(path):
-            return NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES))
-        fits = leaf.shape[:1] == (rows,)
-        return NamedSharding(mesh, by_row if fits else PartitionSpec())
+            return sharding.batch_sharding(mesh, axis=1)
+        return runtime.layout.rows if leaf.shape[:1] == (rows,) else runtime.layout.whole
 
-    state = sharding.laid_out(state, jax.tree_util.tree_map_with_path(place, state))
-    wanted = sharding.laid_out(wanted, jax.tree_util.tree_map_with_path(place, wanted))
+    state, wanted = (
+        sharding.laid_out(tree, jax.tree_util.tree_map_with_path(place, tree))
+        for tree in (state, wanted)
+    )
 
     def step(weights, wanted, state):
         return loop.decode_step(loop.prepare(weights), wanted, state)
@@ -210,13 +188,11 @@ def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Pla
     resolved, model = planned.resolved, planned.resolved.model
     mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
     recipes = (resolved.learner_recipe, resolved.rollout_recipe)
-    if parameter_counts(model).total <= LARGE:
-        return _compile(trace(described_runtime(resolved, mesh)))
     # Layers under other rules than most are compiled all.
     first = max(model.dense_layers, *(recipe.first_layers for recipe in recipes))
     kept = first + max(recipe.last_layers for recipe in recipes)
     layers = tuple(kept + few for few in _FEW)
-    if layers[-1] >= model.num_hidden_layers:
+    if parameter_counts(model).total <= LARGE or layers[-1] >= model.num_hidden_layers:
         return _compile(trace(described_runtime(resolved, mesh)))
     few, more = (_compile(trace(described_runtime(resolved, mesh, count))) for count in layers)
 

@@ -37,9 +37,9 @@ from fp8rl_jax.kernels import backend, resolve
 from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_params, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
-from fp8rl_jax.plan.rollout import CASES
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Rollout, make_refit
+from fp8rl_jax.rollout.cases import CASES
 
 QUEUE = 8  # sequences per slot where response lengths differ
 LENGTHS = ("full", "long_tail")

@@ -7,7 +7,7 @@ import math
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import note, read_config
-from fp8rl_jax.cli.plan_learner import check_fits, format_learner
+from fp8rl_jax.cli.plan_learner import check_fits, format_compiled, format_learner
 from fp8rl_jax.cli.plan_rollout import describe_allocation, format_decode, format_plans
 from fp8rl_jax.plan.gpus import GPUS
 from fp8rl_jax.plan.learner import plan_learner, workload
@@ -82,10 +82,8 @@ def plan(values: argparse.Namespace) -> int:
         cost = step_cost(planned, work, learner.host_moments)
         print(format_learner(planned, work, learner, cost))
         if values.compile:
-            from fp8rl_jax.cli.plan_compile import compile_programs
-
             print()
-            compile_programs(planned, learner, note)
+            print("\n".join(format_compiled(planned, learner, note)))
         try:
             print(check_fits(planned, learner))
         except UserError as error:

@@ -1,12 +1,13 @@
 """`fp8rl plan --learner`: what a config's train step needs of a device, and what it costs.
 
 Memory by plan/learner.py, FLOPs, traffic and times by plan/times.py. Where it does not fit, changes
-of the config that make it fit by the same plan, the cheapest first (plan/fixes.py).
+of the config that make it fit by the same plan, the cheapest first (plan/fixes.py). `--compile`:
+what XLA plans for train and decode step on H200s that are not there (ahead/programs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
@@ -94,3 +95,48 @@ def check_fits(planned: Planned, plan: LearnerPlan) -> str:
     fixes = [f"{words} ({gib(needed)})" for words, needed in find_fixes(planned)]
     advice = "write " + ", or ".join(fixes) if fixes else "no larger mesh that was tried is enough"
     raise UserError(f"the train step needs {text}: {advice}")
+
+
+def format_compiled(
+    planned: Planned, plan: LearnerPlan, note: Callable[[str], None]
+) -> Iterator[str]:
+    """Compiles train step and decode step: what XLA planned, beside the estimate.
+
+    Args:
+      planned: the configuration, and the devices.
+      plan: the estimate of the train step.
+      note: takes a line that says what is being done.
+
+    Raises:
+      UserError: the config asks for another GPU, or JAX's CUDA plugin is not installed.
+    """
+    if planned.gpu.name != "H200":
+        raise UserError(
+            f"fp8rl plan: --compile describes an H200, and --gpu is {planned.gpu.name.lower()}: "
+            "leave --gpu out, or write --gpu=h200 and --memory-gb for the memory"
+        )
+    from fp8rl_jax.ahead import programs
+
+    note("compiling the train step for H200s that are not there ...")
+    train = programs.compile_for_h200(programs.trace_train_step, planned)
+    note("compiling the decode step ...")
+    decode = programs.compile_for_h200(programs.trace_decode_step, planned)
+    state = plan.state
+    yield from text_table(
+        ("compiled for H200", "train step", "estimate", "decode step"),
+        ("arguments", gib(train.arguments), gib(state), gib(decode.arguments)),
+        ("temporary", gib(train.temporary), gib(plan.needed - state), gib(decode.temporary)),
+        ("together", gib(train.needed), gib(plan.needed), gib(decode.needed)),
+    )
+    for name, program in (("train step", train), ("decode step", decode)):
+        sent = ", ".join(f"{count} {kind}" for kind, count in program.collectives.items())
+        yield f"Collectives in the {name}: {sent or 'none'}."
+    ratio = plan.needed / train.needed
+    yield f"The estimate of the train step is {ratio:.2f} times the compiler's figure."
+    if train.layers:
+        counts = " and ".join(map(str, train.layers))
+        yield (
+            f"Extrapolated to {planned.resolved.model.num_hidden_layers} layers from programs of "
+            f"{counts} layers; the collectives stand in the latter's text, where those of a loop "
+            "run in each of its turns."
+        )

@@ -16,8 +16,9 @@ from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.plan.bytes import gib
 from fp8rl_jax.plan.gpus import EFFICIENCY
 from fp8rl_jax.plan.planned import Planned
-from fp8rl_jax.plan.rollout import CASES, RolloutPlan
+from fp8rl_jax.plan.rollout import RolloutPlan
 from fp8rl_jax.plan.times import decode_seconds
+from fp8rl_jax.rollout.cases import CASES
 
 
 def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:

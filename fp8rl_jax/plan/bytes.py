@@ -94,6 +94,7 @@ def weight_bytes(tree, mesh: Mesh | AbstractMesh) -> WeightBytes:
     layer = dict.fromkeys(RUNS, 0)
     for (path, leaf), size in zip(jax.tree_util.tree_leaves_with_path(tree), read, strict=True):
         array, stack = array_in(path), path[0].key
+        assert array is not None
         if array.role == TABLE:
             tables += leaf.size * leaf.dtype.itemsize
         if stack in RUNS:

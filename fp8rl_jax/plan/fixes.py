@@ -15,17 +15,7 @@ from fp8rl_jax.plan.planned import Planned, read_planned
 
 _FACTORS = (2, 4, 8, 16)  # by which mesh axes are tried larger
 _PARTS = "learner.gradient_accumulation_steps"
-_FIELDS = (  # that a change writes, in the order of a sentence
-    _PARTS,
-    "learner.remat",
-    "learner.offload",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.expert",
-    "rollout.prompts_per_step",
-    "eval.batch_size",
-)
-Change = dict[str, int | str]
+Change = dict[str, int | str]  # fields in the order of a sentence
 
 
 def find_fixes(planned: Planned) -> list[tuple[str, int]]:
@@ -74,9 +64,11 @@ def _first_that_fits(
         work = workload(tried.resolved, tried.mesh)
         needed = plan_learner(tried.resolved, tried.mesh, work).needed
         if needed <= planned.usable:
-            fields = [f for f in _FIELDS if change.get(f, before[f]) != before[f]]
+            words = [
+                f"{field}={value}" for field, value in change.items() if value != before[field]
+            ]
             more = f" on {tried.mesh.size} devices" * (tried.mesh != planned.mesh)
-            yield " ".join(f"{field}={change[field]}" for field in fields) + more, needed
+            yield " ".join(words) + more, needed
             return
 
 
@@ -113,8 +105,8 @@ def _larger(config: ml_collections.ConfigDict, axis: str, factor: int) -> Change
     )
     rows = prompts * config.rollout.group_size // config.algo.num_minibatches
     return {
+        _PARTS: math.gcd(config.learner.gradient_accumulation_steps, rows // count),
         **{f"mesh.{name}": size for name, size in sizes.items()},
         "rollout.prompts_per_step": prompts,
         "eval.batch_size": questions,
-        _PARTS: math.gcd(config.learner.gradient_accumulation_steps, rows // count),
     }

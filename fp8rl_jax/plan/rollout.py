@@ -3,14 +3,13 @@
 The sampler of continuous batching allocates by this plan (`rollout.pages` 0), and `fp8rl plan
 --rollout` prints it for a device that need not be there. Everything but the workspace is counted
 from shapes; the workspace is an upper estimate of what a turn of the loop holds at once
-(tests/plan/test_rollout.py compares it with the compiler's own figure).
+(tests/plan/test_rollout_plan.py compares it with the compiler's own figure).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,17 +22,11 @@ from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.plan.bytes import USABLE, gib, page_bytes, part_sizes, train_bytes, weight_shapes
 from fp8rl_jax.plan.planned import Planned
-from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
+from fp8rl_jax.rollout.cases import CASES
 
 _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
-# What of a rollout is in FP8: nothing, linear layers (W8A8), the KV cache, or both.
-CASES: dict[str, Callable[[], Recipe]] = {
-    "bf16": lambda: get_recipe("bf16"),
-    "fp8_linears": lambda: dataclasses.replace(get_recipe("fp8"), name="fp8_linears", kv="none"),
-    "fp8_kv": lambda: dataclasses.replace(get_recipe("bf16"), name="fp8_kv", kv="dynamic"),
-    "fp8": lambda: get_recipe("fp8"),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -311,44 +311,42 @@ def test_both_halves(told):
     assert re.fullmatch(r"error: beside [^\n]*; the train step needs [^\n]*\n", error)
 
 
+@pytest.mark.parametrize("arguments", ["", "--rollout"])
+def test_without_a_config(told, arguments):
+    status, _, error = told(*arguments.split())
+    assert status == 2
+    assert re.fullmatch(r"error: [^\n]*name a config[^\n]*\n", error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["name a config"]),
-        (["--learner", "--config", _TINY, "--hosts=0"], ["--hosts is 0", "at least 1"]),
-        (["--learner", "--config", _TINY, "--devices=4", "--hosts=3"], ["--hosts is 3", "the 4"]),
-        (["--learner", "--config", _TINY, "--gpu=b200"], ["--gpu", "h100"]),
-        (["--learner", "--config", _TINY, "--config.mesh.expert=2"], ["mesh.expert is 2"]),
+        ("--learner --hosts=0", ["--hosts is 0", "at least 1"]),
+        ("--learner --devices=4 --hosts=3", ["--hosts is 3", "the 4"]),
+        ("--learner --gpu=b200", ["--gpu", "h100"]),
+        ("--learner --config.mesh.expert=2", ["mesh.expert is 2"]),
         (
-            _learner(_TINY, "mesh.expert=-1", "model.num_experts=8"),
+            "--learner --config.mesh.expert=-1 --config.model.num_experts=8",
             ["mesh.expert is -1", "write the number"],
         ),
-        (["--rollout", "--compile", "--config", _TINY], ["--compile", "--learner"]),
-        (["--learner", "--compile", "--gpu=h100", "--config", _TINY], ["--gpu is h100"]),
-        (["--rollout"], ["name a config"]),
-        (["--rollout", "--config", _TINY, "--memory-gb=0"], ["--memory-gb is 0.0", "such as 80"]),
-        (["--rollout", "--config", _TINY, "--memory-gb=nan"], ["--memory-gb is nan"]),
-        (["--rollout", "--config", _TINY, "--memory-gb=much"], ["--memory-gb", "much"]),
-        (["--rollout", "--config", _TINY, "--devices=0"], ["--devices is 0", "at least 1"]),
-        (["--rollout", "--config", _TINY, "--devices=3"], ["does not divide", "3 devices"]),
-        (["--rollout", "--config", _QWEN, "--devices=3"], ["--config.model.name=qwen3_8b"]),
-        (["--rollout", "--config", _TINY, "now"], ["'now' is not understood"]),
-        (["--rollout", "--config", _TINY, "--config.mesh.tensor=2"], ["mesh.tensor is 2"]),
+        ("--rollout --compile", ["--compile", "--learner"]),
+        ("--learner --compile --gpu=h100", ["--gpu is h100"]),
+        ("--rollout --memory-gb=0", ["--memory-gb is 0.0", "such as 80"]),
+        ("--rollout --memory-gb=nan", ["--memory-gb is nan"]),
+        ("--rollout --memory-gb=much", ["--memory-gb", "much"]),
+        ("--rollout --devices=0", ["--devices is 0", "at least 1"]),
+        ("--rollout --devices=3", ["does not divide", "3 devices"]),
+        ("--rollout now", ["'now' is not understood"]),
+        ("--rollout --config.mesh.tensor=2", ["mesh.tensor is 2"]),
         (
-            [
-                "--rollout",
-                "--config",
-                _TINY,
-                "--config.rollout.slots=8",
-                "--config.rollout.pages=99999",
-                "--memory-gb=1",
-            ],
+            "--rollout --config.rollout.slots=8 --config.rollout.pages=99999 --memory-gb=1",
             ["rollout.pages is 99999", "or 0"],
         ),
+        (f"--rollout --config={_QWEN} --devices=3", ["--config.model.name=qwen3_8b"]),
     ],
 )
 def test_refused(told, arguments, words):
-    status, _, error = told(*arguments)
+    status, _, error = told("--config", _TINY, *arguments.split())
     assert status == 2
     assert re.fullmatch(r"error: [^\n]+\n", error), error
     for word in words:

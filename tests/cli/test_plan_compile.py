@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import sys
 
@@ -18,7 +17,7 @@ from fp8rl_jax.ahead.programs import (
     trace_decode_step,
     trace_train_step,
 )
-from fp8rl_jax.cli.plan_compile import format_compiled
+from fp8rl_jax.cli.plan_learner import format_compiled
 from fp8rl_jax.config import load_config
 from fp8rl_jax.plan.learner import LearnerPlan, plan_learner, workload
 from fp8rl_jax.plan.planned import Planned, read_planned
@@ -49,6 +48,8 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(programs, "_compile", program)
     monkeypatch.setattr(programs.h200, "h200_mesh", lambda axes, hosts: tuple(axes))
+    for name in ("trace_train_step", "trace_decode_step"):
+        monkeypatch.setattr(programs, name, lambda runtime: runtime)
     return tried
 
 
@@ -59,12 +60,12 @@ def test_a_large_model_is_extrapolated(compiled):
     assert compiled == [2, 4]
     assert program.layers == (2, 4)
     assert program.needed == (1 + 3 + 7 * 94) * _GIB
-    lines = "\n".join(format_compiled(94, _estimate(found), program, program))
+    lines = "\n".join(format_compiled(found, _estimate(found), lambda text: None))
     assert "Extrapolated to 94 layers from programs of 2 and 4 layers" in lines
     fields = ["model.name=deepseek_v3", "mesh.fsdp=8", "mesh.expert=8"]
     deepseek = _planned("moonlight_16b", *fields, "rollout.prompts_per_step=64")
     assert compile_for_h200(lambda runtime: runtime, deepseek).needed == (4 + 7 * 61) * _GIB
-    assert compiled[2:] == [5, 7]
+    assert compiled == [2, 4] * 3 + [5, 7]
 
 
 def test_other_models_are_compiled_whole(compiled):
@@ -72,8 +73,8 @@ def test_other_models_are_compiled_whole(compiled):
     found = _planned("qwen3_8b", "model.name=qwen3_8b")
     program = compile_for_h200(lambda runtime: runtime, found)
     assert compiled == [36] and program.layers == ()
-    plan, without = _estimate(found), dataclasses.replace(program, temporary=0)
-    lines = "\n".join(format_compiled(36, plan, program, without))
+    plan = _estimate(found)
+    lines = "\n".join(format_compiled(found, plan, lambda text: None))
     assert "256.00 GiB" in lines and f"{plan.needed / _GIB:.2f} GiB" in lines
     assert f"{plan.needed / _GIB / 256:.2f} times the compiler's figure" in lines
     assert "Collectives in the train step: 7 all-gather u8." in lines
