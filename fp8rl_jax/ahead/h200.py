@@ -1,4 +1,4 @@
-"""Compiling for H200 GPUs on a machine without one: whole programs, to machine code.
+"""Compiling programs for H200 GPUs, down to machine code, on a machine without a GPU.
 
 JAX's CUDA plugin (`pip install 'jax[cuda13-local]'`, a part of the extra `gpu_proofs`) compiles for
 a described device. What comes out has the memory a device needs, the collectives and the kernels of

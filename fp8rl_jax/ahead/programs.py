@@ -120,7 +120,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
 
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
-    """One token of every sequence that decodes at a time, with caches of their whole length."""
+    """One token of every sequence that decodes at a time, with KV caches of the greatest length."""
     rollout, mesh = runtime.config.rollout, runtime.mesh
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
@@ -188,7 +188,7 @@ def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Pla
     resolved, model = planned.resolved, planned.resolved.model
     mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
     recipes = (resolved.learner_recipe, resolved.rollout_recipe)
-    # Layers under other rules than most are compiled all.
+    # All layers under other rules than most are compiled.
     first = max(model.dense_layers, *(recipe.first_layers for recipe in recipes))
     kept = first + max(recipe.last_layers for recipe in recipes)
     layers = tuple(kept + few for few in _FEW)

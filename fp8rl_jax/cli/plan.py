@@ -10,7 +10,7 @@ from fp8rl_jax.cli.arguments import note, read_config
 from fp8rl_jax.cli.plan_learner import check_fits, format_compiled, format_learner
 from fp8rl_jax.cli.plan_rollout import describe_allocation, format_decode, format_plans
 from fp8rl_jax.plan.gpus import GPUS
-from fp8rl_jax.plan.learner import plan_learner, workload
+from fp8rl_jax.plan.learner import plan_learner
 from fp8rl_jax.plan.planned import Planned, read_planned
 from fp8rl_jax.plan.rollout import RolloutPlan, plan_rollouts
 from fp8rl_jax.plan.times import StepCost, decode_seconds, step_cost
@@ -77,10 +77,9 @@ def plan(values: argparse.Namespace) -> int:
     if values.learner or both:
         if not values.learner or values.rollout:
             print()
-        work = workload(planned.resolved, planned.mesh)
-        learner = plan_learner(planned.resolved, planned.mesh, work)
-        cost = step_cost(planned, work, learner.host_moments)
-        print(format_learner(planned, work, learner, cost))
+        learner = plan_learner(planned.resolved, planned.mesh)
+        cost = step_cost(planned, learner)
+        print(format_learner(planned, learner, cost))
         if values.compile:
             print()
             print("\n".join(format_compiled(planned, learner, note)))

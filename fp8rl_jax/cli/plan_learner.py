@@ -15,14 +15,14 @@ from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.plan.bytes import gib
 from fp8rl_jax.plan.fixes import find_fixes
 from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, NETWORK, NVLINK
-from fp8rl_jax.plan.learner import LearnerPlan, Workload
+from fp8rl_jax.plan.learner import LearnerPlan
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.plan.times import StepCost
 
 
-def format_learner(planned: Planned, work: Workload, plan: LearnerPlan, cost: StepCost) -> str:
+def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     """The tables of `fp8rl plan --learner`."""
-    gpu, count = planned.gpu, planned.mesh.size
+    gpu, count, work = planned.gpu, planned.mesh.size, plan.work
     recipe = planned.resolved.learner_recipe.name
     rows = work.micro_batches * work.rows * sharding.batch_divisor(planned.mesh)
     memory = [
@@ -105,7 +105,7 @@ def format_compiled(
     Args:
       planned: the configuration, and the devices.
       plan: the estimate of the train step.
-      note: takes a line that says what is being done.
+      note: shows a line of progress.
 
     Raises:
       UserError: the config asks for another GPU, or JAX's CUDA plugin is not installed.

@@ -104,7 +104,7 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
 
 
 def describe_allocation(planned: Planned, own: RolloutPlan) -> str:
-    """What the sampler allocates for the config as it is.
+    """What the sampler allocates for the configuration.
 
     Raises:
       UserError: it cannot.

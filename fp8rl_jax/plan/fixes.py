@@ -23,10 +23,10 @@ def find_fixes(planned: Planned) -> list[tuple[str, int]]:
 
     A single micro-batch needs more activations but one gradient less; more of them gather weights
     more often. Rematerialisation computes each layer once more; offloaded moments go to the host
-    and back in every update. A smaller `fsdp` helps where it is too large for the experts to be
-    stored over it. A larger `fsdp` or `expert` takes devices from `data`, or more of them. The
-    smallest change of each kind that fits is named, after a trial of the whole plan. If none does
-    alone, the mesh is changed after the cheaper three.
+    and back in every update. A smaller `fsdp` helps if it does not divide the experts. A larger
+    `fsdp` or `expert` takes devices from `data`, or needs more devices. Every changed configuration
+    is checked and planned again; of each kind the smallest change that fits is named. If no single
+    change fits, those of the mesh are tried together with the cheaper three.
     """
     sizes = {f"mesh.{axis}": size for axis, size in planned.mesh.shape.items()}
     config = _changed(planned.config, sizes)
@@ -61,8 +61,7 @@ def _first_that_fits(
             tried = read_planned(_changed(config, change))
         except UserError:  # the batch does not divide, or the experts do not
             continue
-        work = workload(tried.resolved, tried.mesh)
-        needed = plan_learner(tried.resolved, tried.mesh, work).needed
+        needed = plan_learner(tried.resolved, tried.mesh).needed
         if needed <= planned.usable:
             words = [
                 f"{field}={value}" for field, value in change.items() if value != before[field]
@@ -93,8 +92,8 @@ def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
 
 
 def _larger(config: ml_collections.ConfigDict, axis: str, factor: int) -> Change:
-    """More devices along an axis, taken from `data` where it divides; where these are more in all,
-    with as many rows for each device as before as far as the batch allows it."""
+    """`factor` times as many devices along an axis, taken from `data` if it divides. Batches grow
+    to a multiple of the devices; micro-batches become fewer if a device's rows need it."""
     sizes = {name: config.mesh[name] for name in sharding.BATCH_AXES}
     sizes[axis] *= factor
     if sizes["data"] % factor == 0:

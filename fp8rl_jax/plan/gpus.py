@@ -16,7 +16,7 @@ class Gpu:
       name: for tables.
       memory: GB on the data sheet, which `--memory-gb` takes for GiB.
       bf16, fp8: FLOP/s.
-      hbm: bytes/s of its memory.
+      hbm: memory bandwidth, bytes/s.
     """
 
     name: str

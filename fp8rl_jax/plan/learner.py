@@ -26,8 +26,8 @@ from fp8rl_jax.quant import Recipe
 
 HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
 _FRAGMENTS = 0.1  # of temporary arrays
-_SPARE_ROWS = 127  # of a tile of 128, that an expert may leave empty (models/moe.py)
-_BATCH_FIELDS = 7  # of `Batch`, a number for each response token
+_SPARE_ROWS = 127  # that an expert may leave empty in its last tile of 128 (models/moe.py)
+_BATCH_FIELDS = 7  # fields of `Batch` with a number for each response token
 # Bytes for each number of a row, backward: 2 of the compute dtype, 1 of FP8, 4 of float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
@@ -36,14 +36,14 @@ _MOVED = 8  # results in the order in which they are sent, and their gradient
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What an update gives each device to do.
+    """The work of each device in an update.
 
     Attributes:
       rows: sequences of a micro-batch.
       prompt, response: tokens of a sequence at most.
       micro_batches: of an update, one after the other.
       remat: 'none' or 'full', as `forward`.
-      counts: whether a forward pass before them counts the experts' tokens
+      counts: whether a forward pass before the micro-batches counts the experts' tokens
         (`learner.make_gradients`).
     """
 
@@ -86,6 +86,7 @@ class LearnerPlan:
     """Bytes on each device in a train step.
 
     Attributes:
+      work: of an update.
       masters: float32 parameters.
       moments: the two of Adam, unless they are offloaded.
       others: reference policy, states of scaling policies, the batch.
@@ -100,6 +101,7 @@ class LearnerPlan:
       host_moments: offloaded ones, in the host's memory (learner.offload).
     """
 
+    work: Workload
     masters: int
     moments: int
     others: int
@@ -121,7 +123,7 @@ class LearnerPlan:
     def _temporary(self) -> int:
         """Bytes of temporary arrays; those of head, layers and optimiser follow each other."""
         held = self.gradients + self.own_weights + self.layer_inputs + self.tables
-        # The update with offloaded moments is a program of its own.
+        # With offloaded moments the update is a second program.
         update = 0 if self.host_moments else self.optimizer
         return held + max(self.head, self.layer, update)
 
@@ -150,8 +152,8 @@ def attention_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
-    """Bytes of the routed experts at work, backward, in one pass and in the worst case: all tokens
-    at the experts of one device."""
+    """Bytes of the routed experts' backward pass over a part of the rows (`passes_of`), in the
+    worst case: all tokens choose experts of one device."""
     width, inner = model.hidden_size, model.moe_intermediate_size
     each = math.ceil(tokens / passes_of(tokens, devices))
     gathered = devices * each
@@ -188,7 +190,7 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
 
 
 def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
-    """Bytes of the head's backward pass: whole float32 gradients of both tables, the head in a
+    """Bytes of the head's backward pass: unsharded float32 gradients of both tables, the head in a
     second layout, the gradient of the logits of some tokens in two layouts, and rows."""
     size, table = recipe.compute_dtype.itemsize, model.vocab_size * model.hidden_size
     chunk = min(work.response_tokens, HEAD_TOKENS)
@@ -198,14 +200,17 @@ def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     return (2 + summed) * 4 * table + size * table + logits + rows
 
 
-def plan_learner(resolved: Resolved, mesh: Mesh | AbstractMesh, work: Workload) -> LearnerPlan:
+def plan_learner(
+    resolved: Resolved, mesh: Mesh | AbstractMesh, work: Workload | None = None
+) -> LearnerPlan:
     """The plan of one device in a train step.
 
     Args:
       resolved: model, learner's recipe, reference policy and `learner.offload`.
       mesh: a Mesh, or an AbstractMesh of devices that need not exist.
-      work: of an update, as `workload` or other.
+      work: of an update; by default `workload`.
     """
+    work = work or workload(resolved, mesh)
     model, recipe = resolved.model, resolved.learner_recipe
     masters, own = learner_weight_bytes(model, recipe, mesh)
     moments, offloads = 2 * masters.stored, resolved.config.learner.offload == "moments"
@@ -214,6 +219,7 @@ def plan_learner(resolved: Resolved, mesh: Mesh | AbstractMesh, work: Workload) 
     batch = rows * (4 * (work.prompt + work.response) + _BATCH_FIELDS * 4 * work.response)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
+        work,
         masters=masters.stored,
         moments=on_device,
         others=train_bytes(resolved, mesh) - masters.stored - on_device + batch,

@@ -34,7 +34,7 @@ class RolloutPlan:
     """Bytes on each device, and the pages that fit beside them.
 
     Attributes:
-      weights: of the sampler, quantised, with their scales and what is made of them beforehand.
+      weights: the sampler's, quantised, with their scales and the converted copies that it reads.
       train_state: masters, optimiser moments, and states of scaling policies.
       workspace: temporary arrays of a turn of the loop, about.
       page: one page of 64 tokens, keys and values of all layers.

@@ -32,7 +32,7 @@ from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.plan.bytes import learner_weight_bytes, page_bytes, weight_bytes, weight_shapes
 from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, NETWORK, NVLINK, Gpu
-from fp8rl_jax.plan.learner import Workload
+from fp8rl_jax.plan.learner import LearnerPlan, Workload
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import MESH_AXES
@@ -43,7 +43,7 @@ _ADAM_BYTES = 28  # a parameter: reads master, moments, gradient; writes the fir
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What each device does in a train step, and the times that this takes at least.
+    """FLOPs and traffic of each device in a train step, and the least times that they take.
 
     Attributes:
       flops: {part of the model: FLOPs}.
@@ -154,7 +154,7 @@ def step_transfers(
     times = work.micro_batches
     reads = 2 + work.counts  # forward, and backward with what it recomputes
     gradients = masters.dense + masters.experts + masters.tables
-    arrays = [  # whole ones; a device receives the parts of the others
+    arrays = [  # of which a device receives all but its own part
         ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
         ("fsdp", "embedding and head, gathered", own.tables + masters.tables),
         ("fsdp", "gradients, reduce-scattered", times * gradients),
@@ -177,17 +177,15 @@ def step_transfers(
     return found
 
 
-def step_cost(planned: Planned, work: Workload, host_moments: int = 0) -> StepCost:
+def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """The cost of a train step on each device.
 
     Args:
       planned: the configuration, and the devices.
-      work: of an update.
-      host_moments: bytes of moments of a device in the host's memory; they come and go array by
-        array, so neither way overlaps with the other.
+      plan: of its train step.
     """
-    model, recipe, gpu = planned.resolved.model, planned.resolved.learner_recipe, planned.gpu
-    mesh = planned.mesh
+    model, recipe = planned.resolved.model, planned.resolved.learner_recipe
+    mesh, gpu, work = planned.mesh, planned.gpu, plan.work
     flops = step_flops(model, work, mesh.shape["tensor"])
     transfers = step_transfers(model, recipe, mesh, work, planned.hosts)
     masters, own = learner_weight_bytes(model, recipe, mesh)
@@ -208,8 +206,8 @@ def step_cost(planned: Planned, work: Workload, host_moments: int = 0) -> StepCo
         "links inside hosts": inside / (EFFICIENCY["links"] * NVLINK),
         "network between hosts": between / (EFFICIENCY["links"] * NETWORK),
     }
-    if host_moments:
-        away = 2 * host_moments / (EFFICIENCY["links"] * HOST_LINK)
+    if plan.host_moments:  # they come and go array by array: neither way overlaps with the other
+        away = 2 * plan.host_moments / (EFFICIENCY["links"] * HOST_LINK)
         seconds["moments from the host and back"] = away
     tokens = work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"]
     return StepCost(flops, transfers, seconds, tokens)

@@ -1,4 +1,4 @@
-"""Whole programs compiled for H200s without one: whose products they hold, and what they send."""
+"""Programs compiled for H200s without one: who computes their products, and what they send."""
 
 import pathlib
 import re
@@ -50,8 +50,8 @@ def test_decode_step(monkeypatch):
 
 
 @pytest.mark.slow
-def test_continuous_batching_keeps_its_pool_where_it_lies(monkeypatch):
-    """The whole loop: no product but the kernels', and nothing that makes a second pool.
+def test_continuous_batching_keeps_its_pool_in_place(monkeypatch):
+    """The loop of continuous batching: no product but the kernels', and no second pool.
 
     A layer has 15 launches in a decode step, those above, and as many in a chunk of prefill.
     """
@@ -83,9 +83,9 @@ def test_continuous_batching_keeps_its_pool_where_it_lies(monkeypatch):
     )
 
 
-def test_decode_step_of_experts_in_parts(monkeypatch):
-    """Qwen3-235B on eight devices, 64 rows each: a device has an eighth of the experts, and of a
-    layer's rows only what the design names travels, of its size.
+def test_decode_step_of_sharded_experts(monkeypatch):
+    """Qwen3-235B on eight devices, 64 rows each: a device has an eighth of the experts, and
+    receives the rows, their scales and choices, and the results of a layer, and nothing else.
 
     17 launches a layer: four products around attention, attention, the router's and three of
     experts, four norms and the gate; and rows and the inputs of o_proj and down_proj are quantised.
@@ -138,9 +138,9 @@ def test_train_step(axes):
         ("qwen3_235b_a22b", {"fsdp": 8, "expert": 8}, 8),
     ],
 )
-def test_a_layer_of_experts_takes_its_part(name, axes, hosts, monkeypatch):
-    """What a train step needs for each further layer beside its state: at most three times the
-    layer's float32 part. Whole experts on every device would be 20 and 60 times."""
+def test_a_layer_of_sharded_experts(name, axes, hosts, monkeypatch):
+    """A further layer needs temporary bytes of at most three times its float32 shard. Experts that
+    are replicated would need 20 and 60 times as much."""
     mesh = h200.h200_mesh(axes, hosts)
     monkeypatch.setattr(aot_h200, "SEQUENCES", {"train": 2 * mesh.size})
     temporary, text = {}, ""

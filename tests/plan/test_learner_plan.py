@@ -67,8 +67,8 @@ def test_counts_are_those_of_real_arrays(model, recipe):
 
 
 def test_offloaded_moments():
-    """They are in the host's memory but for those of the largest array, and these only while the
-    update runs, a program of its own."""
+    """They are in the host's memory; the update, a second program, holds those of the largest
+    array."""
     here, away = (_plan(fields={"learner": {"offload": o}}) for o in ("none", "moments"))
     assert here.host_moments == 0 == away.moments and away.host_moments == here.moments
     assert here.state - away.state == here.moments
@@ -80,7 +80,7 @@ def test_offloaded_moments():
 
 
 def test_parts():
-    """What every device stores: all over `fsdp`, experts over `expert` too, nothing over `data`."""
+    """Masters are sharded over `fsdp`, experts over `expert` too, and nothing over `data`."""
     whole = _plan(_EXPERTS)
     experts = weight_bytes(models.param_shapes(_EXPERTS), mesh_of()).experts
     small = 4 * (2 * (2 * 64 + 2 * 16) + 64)  # norms are replicated
@@ -92,7 +92,7 @@ def test_parts():
 
 
 def test_gathered_weights():
-    """Over `fsdp` layers are gathered whole; experts stay in parts over `expert`."""
+    """Layers are gathered over `fsdp`; experts stay sharded over `expert`."""
 
     def gathered(**axes):
         return weight_bytes(models.param_shapes(_EXPERTS), mesh_of(**axes))
@@ -117,7 +117,7 @@ def test_the_heads_chunk():
 
 
 def test_the_peak():
-    """State and what is held, and the largest of what is at work one after the other."""
+    """State, held arrays, and the largest of the temporary arrays of head, layer and optimiser."""
     plan = _plan()
     at_work = max(plan.head, plan.layer, plan.optimizer)
     held = plan.gradients + plan.own_weights + plan.layer_inputs + plan.tables

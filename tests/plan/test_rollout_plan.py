@@ -145,8 +145,8 @@ def _plan(**changes) -> RolloutPlan:
     return RolloutPlan(**{**sizes, **changes})
 
 
-def test_pages_follow_the_room():
-    """All that the slots can fill, then what fits, then a sentence with the fields."""
+def test_pages_follow_the_memory():
+    """As many as the slots can fill; if these do not fit, as many as fit; else an error."""
     assert _plan().pages == _plan(memory=80 * _GIB).pages == _plan().wanted == 8 * 4 + 4
     for megabytes in (10, 20, 30):
         plan = _plan(memory=int((4 * _GIB + megabytes * 2**20 + 100) / 0.92))
@@ -162,8 +162,8 @@ def test_pages_follow_the_room():
     assert _plan(memory=_GIB).fitting == _plan(memory=_GIB).slots_of(200) == 0
 
 
-def test_train_state_lies_in_parts():
-    """Over fsdp, all that it divides; an axis of -1 has one device unless more are named."""
+def test_train_state_is_sharded():
+    """Sharded over fsdp where it divides; an axis of -1 has one device unless more are named."""
     axes = {"data": -1, "fsdp": 8, "tensor": 1, "expert": 1}
     resolved = resolved_as(preset("qwen3_8b"), get_recipe("fp8"))
     eighth = train_bytes(resolved, abstract_mesh(axes))
@@ -177,7 +177,7 @@ def test_train_state_lies_in_parts():
 
 @pytest.fixture
 def tiny():
-    """A runtime with four slots, and the settings of its sampler."""
+    """A runtime with four slots."""
     fields = ("rollout.slots=4", "eval.questions=16", "env.train_questions=16", "sft.steps=0")
     config = load_config(_TINY, [f"--config.{field}" for field in fields])
     return runtime.make_runtime(config, with_questions=False)

@@ -12,7 +12,7 @@ from fp8rl_jax.models.presets import preset
 from fp8rl_jax.plan import times
 from fp8rl_jax.plan.bytes import learner_weight_bytes
 from fp8rl_jax.plan.gpus import GPUS
-from fp8rl_jax.plan.learner import Workload
+from fp8rl_jax.plan.learner import Workload, plan_learner
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout.cases import CASES
@@ -73,7 +73,7 @@ def test_what_fsdp_receives():
 
 
 def test_what_data_and_expert_receive():
-    """All-reduced gradients; rows, results and their gradients travel, expert weights do not."""
+    """All-reduced gradients; rows, results and their gradients are sent, expert weights are not."""
     masters, _ = learner_weight_bytes(_DENSE, _FP8, mesh_of(data=2))
     found = _sent(_DENSE, mesh_of(data=2))
     assert found == {"data: gradients": (4 * (masters.dense + masters.tables), 0)}
@@ -123,9 +123,10 @@ def test_times():
     """Each is work over what the GPU gives; the estimate names the largest."""
     gpu, mesh = GPUS["h100"], mesh_of(fsdp=16)
 
-    def cost(recipe, *moments):
-        planned = Planned(resolved_as(_DENSE, recipe), mesh, gpu, hosts=2, memory=0)
-        return times.step_cost(planned, _WORK, *moments)
+    def cost(recipe, **fields):
+        resolved = resolved_as(_DENSE, recipe, **fields)
+        plan = plan_learner(resolved, mesh, _WORK)
+        return times.step_cost(Planned(resolved, mesh, gpu, hosts=2, memory=0), plan)
 
     found = cost(_FP8)
     assert found.tokens == 16 * _TOKENS
@@ -137,9 +138,10 @@ def test_times():
     assert found.seconds["network between hosts"] == pytest.approx(between / (0.8 * 50e9))
     assert found.least_seconds == max(found.seconds.values()) == found.seconds[found.bound]
     assert found.most_seconds == sum(found.seconds.values())
-    away = cost(_FP8, 10**9)
+    away = cost(_FP8, learner={"offload": "moments"})
+    moments = 2 * learner_weight_bytes(_DENSE, _FP8, mesh)[0].stored
     extra = {name: s for name, s in away.seconds.items() if name not in found.seconds}
-    assert [*extra.values()] == [pytest.approx(2e9 / (0.8 * 64e9))], "moments come and go"
+    assert [*extra.values()] == [pytest.approx(2 * moments / (0.8 * 64e9))], "moments come and go"
     bf16 = cost(get_recipe("bf16"))
     ratio = bf16.seconds["linear layers"] / found.seconds["linear layers"]
     assert ratio == pytest.approx(1979 / 989)
