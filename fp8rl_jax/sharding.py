@@ -107,7 +107,7 @@ def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
 
 
-def named(mesh: Mesh, specs):
+def named(mesh: Mesh | AbstractMesh, specs):
     """NamedSharding of every PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 

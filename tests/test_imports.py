@@ -14,7 +14,7 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
-_PROGRAM = _LIBRARY | {"config", "report", "training", _PACKAGE}
+_PROGRAM = _LIBRARY | {"config", "plan", "report", "training", _PACKAGE}
 # Package (or module beside it) -> what it may import beside `base`. `fp8rl_jax` stands for the
 # package itself.
 _MAY_IMPORT: dict[str, set[str]] = {
@@ -30,15 +30,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "learner": {"kernels", "quant", "models", "rl"},
     "config": {"kernels", "quant", "models", "rl", "envs"},
     "report": set(),
-    "deviceless": {"sharding"},
-    "training": _LIBRARY | {"config", "report"},
+    "plan": {"quant", "sharding", "models", "data", "rollout", "config"},
+    "training": _LIBRARY | {"config", "plan", "report"},
+    "ahead": _PROGRAM,
     "policy": _PROGRAM,
-    "drift": _PROGRAM | {"policy"},
+    "drift": _PROGRAM | {"ahead", "policy"},
     "train": _PROGRAM | {"drift"},
-    "bench": _PROGRAM | {"deviceless", "train"},
+    "bench": _PROGRAM | {"train"},
     "study": _PROGRAM | {"policy", "train"},
     "api": _PROGRAM | {"drift", "policy", "train"},
-    "cli": _PROGRAM | {"bench", "deviceless", "drift", "policy", "study", "train"},
+    "cli": _PROGRAM | {"ahead", "bench", "drift", "policy", "study", "train"},
     "__main__": {"cli"},
     _PACKAGE: {"api", "config"},  # when a name is first used
 }

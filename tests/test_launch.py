@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 import yaml
 
-from fp8rl_jax.cli.planned import read_planned
 from fp8rl_jax.config import load_config
+from fp8rl_jax.plan.planned import read_planned
 
 _LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 _SCHEMA = json.loads((pathlib.Path(__file__).parent / "helpers/jobset_schema.json").read_text())

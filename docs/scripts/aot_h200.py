@@ -16,18 +16,19 @@ import time
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax import deviceless, sharding
+from fp8rl_jax import sharding
+from fp8rl_jax.ahead.h200 import collectives, h200_mesh, products
+from fp8rl_jax.ahead.programs import (
+    described_runtime,
+    request_shapes,
+    trace_decode_step,
+    trace_train_step,
+)
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.models import pages_of
 from fp8rl_jax.rollout import Batching, ContinuousSampler
 from fp8rl_jax.rollout.sampler import SamplerConfig
-from fp8rl_jax.training.described import (
-    described_runtime,
-    lower_decode_step,
-    lower_train_step,
-    request_shapes,
-)
 from fp8rl_jax.training.runtime import Runtime
 
 GIB = 2**30
@@ -55,7 +56,7 @@ class Programs:
 
     def decode(self):
         """One token of every sequence: weights, caches and rows as a rollout holds them."""
-        return lower_decode_step(self.runtime(SEQUENCES["decode"]))
+        return trace_decode_step(self.runtime(SEQUENCES["decode"])).lower()
 
     def continuous(self):
         """The loop of continuous batching on one device: four samples of each prompt, eight
@@ -77,7 +78,7 @@ class Programs:
 
     def train(self, micro_batches: int):
         """Gradients and the optimiser's update for one batch."""
-        return lower_train_step(self.runtime(SEQUENCES["train"], micro_batches))
+        return trace_train_step(self.runtime(SEQUENCES["train"], micro_batches)).lower()
 
 
 def row(title: str, lowered) -> str:
@@ -87,10 +88,10 @@ def row(title: str, lowered) -> str:
     seconds = time.time() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    ours = deviceless.products(text)
+    ours = products(text)
     kernels = len(ours.pop("triton_kernel_call", []))
     others = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(ours.items()))
-    sent = ", ".join(f"{n} {kind}" for kind, n in deviceless.collectives(text).items())
+    sent = ", ".join(f"{n} {kind}" for kind, n in collectives(text).items())
     cells = (
         title,
         f"{arguments / GIB:.1f}",
@@ -110,7 +111,7 @@ def main() -> None:
         "| compiled in s |\n|---|---|---|---|---|---|---|"
     )
     for count in map(int, counts):
-        programs = Programs(name, deviceless.h200_mesh({"fsdp": count}))
+        programs = Programs(name, h200_mesh({"fsdp": count}))
         print(row(f"decode, {count} H200", programs.decode()), flush=True)
         if count == 1:
             print(row("continuous decode, 1 H200", programs.continuous()), flush=True)

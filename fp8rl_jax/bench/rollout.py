@@ -37,18 +37,13 @@ from fp8rl_jax.kernels import backend, resolve
 from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_params, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
-from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Rollout, make_refit
+from fp8rl_jax.rollout.cases import CASES
 
 QUEUE = 8  # sequences per slot where response lengths differ
 LENGTHS = ("full", "long_tail")
 PEERS = ("transformers",)
-CASES: dict[str, Callable[[], Recipe]] = {
-    "bf16": lambda: get_recipe("bf16"),
-    "fp8_linears": lambda: dataclasses.replace(get_recipe("fp8"), name="fp8_linears", kv="none"),
-    "fp8_kv": lambda: dataclasses.replace(get_recipe("bf16"), name="fp8_kv", kv="dynamic"),
-    "fp8": lambda: get_recipe("fp8"),
-}
 # A tied embedding of standard deviation 1 would make the last token the next one, always.
 _QWEN3 = dict(head_dim=64, rope_theta=1e6, tie_word_embeddings=True, embedding_init_std=0.02)
 # Qwen3's rules in sizes that two CPU cores decode: 4,459,264 and 29,369,856 parameters.

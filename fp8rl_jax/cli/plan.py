@@ -7,23 +7,13 @@ import math
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import note, read_config
-from fp8rl_jax.cli.plan_learner import (
-    LearnerConfigPlan,
-    check_fits,
-    format_learner,
-    plan_learner_config,
-)
-from fp8rl_jax.cli.plan_rollout import (
-    ConfigPlan,
-    describe_allocation,
-    format_decode,
-    format_plans,
-    plan_config,
-)
-from fp8rl_jax.cli.planned import Planned, read_planned
-from fp8rl_jax.training.decode_cost import decode_seconds
-from fp8rl_jax.training.described import on_gpu
-from fp8rl_jax.training.step_cost import GPUS, HOST_DEVICES, Gpu
+from fp8rl_jax.cli.plan_learner import check_fits, format_compiled, format_learner
+from fp8rl_jax.cli.plan_rollout import describe_allocation, format_decode, format_plans
+from fp8rl_jax.plan.gpus import GPUS
+from fp8rl_jax.plan.learner import plan_learner
+from fp8rl_jax.plan.planned import Planned, read_planned
+from fp8rl_jax.plan.rollout import RolloutPlan, plan_rollouts
+from fp8rl_jax.plan.times import StepCost, decode_seconds, step_cost
 
 
 def _check(values: argparse.Namespace) -> None:
@@ -43,47 +33,14 @@ def _check(values: argparse.Namespace) -> None:
             raise UserError(f"fp8rl plan: --{name} is {value}; write at least 1")
 
 
-def _hosts(values: argparse.Namespace, planned: Planned) -> int:
-    """Hosts of the devices, in equal numbers; by default of eight devices each, or of fewer.
-
-    Raises:
-      UserError: `--hosts` does not divide the devices.
-    """
-    count = planned.mesh.size
-    least = math.ceil(count / HOST_DEVICES)
-    hosts = values.hosts or next(n for n in range(least, count + 1) if count % n == 0)
-    if count % hosts:
-        raise UserError(
-            f"fp8rl plan: --hosts is {hosts}, which does not divide the {count} devices of the "
-            "mesh: write a number that does"
-        )
-    return hosts
-
-
-def _plan_rollout(planned: Planned, memory: int, gpu: Gpu) -> ConfigPlan:
-    found = plan_config(planned, memory)
-    print(format_plans(found))
-    print()
-    print(format_decode(found, gpu))
-    print()
-    print(describe_allocation(found))
-    return found
-
-
-def _describe_step(rollout: ConfigPlan, learner: LearnerConfigPlan) -> str:
+def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> str:
     """The predicted times of an RL step and of the run: decoding, then the updates."""
-    planned, own, cost = learner.planned, rollout.own, learner.cost
-    algo, steps = planned.config.algo, planned.config.run.steps
+    resolved, config, slots = planned.resolved, planned.config, rollout.slots
+    algo, steps = config.algo, config.run.steps
     decode_step = decode_seconds(
-        planned.resolved.model,
-        on_gpu(planned.resolved.rollout_recipe),
-        planned.mesh,
-        own,
-        own.slots,
-        rollout.half,
-        learner.gpu,
+        resolved.model, resolved.rollout_recipe, planned.mesh, slots, rollout.half, planned.gpu
     )
-    count = math.ceil(rollout.samples / own.slots) * planned.config.rollout.max_new_tokens
+    count = math.ceil(planned.samples / slots) * config.rollout.max_new_tokens
     decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
     least, most = (decoding + updates * x for x in (cost.least_seconds, cost.most_seconds))
     return (
@@ -98,21 +55,6 @@ def _describe_step(rollout: ConfigPlan, learner: LearnerConfigPlan) -> str:
     )
 
 
-def _plan_learner(found: LearnerConfigPlan, compiles: bool) -> list[str]:
-    """Prints the learner's half; what is wrong with it, if anything is."""
-    print(format_learner(found))
-    if compiles:
-        from fp8rl_jax.cli.plan_compile import compile_programs
-
-        print()
-        compile_programs(found, note)
-    try:
-        print(check_fits(found))
-    except UserError as error:
-        return [str(error)]
-    return []
-
-
 def plan(values: argparse.Namespace) -> int:
     """`fp8rl plan`; returns the exit status.
 
@@ -121,22 +63,32 @@ def plan(values: argparse.Namespace) -> int:
     """
     _check(values)
     both = not (values.rollout or values.learner)
-    planned = read_planned(read_config("plan", values), values.devices)
-    gpu, hosts = GPUS[values.gpu], _hosts(values, planned)
-    memory = int((values.memory_gb or gpu.memory) * 2**30)
+    config, gpu = read_config("plan", values), GPUS[values.gpu]
+    planned = read_planned(config, values.devices, values.hosts, gpu, values.memory_gb)
     problems, rollout = [], None
     if values.rollout or both:
         try:
-            rollout = _plan_rollout(planned, memory, gpu)
+            rollout, cases = plan_rollouts(planned)
+            print(format_plans(planned, rollout, cases))
+            print(f"\n{format_decode(planned, rollout, cases)}\n")
+            print(describe_allocation(planned, rollout))
         except UserError as error:  # the learner is printed all the same
             problems.append(str(error))
     if values.learner or both:
         if not values.learner or values.rollout:
             print()
-        learner = plan_learner_config(planned, memory, gpu, hosts)
-        problems += _plan_learner(learner, values.compile)
+        learner = plan_learner(planned.resolved, planned.mesh)
+        cost = step_cost(planned, learner)
+        print(format_learner(planned, learner, cost))
+        if values.compile:
+            print()
+            print("\n".join(format_compiled(planned, learner, note)))
+        try:
+            print(check_fits(planned, learner))
+        except UserError as error:
+            problems.append(str(error))
         if rollout and not problems:
-            print(f"\n{_describe_step(rollout, learner)}")
+            print(f"\n{_describe_step(planned, rollout, cost)}")
     if problems:
         raise UserError("; ".join(problems))
     return 0

@@ -157,15 +157,15 @@ def _sample(values: argparse.Namespace) -> int:
             "token, or a number above 0"
         )
     config = _policy_config("sample", values)
+    from fp8rl_jax.plan.refuse import check_sampling_memory
     from fp8rl_jax.policy.generate import generate
     from fp8rl_jax.policy.load import load_policy
     from fp8rl_jax.policy.source import usual_temperature
-    from fp8rl_jax.training.memory import check_sample_memory
     from fp8rl_jax.training.runtime import make_runtime
 
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
     runtime = make_runtime(config, with_questions=False)
-    check_sample_memory(runtime, runtime.mesh, len(prompts))
+    check_sampling_memory(runtime, runtime.mesh, len(prompts), 1, "prompts", slots=0)
     with load_policy(runtime, prompts, note) as policy:
         writer = _Writer(prompts)
         timing = generate(policy, temperature, writer.show, writer.finished)

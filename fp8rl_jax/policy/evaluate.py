@@ -8,9 +8,9 @@ from typing import Any
 import ml_collections
 
 from fp8rl_jax.envs import load_questions
+from fp8rl_jax.plan.refuse import check_eval_memory
 from fp8rl_jax.policy.load import Note, load_policy
 from fp8rl_jax.training.evaluate import evaluate
-from fp8rl_jax.training.memory import check_eval_memory
 from fp8rl_jax.training.runtime import make_runtime
 
 

@@ -27,6 +27,8 @@ from fp8rl_jax.data import join
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
 from fp8rl_jax.models.taps import ROUTING
+from fp8rl_jax.plan.bytes import device_memory
+from fp8rl_jax.plan.rollout import plan_rollout
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import (
     Batching,
@@ -40,7 +42,6 @@ from fp8rl_jax.rollout import (
     make_refit,
     make_sampler,
 )
-from fp8rl_jax.rollout.memory_plan import device_memory, plan_rollout
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
 from fp8rl_jax.training.optimizer import Optimizer, optimizer_of_phase
@@ -256,28 +257,18 @@ class JaxEngine(Engine):
         )
         what, mesh = (resolved.model, resolved.rollout_recipe, settings), self.layout.mesh
         if rollout.slots and not taps:
-            return ContinuousSampler(*what, self._batching(settings), mesh=mesh)
+            return ContinuousSampler(*what, self._batching(), mesh=mesh)
         if Loop(*what).on_cpu and mesh.size == 1 and not taps:
             return HalvedSampler(*what)
         return make_sampler(*what, self.layout.parallel)
 
-    def _batching(self, settings: SamplerConfig) -> Batching:
+    def _batching(self) -> Batching:
         """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
-        resolved, rollout, mesh = self.resolved, self.config.rollout, self.layout.mesh
+        rollout, mesh = self.config.rollout, self.layout.mesh
         sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
         if rollout.pages:
             return sizes
-        loop = Loop(resolved.model, resolved.rollout_recipe, settings, self.layout.parallel)
-        plan = plan_rollout(
-            loop,
-            resolved.learner_recipe,
-            mesh,
-            prompt_tokens=rollout.max_prompt_tokens,
-            batching=sizes,
-            memory=device_memory(),
-            reference=resolved.algorithm.needs_reference,
-            offload=self.config.learner.offload,
-        )
+        plan = plan_rollout(self.resolved, mesh, device_memory())
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
         return dataclasses.replace(sizes, pages=pages * mesh.size)
 

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.plan.refuse import check_train_memory
 from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.lock import RunLock
-from fp8rl_jax.training.memory import check_train_memory
 from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sinks import logger_names

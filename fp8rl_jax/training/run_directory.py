@@ -29,7 +29,7 @@ from fp8rl_jax.config import default_config, flatten, saved_config, sections_con
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolved import Resolved
-from fp8rl_jax.rollout.memory_plan import train_bytes
+from fp8rl_jax.plan.bytes import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.logs import RunLogs
@@ -253,7 +253,7 @@ def check_rooms(resolved: Resolved) -> None:
     writes."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
     # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
-    size = train_bytes(resolved.model, resolved.learner_recipe, one_device)
+    size = train_bytes(resolved, one_device, copies=3)
     _check_room(pathlib.Path(resolved.config.run.dir), _bytes_to_write(resolved, size))
     if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
         _check_room(cache, size, "run.cache_dir")

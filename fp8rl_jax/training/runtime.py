@@ -25,10 +25,10 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ChatFormat, Tokenizer, load_tokenizer, with_turn_end
 from fp8rl_jax.envs import Data, Question
 from fp8rl_jax.kernels.reference.probe import cpu_way
+from fp8rl_jax.plan.refuse import check_rollout_memory
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.layout import Layout
-from fp8rl_jax.training.memory import check_rollout_memory
 from fp8rl_jax.training.questions import load_data
 from fp8rl_jax.training.text import Text
 

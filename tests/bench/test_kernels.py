@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from marks import slow
 
-from fp8rl_jax import cli, deviceless
+from fp8rl_jax import cli
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench import kernel_times, kernels
@@ -180,7 +181,7 @@ def test_only_the_kernel_is_timed(case, kernels, monkeypatch):
     """Compiled for an H200, a program of ours holds the kernel and moves nothing else."""
     pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
     try:
-        mesh = deviceless.h200_mesh({})
+        mesh = h200.h200_mesh({})
     except UserError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(kernel_times, "calls", lambda case: (2, 1))
@@ -192,7 +193,7 @@ def test_only_the_kernel_is_timed(case, kernels, monkeypatch):
     with jax.set_mesh(mesh):
         program = jax.jit(lambda all_: [function(*one) for one in all_])
         text = program.lower(operands).compile().as_text()
-    found = {kind: len(names) for kind, names in deviceless.products(text).items()}
+    found = {kind: len(names) for kind, names in h200.products(text).items()}
     assert found == {"triton_kernel_call": 2 * kernels}
     assert not re.findall(r" (transpose|copy|fusion|gather)\(", text)
 

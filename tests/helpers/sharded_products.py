@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8rl_jax import deviceless
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.kernels.reference import probe
 from fp8rl_jax.kernels.reference.matmul import block_matmul
 from fp8rl_jax.kernels.reference.ways import WAYS, Way
@@ -44,7 +44,7 @@ def _on(mesh: Mesh, each: int, axes: tuple[str, ...], dtype, way: Way) -> dict:
     return {
         "differ": int((np.asarray(found) != np.asarray(want)).sum()),
         "divided": all(part.data.shape[0] == each for part in found.addressable_shards),
-        "collectives": deviceless.collectives(program.as_text()),
+        "collectives": h200.collectives(program.as_text()),
     }
 
 
@@ -60,7 +60,7 @@ def _wide_by_device(mesh: Mesh, way: Way) -> dict:
     return {
         "differ": int((np.asarray(program(x, w)) != np.asarray(want)).sum()),
         "divided": True,
-        "collectives": deviceless.collectives(program.as_text()),
+        "collectives": h200.collectives(program.as_text()),
     }
 
 

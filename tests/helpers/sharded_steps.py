@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 
-from fp8rl_jax import deviceless
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.rollout import ContinuousSampler
@@ -26,7 +26,7 @@ def _note_collectives(sampler) -> list[str]:
 
         def noted(*arguments):
             program = advance.lower(*arguments).compile().as_text()
-            found.extend(deviceless.collectives(program))
+            found.extend(h200.collectives(program))
             assert "while(" in program, "the text must be that of the loop"
             return advance(*arguments)
 
@@ -38,7 +38,7 @@ def _noted(program, found: dict[str, int]):
     """A jitted program that notes the collectives of its compiled form when it is called."""
 
     def run(*arguments):
-        found.update(deviceless.collectives(program.lower(*arguments).compile().as_text()))
+        found.update(h200.collectives(program.lower(*arguments).compile().as_text()))
         return program(*arguments)
 
     return run

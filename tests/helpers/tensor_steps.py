@@ -18,7 +18,8 @@ import optax
 from jax.sharding import AxisType
 from random_model import initial_params
 
-from fp8rl_jax import deviceless, sharding
+from fp8rl_jax import sharding
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
@@ -63,7 +64,7 @@ def _collectives(rt: Runtime, state, batch) -> list[str]:
         rt.engine.rope,
     )
     program = rt.engine.compiled_score.lower(*arguments).compile().as_text()
-    return list(deviceless.collectives(program))
+    return list(h200.collectives(program))
 
 
 def _gradient_error(one: dict, other: dict) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax import deviceless
+from fp8rl_jax.ahead import h200
 from fp8rl_jax.kernels.gpu import mosaic_matmul
 from fp8rl_jax.sharding import replicated
 
@@ -87,7 +87,7 @@ def _write_all(folder: pathlib.Path) -> None:
     (folder / "bin" / "nvdisasm").symlink_to(TOOLS / "nvdisasm")
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(folder)  # after Mosaic's import, which sets it
     os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
-    sharding = replicated(deviceless.h200_mesh({}))
+    sharding = replicated(h200.h200_mesh({}))
     blocks = DEPTH // 128
 
     def shape(*shape: int, dtype=jnp.float32):

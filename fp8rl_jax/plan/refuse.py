@@ -1,7 +1,7 @@
 """Sizes that no machine holds are refused before anything is allocated.
 
-What is counted must be there at once, so a refusal is never wrong; that there is room for all else
-is not promised. `fp8rl plan --rollout` has the estimate in full.
+Counts only what must be resident at the same time: a refusal is always right, and what is accepted
+may still run out of memory. `fp8rl plan --rollout` has the estimate in full.
 """
 
 from __future__ import annotations
@@ -11,75 +11,65 @@ from jax.sharding import Mesh
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE
-from fp8rl_jax.rollout.memory_plan import device_memory, gib, page_bytes, train_bytes
+from fp8rl_jax.plan.bytes import device_memory, gib, page_bytes, train_bytes
 
 
 def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
     """Raises UserError if a rollout of training is larger than the devices."""
     rollout = resolved.config.rollout
     what = "rollout.prompts_per_step x rollout.group_size"
-    _check_sampling(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
+    check_sampling_memory(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
 
 
 def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
     """Raises UserError if the train state, or an evaluation beside it, is larger than the
     devices."""
-    state = train_bytes(
-        resolved.model,
-        resolved.learner_recipe,
-        mesh,
-        resolved.algorithm.needs_reference,
-        resolved.config.learner.offload,
-    )
-    _check(
-        state,
-        "the train state (parameters and optimiser moments in float32)",
-        _advise(resolved, mesh),
-    )
-    check_eval_memory(resolved, mesh, state)
-
-
-def _advise(resolved: Resolved, mesh: Mesh) -> str:
-    """What makes the train state smaller on each device."""
+    state = train_bytes(resolved, mesh)
     experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
     if experts and experts % parts:
         larger = f"let mesh.fsdp x mesh.expert divide model.num_experts = {experts}"
     stored = resolved.config.learner.offload == "none"
     away = ", or set learner.offload='moments'" if stored else ""
-    return f"take a smaller model, or {larger}{away}"
+    what = "the train state (parameters and optimiser moments in float32)"
+    _check(state, what, f"take a smaller model, or {larger}{away}")
+    check_eval_memory(resolved, mesh, state)
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:
-    """Raises UserError if an evaluation, with `beside` bytes of other things on each device, is
+    """Raises UserError if an evaluation, with `beside` bytes of other arrays on each device, is
     larger than the devices."""
     settings = resolved.config.eval
     what = "eval.batch_size x (eval.samples + 1)"
-    _check_sampling(resolved, mesh, settings.batch_size, 1 + settings.samples, what, beside)
+    check_sampling_memory(
+        resolved, mesh, settings.batch_size, 1 + settings.samples, what, beside=beside
+    )
 
 
-def check_sample_memory(resolved: Resolved, mesh: Mesh, prompts: int) -> None:
-    """Raises UserError if the answers to so many prompts are larger than the devices."""
-    _check_sampling(resolved, mesh, prompts, 1, "prompts", slots=0)
-
-
-def _check_sampling(
+def check_sampling_memory(
     resolved: Resolved,
     mesh: Mesh,
     prompts: int,
     group: int,
     what: str,
-    beside: int = 0,
     slots: int | None = None,
+    beside: int = 0,
 ) -> None:
-    """The KV cache and the logits of `prompts` x `group` responses, prompts kept once."""
+    """Raises UserError if the KV cache and the logits of `prompts` x `group` responses are larger
+    than the devices.
+
+    Args:
+      what: the product's factors in words, for the sentence.
+      slots: of continuous batching, 0 for none; by default `rollout.slots`.
+      beside: bytes of other arrays on each device.
+    """
     rollout, model = resolved.config.rollout, resolved.model
     slots = rollout.slots if slots is None else slots
     page, rows = page_bytes(model, resolved.rollout_recipe), prompts * group
     if slots:
         cache = rollout.pages * page  # 0: as many as fit
         fields = f"rollout.slots = {slots:,} and rollout.pages = {rollout.pages:,}"
-    else:
+    else:  # prompts are stored once
         tokens = prompts * rollout.max_prompt_tokens + rows * rollout.max_new_tokens
         cache = tokens * page // PAGE
         fields = f"{what} = {rows:,} and rollout.max_new_tokens = {rollout.max_new_tokens:,}"

@@ -1,4 +1,4 @@
-"""Compiling for H200 GPUs on a machine without one: whole programs, to machine code.
+"""Compiling programs for H200 GPUs, down to machine code, on a machine without a GPU.
 
 JAX's CUDA plugin (`pip install 'jax[cuda13-local]'`, a part of the extra `gpu_proofs`) compiles for
 a described device. What comes out has the memory a device needs, the collectives and the kernels of
@@ -8,7 +8,6 @@ may differ from a real GPU's in those; ours are the same.
 
 from __future__ import annotations
 
-import math
 import re
 
 import jax
@@ -83,42 +82,21 @@ def h200_mesh(axes: dict[str, int], hosts: int = 1) -> Mesh:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=H200, topology=f"1x{hosts}x{int(np.prod(sizes)) // hosts}"
     )
-    devices = np.array(topology.devices).reshape(sizes)
+    devices: np.ndarray = np.array(topology.devices).reshape(sizes)
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 _COLLECTIVES = (
     "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute"
 )
-_ARRAY = r"(\w+)\[([\d,]*)\]"
-_ITEM = {"u8": 1, "s8": 1, "pred": 1, "bf16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
-
-
-def _calls(program: str) -> list[tuple[str, str, str]]:
-    """(types of the results, kind, '-start' or '') of every collective in a program's text."""
-    program = re.sub(r"/\*index=\d+\*/", "", program)
-    return re.findall(rf" = ([^=]*?) ({_COLLECTIVES})(-start)?\(", program)
 
 
 def collectives(program: str) -> dict[str, int]:
     """How often each collective stands in the text of a compiled program: {'all-gather u8': 3}."""
-    found = [f"{kind} {re.findall(_ARRAY, results)[0][0]}" for results, kind, _ in _calls(program)]
+    program = re.sub(r"/\*index=\d+\*/", "", program)
+    calls = re.findall(rf" = \W*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", program)
+    found = [f"{kind} {dtype}" for dtype, kind in calls]
     return {name: found.count(name) for name in sorted(set(found))}
-
-
-def collective_bytes(program: str) -> dict[str, int]:
-    """Bytes that each kind of collective leaves on a device, everywhere that it stands in the text
-    of a compiled program, once: {'all-gather': 1000}. A device's own part is among them."""
-    found: dict[str, int] = {}
-    for results, kind, start in _calls(program):
-        arrays = re.findall(_ARRAY, results)
-        if start and kind == "ragged-all-to-all":
-            arrays = arrays[-1:]  # behind the operands: rows, the result's buffer, four tables
-        elif start and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # operands come first
-        sizes = (math.prod(map(int, filter(None, n.split(",")))) * _ITEM[t] for t, n in arrays)
-        found[kind] = found.get(kind, 0) + sum(sizes)
-    return found
 
 
 def products(program: str) -> dict[str, list[str]]:

@@ -8,21 +8,21 @@ import jax
 import numpy as np
 import pytest
 from marks import slow
+from planned import mesh_of, resolved_as
 from random_model import initial_params
 
-from fp8rl_jax import models, sharding
+from fp8rl_jax import models
 from fp8rl_jax.kernels import gpu_kernels
 from fp8rl_jax.learner import make_batch, new_state
+from fp8rl_jax.plan.bytes import weight_bytes
+from fp8rl_jax.plan.learner import HEAD_TOKENS, Workload, plan_learner
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.training import learner_plan
-from fp8rl_jax.training.learner_plan import Workload, plan_learner, weight_bytes
 from fp8rl_jax.training.optimizer import make_optimizer
 
 _DENSE = models.ModelConfig(96, 64, 128, 2, 4, 2, 16)
 _EXPERTS = dataclasses.replace(
     _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1
 )
-_ONE = {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
 _WORK = Workload(rows=4, prompt=16, response=48, micro_batches=2, remat="full")
 
 
@@ -30,10 +30,9 @@ def _nbytes(tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def _plan(model=_DENSE, axes=None, recipe="fp8", reference=False, **work):
-    mesh = sharding.abstract_mesh(_ONE | (axes or {}))
-    workload = dataclasses.replace(_WORK, **work)
-    return plan_learner(model, get_recipe(recipe), mesh, workload, reference)
+def _plan(model=_DENSE, axes=None, recipe="fp8", fields=None, **work):
+    resolved = resolved_as(model, get_recipe(recipe), **(fields or {}))
+    return plan_learner(resolved, mesh_of(**(axes or {})), dataclasses.replace(_WORK, **work))
 
 
 @pytest.mark.parametrize(
@@ -63,21 +62,17 @@ def test_counts_are_those_of_real_arrays(model, recipe):
     by_row = 16 * rows  # lengths and temperatures
     left = plan.others - _nbytes(state.scaling_state)
     assert left <= _nbytes(batch) <= left + by_row
-    with_reference = _plan(model, recipe=recipe, reference=True)
+    with_reference = _plan(model, recipe=recipe, fields={"algo": {"kl_coef": 0.1}})
     assert with_reference.others == plan.others + plan.masters
 
 
 def test_offloaded_moments():
-    """They are in the host's memory but for those of the largest array, and these only while the
-    update runs, a program of its own."""
-    mesh, named = sharding.abstract_mesh(_ONE), get_recipe("fp8")
-    here, away = (plan_learner(_DENSE, named, mesh, _WORK, offload=o) for o in ("none", "moments"))
+    """They are in the host's memory; the update, a second program, holds those of the largest
+    array."""
+    here, away = (_plan(fields={"learner": {"offload": o}}) for o in ("none", "moments"))
     assert here.host_moments == 0 == away.moments and away.host_moments == here.moments
     assert here.state - away.state == here.moments
-    shapes = jax.eval_shape(
-        lambda: models.init_params(_DENSE, jax.random.key(0, impl="threefry2x32"))
-    )
-    largest = max(4 * x.size for x in jax.tree.leaves(shapes))
+    largest = max(4 * x.size for x in jax.tree.leaves(models.param_shapes(_DENSE)))
     assert away.optimizer == 3 * largest < here.optimizer
     small = dataclasses.replace(away, head=0, layer=0, layer_inputs=0, tables=0, own_weights=0)
     assert small.needed == small.state + small.gradients + small.optimizer
@@ -85,9 +80,9 @@ def test_offloaded_moments():
 
 
 def test_parts():
-    """What every device stores: all over `fsdp`, experts over `expert` too, nothing over `data`."""
+    """Masters are sharded over `fsdp`, experts over `expert` too, and nothing over `data`."""
     whole = _plan(_EXPERTS)
-    experts = weight_bytes(_EXPERTS, get_recipe("f32"), sharding.abstract_mesh(_ONE))[0].experts
+    experts = weight_bytes(models.param_shapes(_EXPERTS), mesh_of()).experts
     small = 4 * (2 * (2 * 64 + 2 * 16) + 64)  # norms are replicated
     assert _plan(_EXPERTS, {"fsdp": 2}).masters == (whole.masters + small) // 2
     both = _plan(_EXPERTS, {"fsdp": 2, "expert": 2})
@@ -97,11 +92,10 @@ def test_parts():
 
 
 def test_gathered_weights():
-    """Over `fsdp` layers are gathered whole; experts stay in parts over `expert`."""
-    recipe = get_recipe("f32")
+    """Layers are gathered over `fsdp`; experts stay sharded over `expert`."""
 
     def gathered(**axes):
-        return weight_bytes(_EXPERTS, recipe, sharding.abstract_mesh(_ONE | axes))[0]
+        return weight_bytes(models.param_shapes(_EXPERTS), mesh_of(**axes))
 
     expert = 3 * 4 * 64 * 64  # gate, up and down, float32
     one = gathered()
@@ -116,14 +110,14 @@ def test_gathered_weights():
 def test_the_heads_chunk():
     """As many tokens as the kernel takes at once."""
     pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
-    assert gpu_kernels().head.CHUNK == learner_plan.HEAD_TOKENS
+    assert gpu_kernels().head.CHUNK == HEAD_TOKENS
     table = 4 * _DENSE.vocab_size * _DENSE.hidden_size
     few, many = (_plan(rows=1, response=n).head for n in (4096, 4097))
     assert many - few == table + 2 * 4 * _DENSE.hidden_size  # the gradient so far, and a row
 
 
 def test_the_peak():
-    """State and what is held, and the largest of what is at work one after the other."""
+    """State, held arrays, and the largest of the temporary arrays of head, layer and optimiser."""
     plan = _plan()
     at_work = max(plan.head, plan.layer, plan.optimizer)
     held = plan.gradients + plan.own_weights + plan.layer_inputs + plan.tables

@@ -1,15 +1,23 @@
-"""What a train step computes and moves, and the least time that follows: a roofline estimate.
+"""What a train step and a decode step compute and move, and the least times that follow.
 
-FLOPs and bytes are counted by formulas (`cost_analysis` of a compiled program does not see our
-kernels). Times divide them by what a GPU and its links give, as data sheets say, times an assumed
-efficiency (`EFFICIENCY`); nothing here was measured on a GPU. Work on a device and its transfers
-may overlap or not, so the estimate is the largest of the times and their sum is its upper end.
-Left out: waiting for the slowest device, kernels' launches, rewards, the rollout.
+A prediction by rooflines: FLOPs and bytes are counted by formulas (`cost_analysis` of a compiled
+program does not see our kernels), and times divide them by the figures of gpus.py. Work on a device
+and its transfers may overlap or not, so a train step takes between the largest of its times and
+their sum. Left out: waiting for the slowest device, kernels' launches, rewards.
 
-Formulas, for a token of a layer: a linear layer of P parameters takes 2 P FLOPs in the forward
+Train step: for a token of a layer, a linear layer of P parameters takes 2 P FLOPs in the forward
 pass, as much again where the layer is recomputed, and 2 P each for the gradients of its input and
 its weight (Kaplan et al., arXiv:2001.08361, 2.1). Attention of T tokens with H heads of Dh takes
 2 * 2 * H * Dh * T / 2 forward, and 2.5 times that backward (Dao, arXiv:2307.08691, 4.1).
+
+Decode step: each of B sequences gets a token. The step reads, once each, the weights of the layers,
+those of the output head, and the keys and values of B sequences; of routed experts those that some
+token chose, if tokens choose evenly: of E experts, k a token, ``1 - (1 - k / E)^tokens``. It
+computes 2 FLOPs for each parameter that a token uses, and attention over what is in the cache.
+Layers, attention and head follow each other; each takes the longer of its bytes over the memory's
+bandwidth and its FLOPs over the peak (Williams et al., "Roofline", 2009). Left out as well:
+prefill, the choice of tokens, activations and their quantisation, experts' exchange between
+devices.
 """
 
 from __future__ import annotations
@@ -19,79 +27,34 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
-from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models import PAGE, ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
+from fp8rl_jax.plan.bytes import learner_weight_bytes, page_bytes, weight_bytes, weight_shapes
+from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, NETWORK, NVLINK, Gpu
+from fp8rl_jax.plan.learner import LearnerPlan, Workload
+from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import MESH_AXES
-from fp8rl_jax.training.learner_plan import Workload, weight_bytes
 
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A GPU by its data sheet: NVIDIA H100 (SXM5) and H200 (SXM), dense products.
-
-    Attributes:
-      name: as it is written.
-      memory: GB on the data sheet, which `--memory-gb` takes for GiB.
-      bf16, fp8: FLOP/s.
-      hbm: bytes/s of its memory.
-    """
-
-    name: str
-    memory: float
-    bf16: float = 989e12
-    fp8: float = 1979e12
-    hbm: float = 4.8e12
-
-    @property
-    def speed(self) -> str:
-        """The figures in words."""
-        return (
-            f"{self.bf16 / 1e12:,.0f} TFLOPS bf16, {self.fp8 / 1e12:,.0f} FP8, dense; "
-            f"{self.hbm / 1e12:.2f} TB/s"
-        )
-
-
-GPUS = {"h100": Gpu("H100", 80.0, hbm=3.35e12), "h200": Gpu("H200", 141.0)}
-NVLINK = 450e9  # bytes/s a GPU receives within a host (NVLink 4: 900 GB/s, both directions)
-HOST_LINK = 64e9  # bytes/s between a GPU and its host's memory, each way (PCIe 5.0 x16)
-NETWORK = 50e9  # bytes/s a GPU receives from other hosts (one 400 Gb/s adapter for each, as a DGX)
-HOST_DEVICES = 8  # GPUs of a host
-EFFICIENCY = {"products": 0.4, "attention": 0.4, "memory": 0.8, "links": 0.8}  # assumed
 _ATTENTION_BACKWARD = 2.5  # of the forward pass
 _ADAM_BYTES = 28  # a parameter: reads master, moments, gradient; writes the first three
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """What a device receives over a mesh axis in a train step.
-
-    Attributes:
-      axis: of the mesh.
-      what: in words.
-      inside, between: bytes from devices of its own host, and of others.
-    """
-
-    axis: str
-    what: str
-    inside: float
-    between: float
-
-
-@dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What each device does in a train step, and the times that this takes at least.
+    """FLOPs and traffic of each device in a train step, and the least times that they take.
 
     Attributes:
       flops: {part of the model: FLOPs}.
-      transfers: over the mesh.
+      transfers: {'mesh axis: what a device receives over it': (bytes from devices of its own host,
+        bytes from others)}.
       seconds: {what takes the time: seconds}.
       tokens: of the update, on all devices.
     """
 
     flops: dict[str, float]
-    transfers: tuple[Transfer, ...]
+    transfers: dict[str, tuple[float, float]]
     seconds: dict[str, float]
     tokens: int
 
@@ -149,33 +112,6 @@ def same_host(mesh: Mesh | AbstractMesh, axis: str, hosts: int) -> int:
     return max(min(mesh.shape[axis], host // stride), 1)
 
 
-def _received(
-    model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, work: Workload
-) -> list[tuple[str, str, float]]:
-    """(axis, what, bytes that a device receives) in an update."""
-    masters, own, _ = weight_bytes(model, recipe, mesh)
-    data, fsdp, tensor, expert = (mesh.shape[name] for name in MESH_AXES)
-    times = work.micro_batches
-    reads = 2 + work.counts  # forward, and backward with what it recomputes
-    layers, experts = masters.dense + masters.experts, masters.experts
-    found = [
-        ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
-        ("fsdp", "embedding and head, gathered", own.tables + masters.tables),
-        ("fsdp", "gradients, reduce-scattered", times * (layers + masters.tables)),
-    ]
-    rest = [(axis, what, size * (fsdp - 1) / fsdp) for axis, what, size in found if fsdp > 1]
-    if data > 1:
-        size = times * 2 * (layers + masters.tables) * (data - 1) / data
-        rest.append(("data", "gradients, all-reduced", size))
-    if expert > 1:
-        size = times * 2 * (layers - experts + masters.tables) * (expert - 1) / expert
-        rest.append(("expert", "gradients of what is no expert, all-reduced", size))
-        rest += _exchanged(model, work, expert)
-    if tensor > 1:
-        rest.append(("tensor", "activations and their gradients", _columns(model, work, tensor)))
-    return rest
-
-
 def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[str, str, float]]:
     """What tokens and their experts send each other (models/parallel/experts.py), in an update.
 
@@ -209,42 +145,50 @@ def _columns(model: ModelConfig, work: Workload, devices: int) -> float:
 
 def step_transfers(
     model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, work: Workload, hosts: int
-) -> tuple[Transfer, ...]:
-    """What a device receives in an update, over each mesh axis.
+) -> dict[str, tuple[float, float]]:
+    """`StepCost.transfers` of an update.
 
     Of n devices along an axis, of which m are on one host, n - m of n - 1 shares come from others.
     """
-    found = []
-    for axis, what, size in _received(model, recipe, mesh, work):
-        count = mesh.shape[axis]
-        between = size * (count - same_host(mesh, axis, hosts)) / (count - 1)
-        found.append(Transfer(axis, what, size - between, between))
-    return tuple(found)
+    masters, own = learner_weight_bytes(model, recipe, mesh)
+    times = work.micro_batches
+    reads = 2 + work.counts  # forward, and backward with what it recomputes
+    gradients = masters.dense + masters.experts + masters.tables
+    arrays = [  # of which a device receives all but its own part
+        ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
+        ("fsdp", "embedding and head, gathered", own.tables + masters.tables),
+        ("fsdp", "gradients, reduce-scattered", times * gradients),
+        ("data", "gradients, all-reduced", times * 2 * gradients),
+        (
+            "expert",
+            "gradients of what is no expert, all-reduced",
+            times * 2 * (gradients - masters.experts),
+        ),
+    ]
+    received = [(a, what, size * (mesh.shape[a] - 1) / mesh.shape[a]) for a, what, size in arrays]
+    received += _exchanged(model, work, mesh.shape["expert"])
+    columns = _columns(model, work, mesh.shape["tensor"])
+    received.append(("tensor", "activations and their gradients", columns))
+    found = {}
+    for axis, what, size in received:
+        if (count := mesh.shape[axis]) > 1:
+            between = size * (count - same_host(mesh, axis, hosts)) / (count - 1)
+            found[f"{axis}: {what}"] = size - between, between
+    return found
 
 
-def step_cost(
-    model: ModelConfig,
-    recipe: Recipe,
-    mesh: Mesh | AbstractMesh,
-    work: Workload,
-    gpu: Gpu,
-    hosts: int,
-    host_moments: int = 0,
-) -> StepCost:
+def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """The cost of a train step on each device.
 
     Args:
-      model, recipe: of the learner.
-      mesh: of devices that need not be there.
-      work: of an update.
-      gpu: one of GPUS.
-      hosts: that the devices are on, in equal numbers.
-      host_moments: bytes of moments of a device in the host's memory; they come and go array by
-        array, so neither way overlaps with the other.
+      planned: the configuration, and the devices.
+      plan: of its train step.
     """
+    model, recipe = planned.resolved.model, planned.resolved.learner_recipe
+    mesh, gpu, work = planned.mesh, planned.gpu, plan.work
     flops = step_flops(model, work, mesh.shape["tensor"])
-    transfers = step_transfers(model, recipe, mesh, work, hosts)
-    masters, own, _ = weight_bytes(model, recipe, mesh)
+    transfers = step_transfers(model, recipe, mesh, work, planned.hosts)
+    masters, own = learner_weight_bytes(model, recipe, mesh)
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
     peak = gpu.fp8 if fp8 else gpu.bf16
@@ -254,16 +198,56 @@ def step_cost(
     reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch
     reads += masters.dense + masters.experts
     moved = _ADAM_BYTES // 4 * masters.stored + work.micro_batches * (2 * reads + masters.stored)
+    inside, between = map(sum, zip((0, 0), *transfers.values(), strict=True))
     seconds = {
         "linear layers": linear / EFFICIENCY["products"],
         "attention and head": others / (EFFICIENCY["attention"] * gpu.bf16),
         "weights and state in memory": moved / (EFFICIENCY["memory"] * gpu.hbm),
-        "links inside hosts": sum(t.inside for t in transfers) / (EFFICIENCY["links"] * NVLINK),
-        "network between hosts": sum(t.between for t in transfers)
-        / (EFFICIENCY["links"] * NETWORK),
+        "links inside hosts": inside / (EFFICIENCY["links"] * NVLINK),
+        "network between hosts": between / (EFFICIENCY["links"] * NETWORK),
     }
-    if host_moments:
-        away = 2 * host_moments / (EFFICIENCY["links"] * HOST_LINK)
+    if plan.host_moments:  # they come and go array by array: neither way overlaps with the other
+        away = 2 * plan.host_moments / (EFFICIENCY["links"] * HOST_LINK)
         seconds["moments from the host and back"] = away
     tokens = work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"]
     return StepCost(flops, transfers, seconds, tokens)
+
+
+def decode_seconds(
+    model: ModelConfig,
+    recipe: Recipe,
+    mesh: Mesh | AbstractMesh,
+    sequences: int,
+    length: int,
+    gpu: Gpu,
+) -> dict[str, float]:
+    """{part of the model: seconds of a decode step} on each device; their sum is the step's.
+
+    Args:
+      model, recipe: of the sampler.
+      mesh: without columns over `tensor`.
+      sequences: of a device.
+      length: tokens that a sequence has in the cache, on average.
+      gpu: one of GPUS.
+    """
+    own = weight_bytes(weight_shapes(model, recipe, recipe), mesh)
+    counts = parameter_counts(model)
+    experts = 0.0
+    if model.num_experts:
+        missed = 1 - model.num_experts_per_tok / model.num_experts
+        experts = own.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
+    layers = own.dense + experts
+    head = own.tables if model.tie_word_embeddings else own.tables / 2  # no row of the embedding
+    cache = sequences * length * page_bytes(model, recipe) / PAGE
+    peak = gpu.fp8 if recipe.quantized and not recipe.fake else gpu.bf16
+    attended = sequences * length * model.num_hidden_layers * attention_features(model)
+
+    def longer(size: float, products: float, peak: float) -> float:
+        return max(size / (EFFICIENCY["memory"] * gpu.hbm), 2 * products / peak)
+
+    rate = EFFICIENCY["products"]
+    return {
+        "layers": longer(layers, (counts.active - counts.tables) * sequences, rate * peak),
+        "attention": longer(cache, attended, EFFICIENCY["attention"] * gpu.bf16),
+        "head": longer(head, model.vocab_size * model.hidden_size * sequences, rate * gpu.bf16),
+    }

@@ -1,0 +1,203 @@
+"""A configuration's train step and decode step for devices that need not be there.
+
+The programs are those of a run (`Runtime`), from shapes alone: no parameter is made, and nothing
+can be run. `h200.h200_mesh` describes devices that JAX's CUDA plugin compiles for. A decoder is a
+loop over its layers, so a large model is compiled with few layers and extrapolated: memory is
+linear in their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fp8rl_jax import learner, sharding
+from fp8rl_jax.ahead import h200
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.data import ByteTokenizer
+from fp8rl_jax.models import rope_tables
+from fp8rl_jax.models.params import parameter_counts
+from fp8rl_jax.plan.planned import Planned
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
+from fp8rl_jax.training.runtime import Runtime
+
+LARGE = 40e9  # parameters: above it few layers are compiled
+_FEW = (2, 4)  # layers beside the first dense ones
+
+
+def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None) -> Runtime:
+    """What a run on the GPUs of `mesh` compiles its programs from, with a tokenizer that is not
+    used.
+
+    Args:
+      resolved: with its vocabulary.
+      mesh: of devices that need not be there.
+      layers: of the model; its own number if left out.
+    """
+
+    def on_gpu(recipe: Recipe) -> Recipe:
+        of_cpu = recipe.kernels in ("auto", "exact")
+        return dataclasses.replace(recipe, kernels="triton") if of_cpu else recipe
+
+    model = resolved.model
+    if layers is not None:
+        model = dataclasses.replace(model, num_hidden_layers=layers)
+    changed = dataclasses.replace(
+        resolved,
+        model=model,
+        rollout_recipe=on_gpu(resolved.rollout_recipe),
+        learner_recipe=on_gpu(resolved.learner_recipe),
+        reference_recipe=on_gpu(resolved.reference_recipe),
+    )
+    return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
+
+
+def _rope(runtime: Runtime) -> Any:
+    """Shapes of the tables of rotary frequencies, of prompts and responses at their longest."""
+    rollout = runtime.config.rollout
+    positions = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
+    return sharding.laid_out(tables, runtime.layout.whole)
+
+
+def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
+    """Shapes of a rollout's requests: so many samples of so many prompts, of any length."""
+
+    def requests(rope):
+        ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
+        lengths = jnp.ones(prompts, jnp.int32)
+        return Requests(
+            lengths, jax.random.key(0, impl="threefry2x32"), ids, jnp.ones(samples), ones, rope
+        )
+
+    return jax.eval_shape(requests, _rope(runtime))
+
+
+def _train_arguments(runtime: Runtime, rows: int) -> tuple:
+    """Shapes of a state of the RL phase, a batch of so many rows, and the rotary tables."""
+    state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
+    rollout, ones = runtime.config.rollout, np.ones(rows, np.int32)
+    targets = np.zeros((rows, rollout.max_new_tokens), np.int32)
+    tokens = np.zeros((rows, rollout.max_prompt_tokens + rollout.max_new_tokens), np.int32)
+    batch = learner.make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
+    return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
+
+
+def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
+    """The train step of RL on one minibatch: gradients and the optimiser's update."""
+    config = runtime.config
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    arguments = _train_arguments(runtime, rows // config.algo.num_minibatches)
+    return runtime.engine.compiled_update.trace(*arguments)
+
+
+def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
+    """The programs of an RL step, traced and not compiled: 'rollout', 'train step' and 'score'.
+
+    Nothing that the learner replays of a rollout's routing is in them.
+    """
+    rollout = runtime.config.rollout
+    rows = rollout.prompts_per_step * rollout.group_size
+    state, batch, rope = _train_arguments(runtime, rows)
+    requests = request_shapes(runtime, rollout.prompts_per_step, rows)
+    prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
+    return {
+        "rollout": runtime.engine.sampler.trace(
+            runtime.layout.weight_shapes, prompts, **vars(requests)
+        ),
+        "train step": trace_train_step(runtime),
+        "score": runtime.engine.compiled_score.trace(
+            state.params, state.scaling_state, state.kv_scales, batch, rope
+        ),
+    }
+
+
+def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
+    """One token of every sequence that decodes at a time, with KV caches of the greatest length."""
+    rollout, mesh = runtime.config.rollout, runtime.mesh
+    rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
+    settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
+    loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
+    weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)
+    prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
+    state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
+
+    def place(path, leaf):
+        if "cache" in jax.tree_util.keystr(path):
+            return sharding.batch_sharding(mesh, axis=1)
+        return runtime.layout.rows if leaf.shape[:1] == (rows,) else runtime.layout.whole
+
+    state, wanted = (
+        sharding.laid_out(tree, jax.tree_util.tree_map_with_path(place, tree))
+        for tree in (state, wanted)
+    )
+
+    def step(weights, wanted, state):
+        return loop.decode_step(loop.prepare(weights), wanted, state)
+
+    weights = sharding.laid_out(weights, runtime.layout.weight_shardings)
+    return jax.jit(step, donate_argnums=2).trace(weights, wanted, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA planned for a program on each device.
+
+    Attributes:
+      arguments, temporary: bytes; results that take no argument's place count as temporary.
+      collectives: {'all-gather u8': how many stand in the program}.
+      layers: that were compiled, where the bytes are extrapolated from them; () for all.
+    """
+
+    arguments: float
+    temporary: float
+    collectives: dict[str, int]
+    layers: tuple[int, ...] = ()
+
+    @property
+    def needed(self) -> float:
+        """Bytes of arguments and temporary arrays together."""
+        return self.arguments + self.temporary
+
+
+def _compile(traced: jax.stages.Traced) -> Compiled:
+    program = traced.lower().compile()
+    memory = program.memory_analysis()
+    sent = h200.collectives(program.as_text())
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes + made, sent)
+
+
+def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Planned) -> Compiled:
+    """A program of the planned config for H200s, all layers; extrapolated for a large model.
+
+    Args:
+      trace: `trace_train_step` or `trace_decode_step`.
+      planned: the configuration, with mesh and hosts.
+
+    Raises:
+      UserError: JAX's CUDA plugin is not installed.
+    """
+    resolved, model = planned.resolved, planned.resolved.model
+    mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
+    recipes = (resolved.learner_recipe, resolved.rollout_recipe)
+    # All layers under other rules than most are compiled.
+    first = max(model.dense_layers, *(recipe.first_layers for recipe in recipes))
+    kept = first + max(recipe.last_layers for recipe in recipes)
+    layers = tuple(kept + few for few in _FEW)
+    if parameter_counts(model).total <= LARGE or layers[-1] >= model.num_hidden_layers:
+        return _compile(trace(described_runtime(resolved, mesh)))
+    few, more = (_compile(trace(described_runtime(resolved, mesh, count))) for count in layers)
+
+    def extrapolated(name: str) -> float:
+        slope = (getattr(more, name) - getattr(few, name)) / (layers[1] - layers[0])
+        return getattr(more, name) + slope * (model.num_hidden_layers - layers[1])
+
+    return Compiled(extrapolated("arguments"), extrapolated("temporary"), more.collectives, layers)

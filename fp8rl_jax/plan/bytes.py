@@ -1,0 +1,138 @@
+"""Bytes of a device's part of a model's arrays, from shapes and shardings; allocates nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from fp8rl_jax import sharding
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.models import (
+    ModelConfig,
+    init_paged_cache,
+    init_scaling,
+    param_shapes,
+    param_shardings,
+    quantize_params,
+)
+from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
+from fp8rl_jax.models.stacks import RUNS
+from fp8rl_jax.quant import Recipe
+
+USABLE = 0.92  # of a device's memory: fragments, and what the driver and other programs hold
+
+
+def gib(size: float) -> str:
+    """Bytes as text."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def device_memory() -> int | None:
+    """Bytes of the first device; of a CPU, its share of the machine's memory."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def part_sizes(tree, shardings) -> list[int]:
+    """Bytes of a device's part of every array, in the order of the tree's leaves.
+
+    Args:
+      tree: of arrays or their shapes.
+      shardings: a NamedSharding for every array, as a tree of the same structure.
+    """
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return [math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves]
+
+
+@functools.lru_cache(maxsize=16)
+def weight_shapes(model: ModelConfig, recipe: Recipe, learner_recipe: Recipe) -> Any:
+    """Shapes of the parameters as `recipe` stores them, with the states of the learner's scaling
+    policies."""
+
+    def weights(params):
+        return quantize_params(params, recipe, init_scaling(params, learner_recipe))
+
+    return jax.eval_shape(weights, param_shapes(model))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of a device's parameters in one form.
+
+    Attributes:
+      stored: the device's part.
+      dense, experts: of the layers, as they are gathered to compute: replicated over `fsdp`,
+        columns over `tensor`, experts over `expert`.
+      layer: the largest layer, gathered.
+      tables: embedding and head, replicated.
+      largest: the device's part of the largest array.
+    """
+
+    stored: int
+    dense: int
+    experts: int
+    layer: int
+    tables: int
+    largest: int
+
+
+def weight_bytes(tree, mesh: Mesh | AbstractMesh) -> WeightBytes:
+    """Counts a tree of parameters in any form, given as shapes."""
+    kept = {name: mesh.shape[name] for name in ("tensor", "expert")}
+    gathered = sharding.abstract_mesh({"data": 1, "fsdp": 1} | kept)
+    stored, read = (part_sizes(tree, param_shardings(m, tree)) for m in (mesh, gathered))
+    dense = experts = tables = 0
+    layer = dict.fromkeys(RUNS, 0)
+    for (path, leaf), size in zip(jax.tree_util.tree_leaves_with_path(tree), read, strict=True):
+        array, stack = array_in(path), path[0].key
+        assert array is not None
+        if array.role == TABLE:
+            tables += leaf.size * leaf.dtype.itemsize
+        if stack in RUNS:
+            layer[stack] += size // leaf.shape[0]
+            if array.axes == EXPERTS:
+                experts += size
+            else:
+                dense += size
+    return WeightBytes(sum(stored), dense, experts, max(layer.values()), tables, max(stored))
+
+
+def learner_weight_bytes(
+    model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh
+) -> tuple[WeightBytes, WeightBytes]:
+    """The float32 masters, and the weights in the learner's recipe."""
+    masters = weight_bytes(param_shapes(model), mesh)
+    return masters, weight_bytes(weight_shapes(model, recipe, recipe), mesh)
+
+
+def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
+    """Bytes of a page of the KV cache, all layers."""
+    table = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    cache = jax.eval_shape(lambda table: init_paged_cache(model, recipe, 1, table), table)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.runs))
+
+
+def train_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh, copies: int | None = None) -> int:
+    """Bytes of a device's part of the train state: float32 copies of the parameters, and the states
+    of scaling policies, which are replicated.
+
+    Args:
+      copies: by default the masters, Adam's two moments unless they are in the host's memory
+        (`learner.offload`), and the reference policy if there is one (`algo.kl_coef`).
+    """
+    if copies is None:
+        moments = 0 if resolved.config.learner.offload == "moments" else 2
+        copies = 1 + moments + resolved.algorithm.needs_reference
+    params = param_shapes(resolved.model)
+    states = jax.eval_shape(lambda p: init_scaling(p, resolved.learner_recipe), params)
+    masters = sum(part_sizes(params, param_shardings(mesh, params)))
+    return copies * masters + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))

@@ -1,0 +1,111 @@
+"""Changes of a configuration with which its train step fits: a search by `plan_learner`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import ml_collections
+
+from fp8rl_jax import sharding
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config import flatten
+from fp8rl_jax.plan.learner import plan_learner, workload
+from fp8rl_jax.plan.planned import Planned, read_planned
+
+_FACTORS = (2, 4, 8, 16)  # by which mesh axes are tried larger
+_PARTS = "learner.gradient_accumulation_steps"
+Change = dict[str, int | str]  # fields in the order of a sentence
+
+
+def find_fixes(planned: Planned) -> list[tuple[str, int]]:
+    """(fields to write, bytes that the plan then has) of changes that fit, by price.
+
+    A single micro-batch needs more activations but one gradient less; more of them gather weights
+    more often. Rematerialisation computes each layer once more; offloaded moments go to the host
+    and back in every update. A smaller `fsdp` helps if it does not divide the experts. A larger
+    `fsdp` or `expert` takes devices from `data`, or needs more devices. Every changed configuration
+    is checked and planned again; of each kind the smallest change that fits is named. If no single
+    change fits, those of the mesh are tried together with the cheaper three.
+    """
+    sizes = {f"mesh.{axis}": size for axis, size in planned.mesh.shape.items()}
+    config = _changed(planned.config, sizes)
+    fixes = [fix for kind in _kinds(config) for fix in _first_that_fits(planned, config, kind)]
+    if fixes:
+        return fixes
+    work = workload(planned.resolved, planned.mesh)
+    cheaper: Change = {
+        _PARTS: work.micro_batches * work.rows,
+        "learner.remat": "full",
+        "learner.offload": "moments",
+    }
+    for kind in _kinds(_changed(config, cheaper))[3:]:
+        both = [cheaper | change for change in kind]
+        fixes += _first_that_fits(planned, config, both)
+    return fixes
+
+
+def _changed(config: ml_collections.ConfigDict, change: Change) -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict(config.to_dict())
+    config.update_from_flattened_dict(change)
+    return config
+
+
+def _first_that_fits(
+    planned: Planned, config: ml_collections.ConfigDict, kind: list[Change]
+) -> Iterator[tuple[str, int]]:
+    """The first change of a kind whose plan fits, in words, and its bytes."""
+    before = flatten(config)
+    for change in kind:
+        try:
+            tried = read_planned(_changed(config, change))
+        except UserError:  # the batch does not divide, or the experts do not
+            continue
+        needed = plan_learner(tried.resolved, tried.mesh).needed
+        if needed <= planned.usable:
+            words = [
+                f"{field}={value}" for field, value in change.items() if value != before[field]
+            ]
+            more = f" on {tried.mesh.size} devices" * (tried.mesh != planned.mesh)
+            yield " ".join(words) + more, needed
+            return
+
+
+def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
+    """Changes in the order of `find_fixes`: micro-batches, remat, offload, a smaller `fsdp`, a
+    larger one, a larger `expert`."""
+    learner, mesh, parts = config.learner, config.mesh, config.learner.gradient_accumulation_steps
+    rollout = config.rollout
+    rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
+    counts = (1, *range(2 * parts, rows + 1, parts))
+    return [
+        [{_PARTS: count} for count in counts if rows % count == 0 and count != parts],
+        [{"learner.remat": "full"}] * (learner.remat != "full"),
+        [{"learner.offload": "moments"}] * (learner.offload == "none"),
+        [
+            {"mesh.data": mesh.data * factor, "mesh.fsdp": mesh.fsdp // factor}
+            for factor in _FACTORS
+            if mesh.fsdp % factor == 0
+        ],
+        *([_larger(config, axis, factor) for factor in _FACTORS] for axis in ("fsdp", "expert")),
+    ]
+
+
+def _larger(config: ml_collections.ConfigDict, axis: str, factor: int) -> Change:
+    """`factor` times as many devices along an axis, taken from `data` if it divides. Batches grow
+    to a multiple of the devices; micro-batches become fewer if a device's rows need it."""
+    sizes = {name: config.mesh[name] for name in sharding.BATCH_AXES}
+    sizes[axis] *= factor
+    if sizes["data"] % factor == 0:
+        sizes["data"] //= factor
+    count = math.prod(sizes.values())
+    prompts, questions = (
+        size + -size % count for size in (config.rollout.prompts_per_step, config.eval.batch_size)
+    )
+    rows = prompts * config.rollout.group_size // config.algo.num_minibatches
+    return {
+        _PARTS: math.gcd(config.learner.gradient_accumulation_steps, rows // count),
+        **{f"mesh.{name}": size for name, size in sizes.items()},
+        "rollout.prompts_per_step": prompts,
+        "eval.batch_size": questions,
+    }

@@ -1,0 +1,103 @@
+"""`Planned`: a checked configuration on devices that need not exist, where `fp8rl plan` begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import ml_collections
+from jax.sharding import AbstractMesh
+
+from fp8rl_jax import sharding
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config import checks
+from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.data import load_tokenizer
+from fp8rl_jax.plan.bytes import USABLE
+from fp8rl_jax.plan.gpus import GPUS, HOST_DEVICES, Gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A configuration on devices.
+
+    Attributes:
+      resolved: the checked configuration, with its vocabulary.
+      mesh: of devices that need not exist.
+      gpu: what they are.
+      hosts: that they are on, in equal numbers.
+      memory: bytes of each.
+    """
+
+    resolved: Resolved
+    mesh: AbstractMesh
+    gpu: Gpu
+    hosts: int
+    memory: int
+
+    @property
+    def config(self) -> ml_collections.FrozenConfigDict:
+        return self.resolved.config
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in words."""
+        return ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+
+    @property
+    def samples(self) -> int:
+        """Responses of a step on each device."""
+        rollout = self.config.rollout
+        return rollout.prompts_per_step * rollout.group_size // self.mesh.size
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a run may fill."""
+        return USABLE * self.memory
+
+
+def read_planned(
+    config: ml_collections.ConfigDict,
+    devices: int | None = None,
+    hosts: int | None = None,
+    gpu: Gpu = GPUS["h200"],
+    memory_gb: float | None = None,
+) -> Planned:
+    """Checks a configuration against a mesh.
+
+    Args:
+      config: of `load_config`. Where the directory of `model.checkpoint` is not there, and
+        `model.name` is given, the shapes are those of the name.
+      devices: of the mesh; by default as many as its axes ask for, and one for an axis of -1.
+      hosts: that the devices are on; by default of eight devices each, or of fewer.
+      gpu: the device.
+      memory_gb: GiB of each device; by default the GPU's.
+
+    Raises:
+      UserError: something in the configuration cannot work, or `hosts` does not divide the devices.
+    """
+    checkpoint = config.model.checkpoint
+    if checkpoint and not os.path.isdir(checkpoint):
+        if not config.model.name:
+            raise UserError(
+                f"fp8rl plan: model.checkpoint: {checkpoint} is no directory; name one, or plan "
+                "with the shapes of a published model: --config.model.name=qwen3_8b"
+            )
+        config = config.copy_and_resolve_references()
+        config.model.checkpoint = ""
+    resolved = resolve_config(config)
+    mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
+    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    if not (config.model.checkpoint or config.model.name):
+        resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
+    if hosts is None:
+        least = math.ceil(mesh.size / HOST_DEVICES)
+        hosts = next(n for n in range(least, mesh.size + 1) if mesh.size % n == 0)
+    if mesh.size % hosts:
+        raise UserError(
+            f"fp8rl plan: --hosts is {hosts}, which does not divide the {mesh.size} devices of the "
+            "mesh: write a number that does"
+        )
+    return Planned(resolved, mesh, gpu, hosts, int((memory_gb or gpu.memory) * 2**30))

@@ -1,0 +1,190 @@
+"""What a rollout needs of a device's memory, and how many slots and pages fit.
+
+The sampler of continuous batching allocates by this plan (`rollout.pages` 0), and `fp8rl plan
+--rollout` prints it for a device that need not be there. Everything but the workspace is counted
+from shapes; the workspace is an upper estimate of what a turn of the loop holds at once
+(tests/plan/test_rollout_plan.py compares it with the compiler's own figure).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from fp8rl_jax import sharding
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
+from fp8rl_jax.models.parallel.specs import rollout_specs
+from fp8rl_jax.models.stacks import RUNS
+from fp8rl_jax.plan.bytes import USABLE, gib, page_bytes, part_sizes, train_bytes, weight_shapes
+from fp8rl_jax.plan.planned import Planned
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rollout import Loop, SamplerConfig
+from fp8rl_jax.rollout.cases import CASES
+
+_SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPlan:
+    """Bytes on each device, and the pages that fit beside them.
+
+    Attributes:
+      weights: the sampler's, quantised, with their scales and the converted copies that it reads.
+      train_state: masters, optimiser moments, and states of scaling policies.
+      workspace: temporary arrays of a turn of the loop, about.
+      page: one page of 64 tokens, keys and values of all layers.
+      memory: of the device; None where it is unknown.
+      tokens: of a sequence, prompt and response.
+      slots: sequences that decode at a time.
+    """
+
+    weights: int
+    train_state: int
+    workspace: int
+    page: int
+    memory: int | None
+    tokens: int
+    slots: int
+
+    @property
+    def wanted(self) -> int:
+        """Pages with which every slot can hold a sequence of the greatest length."""
+        return self.slots * pages_of(self.tokens) + _SPARE_PAGES
+
+    @property
+    def fitting(self) -> int | None:
+        """Pages that fit beside everything else; None where the memory is unknown."""
+        if self.memory is None:
+            return None
+        left = self.memory * USABLE - self.weights - self.train_state - self.workspace
+        return max(int(left) // self.page, 0)
+
+    @property
+    def pages(self) -> int:
+        """Pages to allocate.
+
+        Raises:
+          UserError: not even one sequence fits.
+        """
+        if self.fitting is None or self.fitting >= self.wanted:
+            return self.wanted
+        least = least_pages(self.tokens)
+        if self.fitting < least:
+            raise UserError(
+                f"beside {gib(self.weights)} of weights, {gib(self.train_state)} of train state "
+                f"and {gib(self.workspace)} of workspace a device of {gib(self.memory or 0)} has "
+                f"room for {self.fitting} pages of 64 tokens, and one sequence of {self.tokens} "
+                f"tokens (rollout.max_prompt_tokens + max_new_tokens) needs {least}: lower these "
+                "or rollout.slots, or raise mesh.fsdp (train state) or mesh.expert (experts)"
+            )
+        return self.fitting
+
+    @property
+    def half(self) -> int:
+        """Half of the tokens that a sequence can have."""
+        return math.ceil(self.tokens / 2)
+
+    def slots_of(self, tokens: int) -> int | None:
+        """Slots that fit if each holds `tokens` tokens."""
+        if self.fitting is None:
+            return None
+        return max((self.fitting - _SPARE_PAGES) // pages_of(tokens), 0)
+
+
+def sampler_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of a device's part of the sampler's weights; where they are converted, of both
+    forms. The mesh axis `tensor` is 1: continuous batching does not cut layers by columns."""
+
+    def held(tree) -> int:
+        return sum(part_sizes(tree, sharding.named(mesh, rollout_specs(tree))))
+
+    stored = weight_shapes(loop.model, loop.recipe, learner_recipe)
+    return held(stored) + (held(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0)
+
+
+def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices: int = 1) -> int:
+    """An upper estimate of a turn's temporary bytes.
+
+    Decode: seven float32 copies of the logits (raw, scaled, masked by top-k and top-p, sorted, and
+    as weights of the log-softmax).
+    Prefill: some rows of the widest layer in float32, and the experts' copies of each token, from
+    all the devices that share experts. On a CPU also what XLA's products read: a layer's matrices,
+    the embedding transposed, and a page of every slot's keys and values in float32.
+    """
+    model = loop.model
+    copies = model.num_experts_per_tok * expert_devices if model.num_experts else 1
+    width = max(
+        2 * model.intermediate_size,
+        2 * copies * (model.moe_intermediate_size or 0),
+        model.num_attention_heads * model.head_dim,
+        copies * model.hidden_size,
+    )
+    logits = 7 * slots * model.vocab_size
+    rows = 4 * max(prefill_tokens, slots) * width
+    made = 0
+    if loop.on_cpu:
+        params = param_shapes(model)
+        stacks = [jax.tree.leaves(params[name]) for name in RUNS & set(params)]
+        stored = 2 * model.num_key_value_heads * model.head_dim  # of a token, in a layer
+        if model.latent:
+            stored = model.kv_lora_rank + model.qk_rope_head_dim
+        made = max(sum(x.size // x.shape[0] for x in stack) for stack in stacks)
+        made += model.vocab_size * model.hidden_size + 4 * slots * PAGE * stored
+    return 4 * (logits + rows + made)
+
+
+def plan_rollout(
+    resolved: Resolved, mesh: Mesh | AbstractMesh, memory: int | None = None
+) -> RolloutPlan:
+    """The plan of one device in a training run, of which `rollout.pages` is not read.
+
+    Args:
+      resolved: sizes, model and recipes; `rollout.slots` 0 stands for all samples of a step.
+      mesh: a Mesh, or an AbstractMesh of devices that need not exist.
+      memory: bytes of a device; None where it is unknown.
+    """
+    rollout, model = resolved.config.rollout, resolved.model
+    settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
+    loop = Loop(model, resolved.rollout_recipe, settings)
+    slots = (rollout.slots or rollout.prompts_per_step * rollout.group_size) // mesh.size
+    prefill_tokens = min(rollout.prefill_chunk, rollout.max_prompt_tokens)
+    return RolloutPlan(
+        weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
+        train_state=train_bytes(resolved, mesh),
+        workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
+        page=page_bytes(model, loop.recipe),
+        memory=memory,
+        tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        slots=slots,
+    )
+
+
+def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]]:
+    """The plan of a configuration's rollout on GPUs, and {name of CASES: its plan}, with the
+    learner in the same recipe.
+
+    Raises:
+      UserError: such a rollout cannot be planned.
+    """
+    resolved, config = planned.resolved, planned.config
+    for field, other in (("mesh.tensor", 1), ("algo.routing_replay", "none")):
+        section, name = field.split(".")
+        if config[section][name] != other:
+            raise UserError(
+                f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
+                f"batching, which is planned here, needs {other!r}"
+            )
+
+    def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
+        on_gpu = dataclasses.replace(recipe, kernels="triton")
+        changed = dataclasses.replace(resolved, rollout_recipe=on_gpu, learner_recipe=learner)
+        return plan_rollout(changed, planned.mesh, planned.memory)
+
+    recipes = {name: make() for name, make in CASES.items()}
+    cases = {name: plan(recipe, recipe) for name, recipe in recipes.items()}
+    return plan(resolved.rollout_recipe, resolved.learner_recipe), cases

@@ -1,0 +1,15 @@
+"""What of a rollout is in FP8: nothing, linear layers (W8A8), the KV cache, or both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from fp8rl_jax.quant import Recipe, get_recipe
+
+CASES: dict[str, Callable[[], Recipe]] = {
+    "bf16": lambda: get_recipe("bf16"),
+    "fp8_linears": lambda: dataclasses.replace(get_recipe("fp8"), name="fp8_linears", kv="none"),
+    "fp8_kv": lambda: dataclasses.replace(get_recipe("bf16"), name="fp8_kv", kv="dynamic"),
+    "fp8": lambda: get_recipe("fp8"),
+}
