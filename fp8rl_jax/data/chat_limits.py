@@ -53,39 +53,14 @@ _WIDEST = 10_000
 _WIDTH = re.compile(r"\d+|\*")  # in a format for %
 _SLOW = {"pprint", "striptags", "sum", "title", "urlize", "wordwrap"}
 _SLOW_LONGEST = 2**16
-# These take a text for the list of its letters.
-_OF_ELEMENTS = {
-    "batch",
-    "dictsort",
-    "groupby",
-    "join",
-    "list",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "unique",
-}
-# What these make is no longer than the longest that they are given.
-_IN_PROPORTION = {
-    "default",
-    "d",
-    "startswith",
-    "endswith",
-    "split",
-    "partition",
-    "removeprefix",
-    "removesuffix",
-    "find",
-    "index",
-    "count",
-    "get",
-}
+# Filters that take a text for the list of its letters.
+_OF_ELEMENTS = re.compile(
+    "batch|dictsort|groupby|join|list|map|max|min|reject(attr)?|select(attr)?|slice|sort|unique"
+)
+# What these make is no longer than the longest value that they are given.
+_IN_PROPORTION = re.compile(
+    "default|d|startswith|endswith|split|partition|removeprefix|removesuffix|find|index|count|get"
+)
 _CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
 _COLLECTIONS = (
     list,
@@ -240,10 +215,10 @@ class Limits(jinja2.ext.Extension):
         """
         size, levels = self.measure(value)
         self.spend(_TURN + _new_size(value) // _READ)
-        short = name in _SLOW or (name in _OF_ELEMENTS and isinstance(value, str))
+        short = name in _SLOW or (isinstance(value, str) and _OF_ELEMENTS.fullmatch(name))
         if short and size > _SLOW_LONGEST:
             raise TooMuch(f"it gives {name} a value of more than {_SLOW_LONGEST:,} characters")
-        if name not in _IN_PROPORTION:
+        if not _IN_PROPORTION.fullmatch(name):
             self._check_product(max(size, 1) * levels, sum(map(self._counted, arguments)))
 
     def _check_product(self, size: int, times: int) -> None:

@@ -13,9 +13,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
-from fp8rl_jax.envs.tfds import first_line
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 _BATCH = 1024  # rows
 PARQUET = ".parquet"
@@ -34,7 +33,7 @@ def read(path: pathlib.Path) -> Rows:
             batch = next(batches, None)
             rows = [] if batch is None else _rows(batch, trusted=parquet)
         except Exception as error:  # damage: Arrow's own errors, and Python's of what it has read
-            raise UserError(f"{path} cannot be read ({first_line(error)})") from None
+            raise UserError(f"{path} cannot be read ({raised(error)})") from None
         if batch is None:
             return
         for row in rows:
@@ -68,30 +67,25 @@ def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
         hold the buffers themselves, and a damaged one would be read outside of its bounds.
     """
     names = batch.schema.names
-    columns, whole = [], True
-    for index, name in enumerate(names):
-        if names.count(name) > 1:
-            twice = Unreadable("the file has several columns of that name")
-            values, readable = [twice] * batch.num_rows, False
-        else:
-            values, readable = _values(batch.column(index), trusted)
-        columns.append(values)
-        whole = whole and readable
-    make = dict if whole else PartlyReadable
-    return [make(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
+    columns = [
+        twice if names.count(name) > 1 else _values(batch.column(index), trusted)
+        for index, name in enumerate(names)
+    ]
+    return [marked(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
-def _values(column: Any, trusted: bool) -> tuple[list[Any], bool]:
-    """Python's values of a column, and whether all of them can be read."""
+def _values(column: Any, trusted: bool) -> list[Any]:
+    """The values of a column as Python's types, or `Unreadable`."""
     try:
         if not trusted:
             _with_bytes(column).validate(full=True)
     except Exception as error:  # damage, or a text within another column that is no UTF-8
-        return [Unreadable(first_line(error))] * len(column), False
+        return [Unreadable(raised(error))] * len(column)
     try:
-        return _cast(column).to_pylist(), True
+        return _cast(column).to_pylist()
     except Exception:  # whatever conversions to Python's types raise
-        return [_value(scalar) for scalar in column], False
+        return [_value(scalar) for scalar in column]
 
 
 def _with_bytes(column: Any) -> Any:
@@ -107,11 +101,16 @@ def _cast(column: Any) -> Any:
     """The column in types that Python has, where Arrow can make them."""
     import pyarrow as pa
 
-    if _holds_half(column.type):
-        raise NotImplementedError("Arrow has no shortest decimal of it")
-    # A float32's shortest decimal by way of a text.
-    texts = _mapped(column.type, lambda t: pa.string() if pa.types.is_float32(t) else _micro(t))
-    plain = _mapped(column.type, lambda t: pa.float64() if pa.types.is_float32(t) else _micro(t))
+    def with_floats(float32: Any) -> Any:
+        def leaf(kind: Any) -> Any:
+            if pa.types.is_float16(kind):
+                raise NotImplementedError("Arrow has no shortest decimal of it")
+            return float32 if pa.types.is_float32(kind) else _micro(kind)
+
+        return _mapped(column.type, leaf)
+
+    # Through text, so that a float32 becomes the float64 with the same shortest decimal.
+    texts, plain = with_floats(pa.string()), with_floats(pa.float64())
     if texts != column.type:
         column = column.cast(texts, safe=False)
     return column if plain == texts else column.cast(plain)
@@ -134,30 +133,16 @@ def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
 
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_mapped(field.type, leaf)) for field in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(kind.value_field.with_type(_mapped(kind.value_type, leaf)))
-    if pa.types.is_fixed_size_list(kind):
-        field = kind.value_field.with_type(_mapped(kind.value_type, leaf))
-        return pa.list_(field, kind.list_size)
     if pa.types.is_map(kind):
         return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf))
-    if pa.types.is_dictionary(kind):
-        inner = _mapped(kind.value_type, leaf)
-        return kind if inner == kind.value_type else inner
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        inner = _mapped(kind.value_type, leaf)
-        return kind if inner == kind.value_type else pa.large_list(inner)
+    inner = _mapped(kind.value_type, leaf) if hasattr(kind, "value_type") else None
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(inner))
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(inner), getattr(kind, "list_size", -1))
+    if inner is not None and inner != kind.value_type:  # Arrow casts these to no type of their kind
+        return inner if pa.types.is_dictionary(kind) else pa.large_list(inner)
     return leaf(kind) if pa.types.is_primitive(kind) else kind
-
-
-def _holds_half(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        return _holds_half(kind.value_type)
-    fields = [kind.field(i).type for i in range(kind.num_fields)]
-    return pa.types.is_float16(kind) or any(map(_holds_half, fields))
 
 
 def _value(scalar: Any) -> Any:
@@ -186,4 +171,4 @@ def _value(scalar: Any) -> Any:
             return float(str(type_(scalar.as_py())))
         return scalar.cast(_micro(kind), safe=False).as_py()
     except Exception as error:  # what Python's types say of values that they cannot hold
-        return Unreadable(first_line(error))
+        return Unreadable(raised(error))

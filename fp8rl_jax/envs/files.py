@@ -29,52 +29,13 @@ _ARROW = ".arrow"
 _TEXTS = (*text_rows.JSONL, *text_rows.CSV, *text_rows.JSON)
 _HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # in a directory; without them CSV, else JSON
 _FORMS = "a .jsonl, .parquet, .csv or .json file, or a directory of such files"
-# Data in kinds of files that are not read: they are named where they lie beside others, as is
-# whatever a split's name is in.
-_OTHER_KINDS = (
-    ".json",
-    ".ndjson",
-    ".jsonlines",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".xml",
-    ".arrow",
-    ".feather",
-    ".pq",
-    ".parq",
-    ".orc",
-    ".avro",
-    ".tfrecord",
-    ".zst",
-    ".xz",
-    ".bz2",
-    ".lz4",
-    ".br",
-    ".zip",
-    ".7z",
-    ".tar",
-    ".tgz",
-    ".gz",
-    ".pkl",
-    ".pickle",
-    ".npy",
-    ".npz",
-    ".h5",
-    ".hdf5",
-    ".pt",
-    ".db",
-    ".sqlite",
-    ".xls",
-    ".xlsx",
+# Kinds of data files that are not read, unless they are (see `_HUB`): a note names such files, and
+# any file whose name speaks of a split.
+_OTHER_KINDS = re.compile(
+    r"\.(json|ndjson|jsonlines|csv|tsv|txt|xml|arrow|feather|pq|parq|orc|avro|tfrecord|zst|xz|bz2|lz4|"
+    r"br|zip|7z|tar|tgz|gz|pkl|pickle|npy|npz|h5|hdf5|pt|db|sqlite|xls|xlsx)\Z"
 )
-_ABOUT = (
-    "dataset_dict.json",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "features.json",
-    "state.json",
-)
+_ABOUT = re.compile(r"(dataset_(dict|infos?)|features|state)\.json")  # metadata
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
@@ -185,7 +146,7 @@ def _find_in_directory(root: pathlib.Path) -> Found:
         return Found(splits, named, _unread(root, files, itertools.chain(*splits.values())))
     for kind in () if data else (text_rows.CSV, text_rows.JSON):
         found = [path for path in files if path.name.lower().endswith(kind)]
-        data = data or [path for path in found if path.name not in _ABOUT]
+        data = data or [path for path in found if not _ABOUT.fullmatch(path.name)]
     unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
@@ -201,13 +162,12 @@ def _unread(
 ) -> tuple[str, ...]:
     """The names of files that may hold data of this data set and are not among those that are
     read: of known kinds, and of any kind where name or folder speak of a split."""
-    read = set(read)
-    rest = [_in(path, root) for path in files if path not in read]
+    names = [_in(path, root) for path in sorted({*files} - {*read})]
     return tuple(
         name
-        for name in rest
-        if (name.lower().endswith(_OTHER_KINDS) or any(map(splits_named, name.split("/"))))
-        and not (os.path.basename(name) in _ABOUT or _CACHE.fullmatch(os.path.basename(name)))
+        for name in names
+        if (_OTHER_KINDS.search(name.lower()) or any(map(splits_named, name.split("/"))))
+        and not (_ABOUT.fullmatch(last := os.path.basename(name)) or _CACHE.fullmatch(last))
     )
 
 

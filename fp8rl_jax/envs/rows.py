@@ -64,6 +64,17 @@ class PartlyReadable(dict):
     """A row with an `Unreadable` somewhere in it."""
 
 
+def marked(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, as `PartlyReadable` if it holds an `Unreadable` at any depth."""
+    return PartlyReadable(row) if _holds_unreadable(row) else row
+
+
+def _holds_unreadable(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_holds_unreadable, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Unreadable)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowForm:
     """Where the rows of a data set have question and answer.

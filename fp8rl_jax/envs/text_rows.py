@@ -17,12 +17,12 @@ import gzip
 import io
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable, marked
 
 JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
 _LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed at once
@@ -69,10 +69,10 @@ def _read_jsonl(path: pathlib.Path, file: _File, form: str = "one object a line"
         if not (text := line.strip()):
             continue
         try:
-            row, partly = _parsed(text)
+            row = _parsed(text)
         except ValueError as error:
             raise UserError(f"{place} is not JSON ({error}): write {form}") from None
-        yield place, _checked(place, row, partly, form)
+        yield place, _checked(place, row, form)
 
 
 def _read_json(path: pathlib.Path, file: _File) -> Rows:
@@ -93,45 +93,44 @@ def _read_json(path: pathlib.Path, file: _File) -> Rows:
             "into a .jsonl file"
         )
     try:
-        rows, partly = _parsed(content.decode("utf-8-sig"))
+        rows = _parsed(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): write {form}") from None
     for number, row in enumerate(rows, 1):
         place = f"{path}, row {number}"
-        yield place, _checked(place, row, partly, "a list of objects")
+        yield place, _checked(place, row, "a list of objects")
 
 
-def _parsed(text: str) -> tuple[Any, bool]:
-    """The value of a JSON text, and whether an `Unreadable` may be in it."""
-    partly = False
-
-    def as_int(digits: str) -> int | Unreadable:
-        nonlocal partly
-        try:
-            return int(digits)
-        except ValueError:  # Python's limit
-            partly = True
-            return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
-
-    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal partly
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = collections.Counter(key for key, _ in pairs)
-            twice = [key for key, count in counts.items() if count > 1]
-            found |= dict.fromkeys(twice, Unreadable("the key stands there twice"))
-            partly = True
-        return found
-
-    return parse_json(text, as_object, as_int), partly
+def _parsed(text: str) -> Any:
+    """The value of a JSON text, with an `Unreadable` for a value that Python cannot hold."""
+    return parse_json(text, _object, _integer)
 
 
-def _checked(place: str, row: Any, partly: bool, form: str) -> dict[str, Any]:
+def _integer(digits: str) -> int | Unreadable:
+    try:
+        return int(digits)
+    except ValueError:  # Python's limit
+        return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        again = Unreadable("the key stands there twice")
+        found |= dict.fromkeys(_repeated(key for key, _ in pairs), again)
+    return found
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in collections.Counter(names).items() if count > 1]
+
+
+def _checked(place: str, row: Any, form: str) -> dict[str, Any]:
     """The row, if it is an object."""
     if isinstance(row, dict):
-        return PartlyReadable(row) if partly else row
+        return marked(row)
     kind = "int" if isinstance(row, Unreadable) else type(row).__name__
     raise UserError(f"{place} is {kind}; write {form}")
 
@@ -173,6 +172,5 @@ def _read_csv(path: pathlib.Path, file: _File) -> Rows:
         if len(row) == len(names):
             yield place, row
             continue
-        twice = [name for name, count in collections.Counter(names).items() if count > 1]
         again = Unreadable("the file has several columns of that name")
-        yield place, PartlyReadable(row | dict.fromkeys(twice, again))
+        yield place, PartlyReadable(row | dict.fromkeys(_repeated(names), again))

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
 from fp8rl_jax.base.paths import expanded, tfds_home
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 FORMAT = "array_record"
 JSON_COLUMNS = "fp8rl_json_columns"  # of the metadata: columns that are kept as JSON
@@ -113,9 +113,7 @@ def read(directory: pathlib.Path) -> dict[str, Rows]:
         encoded = list((builder.info.metadata or {}).get(JSON_COLUMNS, ()))
         splits = list(builder.info.splits)
     except Exception as error:  # whatever a damaged file makes protobuf and others raise
-        raise UserError(
-            f"{directory} cannot be read ({first_line(error)}): prepare it again"
-        ) from None
+        raise UserError(f"{directory} cannot be read ({raised(error)}): prepare it again") from None
     return {split: _rows(builder, split, encoded) for split in splits}
 
 
@@ -126,17 +124,9 @@ def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
         for number in range(len(source)):
             place = f"{builder.data_dir} {split}, row {number + 1}"
             row = _plain(source[number])
-            row = {k: parse_json(v) if k in encoded else v for k, v in row.items()}
-            yield place, row if _is_whole(row) else PartlyReadable(row)
+            yield place, marked({k: parse_json(v) if k in encoded else v for k, v in row.items()})
     except Exception as error:  # array_record raises RuntimeError and others on a damaged file
-        raise UserError(f"{place} cannot be read ({first_line(error)}): prepare it again") from None
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether all of a value could be read."""
-    if isinstance(value, Mapping | list):
-        return all(map(_is_whole, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, Unreadable)
+        raise UserError(f"{place} cannot be read ({raised(error)}): prepare it again") from None
 
 
 def _plain(value: Any) -> Any:
@@ -146,7 +136,7 @@ def _plain(value: Any) -> Any:
         try:
             return value.decode()
         except UnicodeDecodeError as error:
-            return Unreadable(first_line(error))
+            return Unreadable(raised(error))
     if isinstance(value, Mapping):
         return {name: _plain(v) for name, v in value.items()}
     if hasattr(value, "tolist"):
@@ -155,9 +145,3 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
         return _plain(value) if isinstance(value, bytes | list) else value
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def first_line(error: Exception) -> str:
-    """The type of an error and what it says first."""
-    said = str(error).strip().splitlines()[:1]
-    return ": ".join([type(error).__name__, *said])[:200]

@@ -16,13 +16,14 @@ import json
 import pathlib
 import re
 import threading
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS, first_line
+from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS
 
 GSM8K = "gsm8k"
 CATALOGUE = "https://www.tensorflow.org/datasets/catalog"
@@ -84,7 +85,7 @@ def _builder(name: str, root: pathlib.Path) -> Any:
         return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
     except Exception as error:  # configs that do not exist, packages that a builder needs
         raise UserError(
-            f"tensorflow-datasets refuses {name!r} ({first_line(error)}); write tfds:NAME[/CONFIG]"
+            f"tensorflow-datasets refuses {name!r} ({raised(error)}); write tfds:NAME[/CONFIG]"
         ) from None
 
 
@@ -95,7 +96,7 @@ def _run(builder: Any, advice: str) -> pathlib.Path:
             builder.download_and_prepare()
     except Exception as error:  # network, disk, rows, or a builder that needs TensorFlow
         raise UserError(
-            f"{builder.data_dir} could not be prepared ({first_line(error)}): {advice}"
+            f"{builder.data_dir} could not be prepared ({raised(error)}): {advice}"
         ) from None
     return pathlib.Path(builder.data_dir)
 
@@ -120,23 +121,6 @@ def _reachable(url: str) -> bool:
     return bool(answers)
 
 
-class _LocalFiles:
-    """What a builder downloads by, giving it files that are here.
-
-    Attributes:
-      downloaded_size: bytes that came over the network.
-    """
-
-    downloaded_size = 0
-
-    def __init__(self, files: Mapping[str, pathlib.Path]):
-        self._files = dict(files)
-
-    def download_and_extract(self, urls: Mapping[str, str]) -> dict[str, pathlib.Path]:
-        """The files of the splits that there are."""
-        return {split: self._files[split] for split in urls if split in self._files}
-
-
 def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
     """GSM8K of its JSONL files, by tensorflow-datasets' own builder; returns its directory.
 
@@ -151,7 +135,10 @@ def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> path
 
     tfds.disable_progress_bar()
     builder = _builder(GSM8K, root)
-    builder._make_download_manager = lambda **_: _LocalFiles(files)
+    builder._make_download_manager = lambda **_: types.SimpleNamespace(
+        downloaded_size=0,  # bytes that came over the network
+        download_and_extract=lambda urls: {s: files[s] for s in urls if s in files},
+    )
     return _run(builder, "name its files as published, train.jsonl and test.jsonl")
 
 

@@ -29,7 +29,7 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
 
 def gsm8k_strict(prompt: str, response: str, answer: str) -> float:
     """The same, where a response counts only with its number after '#### '."""
-    return _score(_strict(response), answer)
+    return _score(strict_number(response), answer)
 
 
 def _score(given: Number | None, answer: str) -> float:
@@ -42,21 +42,13 @@ def _score(given: Number | None, answer: str) -> float:
     return float(given is not None and right.equals(given))
 
 
-def gsm8k_answer(response: str) -> str | None:
-    """The final number as text, the same for all ways to write it; None if there is none."""
-    return _text(final_number(response))
-
-
-def gsm8k_strict_answer(response: str) -> str | None:
-    """The same for the strict form."""
-    return _text(_strict(response))
-
-
-def _text(number: Number | None) -> str | None:
+def number_text(number: Number | None) -> str | None:
+    """A number as text, equal for all ways to write it; None for none."""
     return None if number is None else str(number.value)
 
 
-def _strict(response: str) -> Number | None:
+def strict_number(response: str) -> Number | None:
+    """The number on the line after the last '#### ', within the last 300 characters."""
     _, mark, rest = response[-_STRICT_CHARACTERS:].rpartition(f"{_MARK} ")
     return whole_number(rest.partition("\n")[0]) if mark else None
 

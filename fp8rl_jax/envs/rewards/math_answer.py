@@ -329,18 +329,8 @@ def _is_large(value: Any) -> bool:
 
     if not hasattr(value, "atoms"):
         return True
-    functions = (
-        sympy.factorial,
-        sympy.binomial,
-        sympy.gamma,
-        sympy.Sum,
-        sympy.Product,
-        sympy.Integral,
-        sympy.Limit,
-        sympy.Derivative,
-        sympy.Mod,
-    )
-    if value.atoms(*functions):
+    products = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Product, sympy.Mod)
+    if value.atoms(*products, sympy.Sum, sympy.Integral, sympy.Limit, sympy.Derivative):
         return True
     powers = value.atoms(sympy.Pow)
     return any(p.exp.is_number and not (p.exp.is_Rational and abs(p.exp) <= 32) for p in powers)

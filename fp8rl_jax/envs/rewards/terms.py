@@ -20,11 +20,12 @@ from fp8rl_jax.base.bounds import TINY
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rewards.call import BEYOND_FLOAT32, Failure, definition
 from fp8rl_jax.envs.rewards.final_number import (
+    final_number,
     gsm8k,
-    gsm8k_answer,
     gsm8k_strict,
-    gsm8k_strict_answer,
     last_tagged,
+    number_text,
+    strict_number,
 )
 from fp8rl_jax.envs.rewards.form import Form, form_of
 from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
@@ -65,8 +66,8 @@ for _reward, _extract in (
     (exact_match, _stripped),
     (task_score, _stripped),
     (math_equal, math_answer),
-    (gsm8k, gsm8k_answer),
-    (gsm8k_strict, gsm8k_strict_answer),
+    (gsm8k, lambda response: number_text(final_number(response))),
+    (gsm8k_strict, lambda response: number_text(strict_number(response))),
 ):
     vars(_reward)["extract"] = _extract
     _BUILT_IN[_reward.__name__] = _reward

@@ -9,59 +9,29 @@ from __future__ import annotations
 
 import fractions
 import re
+import unicodedata
 from typing import NamedTuple
 
 _MOST_DIGITS = 100  # of a number; more are noise, and slow
 _LONGEST = 200  # characters of a text that is wholly a number
 
-_VULGAR = {
-    "½": "1/2",
-    "⅓": "1/3",
-    "⅔": "2/3",
-    "¼": "1/4",
-    "¾": "3/4",
-    "⅕": "1/5",
-    "⅖": "2/5",
-    "⅗": "3/5",
-    "⅘": "4/5",
-    "⅙": "1/6",
-    "⅚": "5/6",
-    "⅛": "1/8",
-    "⅜": "3/8",
-    "⅝": "5/8",
-    "⅞": "7/8",
-}
-_SPELLINGS = {
-    "−": "-",
-    "–": "-",
-    "\u2009": "",
-    "\u202f": "",
-    "{,}": ",",
-    r",\! ": ",",
-    r",\!": ",",
-    r"\,": "",
-    r"\!": "",
-    r"\;": " ",
-    "\\ ": " ",
-    "~": " ",
-    "\xa0": " ",
-    r"\$": "$",
-    r"\%": "%",
-    "⁄": "/",
-    "－": "-",
-    "＋": "+",
-    "．": ".",
-    "×": "*",
-    r"\times": "*",
-    r"\cdot": "*",
-    "·": "*",
-    r"\approx": "=",
-    "≈": "=",
-    r"^\circ": "°",
-    r"^{\circ}": "°",
-    r"\left": "",
-    r"\right": "",
-}
+_VULGAR = {c: unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_SPELLINGS = (  # what is written, and in how many ways; in this order
+    ("-", ("−", "–", "－")),
+    ("", ("\u2009", "\u202f")),
+    (",", ("{,}", r",\! ", r",\!")),
+    ("", (r"\,", r"\!")),
+    (" ", (r"\;", "\\ ", "~", "\xa0")),
+    ("$", (r"\$",)),
+    ("%", (r"\%",)),
+    ("/", ("⁄",)),
+    ("+", ("＋",)),
+    (".", ("．",)),
+    ("*", ("×", r"\times", r"\cdot", "·")),
+    ("=", (r"\approx", "≈")),
+    ("°", (r"^\circ", r"^{\circ}")),
+    ("", (r"\left", r"\right")),
+)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
 _WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
@@ -185,8 +155,9 @@ def last_number(text: str) -> Number | None:
 def plain(text: str) -> str:
     """The text with signs, spaces, powers and fractions of LaTeX and Unicode in ASCII."""
     text = in_ascii(_THIN_GROUP.sub("", text))
-    for written, ascii_ in _SPELLINGS.items():
-        text = text.replace(written, ascii_)
+    for ascii_, spellings in _SPELLINGS:
+        for written in spellings:
+            text = text.replace(written, ascii_)
     text = _FRACTION.sub(_fraction, text)
     text = _POWER.sub(r"10^\1", text)
     return _SIGN_APART.sub(r"\1\2", text)
