@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
         return "".join(f"{x:g}, or " for x in self.also) + f"{kind} {span}"
 
     def hold(self, value: Any) -> bool:
-        """Whether a number is within them; NaN never is, nor what is no number."""
+        """Whether a value is a number within the bounds; NaN is not."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         above = self.least < value if self.above else self.least <= value
@@ -57,10 +57,6 @@ class Bounds(NamedTuple):
 
 def _whole(least: int, most: int, *also: int) -> Bounds:
     return Bounds(least, most, whole=True, also=also)
-
-
-def _real(least: float, most: float) -> Bounds:
-    return Bounds(least, most)
 
 
 def _above(least: float, most: float, *also: float) -> Bounds:
@@ -94,8 +90,8 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_high_freq_factor": _above(0, 1e6),
     "model.rope_beta_fast": _above(0, 1e6),
     "model.rope_beta_slow": _above(0, 1e6),
-    "model.rope_mscale": _real(0, 1e3),
-    "model.rope_mscale_all_dim": _real(0, 1e3),
+    "model.rope_mscale": Bounds(0, 1e3),
+    "model.rope_mscale_all_dim": Bounds(0, 1e3),
     "model.rms_norm_eps": _above(0, 1),
     "model.embedding_init_std": _above(0, 1e3),
     "model.num_experts": _whole(0, _HEADS),
@@ -113,15 +109,15 @@ BOUNDS: dict[str, Bounds] = {
     "model.v_head_dim": _whole(1, _HEADS),
     "precision.first_layers_bf16": _whole(0, _LAYERS),
     "precision.last_layers_bf16": _whole(0, _LAYERS),
-    "precision.kv_margin": _real(1, 100),
+    "precision.kv_margin": Bounds(1, 100),
     "mesh.data": _whole(1, 2**20, -1),
     "mesh.fsdp": _whole(1, 2**20, -1),
     "mesh.tensor": _whole(1, 2**20, -1),
     "mesh.expert": _whole(1, 2**20, -1),
-    "env.reward_timeout": _real(0.01, 1e6),
-    "env.reward_memory_gb": _real(0, 1e6),
+    "env.reward_timeout": Bounds(0.01, 1e6),
+    "env.reward_memory_gb": Bounds(0, 1e6),
     "env.train_questions": _whole(1, _QUESTIONS),
-    "env.eval_fraction": _real(0, 0.5),
+    "env.eval_fraction": Bounds(0, 0.5),
     "env.max_questions": _whole(0, _COUNT),
     "rollout.prompts_per_step": _whole(1, _COUNT),
     "rollout.group_size": _whole(1, _COUNT),
@@ -130,66 +126,66 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.slots": _whole(0, _COUNT),
     "rollout.pages": _whole(0, 2**24),  # of 64 tokens, which are numbered
     "rollout.prefill_chunk": _whole(1, _COUNT),
-    "rollout.temperature": _real(1e-6, 100),
+    "rollout.temperature": Bounds(1e-6, 100),
     "rollout.top_k": _whole(0, _WIDTH),
     "rollout.top_p": _above(0, 1),
-    "algo.clip_low": _real(0, _RATIO),
-    "algo.clip_high": _real(0, _RATIO),
+    "algo.clip_low": Bounds(0, _RATIO),
+    "algo.clip_high": Bounds(0, _RATIO),
     "algo.dual_clip": _above(1, _RATIO, 0),
     "algo.loss_length": _whole(0, _COUNT),
-    "algo.kl_coef": _real(0, _COEFFICIENT),
+    "algo.kl_coef": Bounds(0, _COEFFICIENT),
     "algo.overlong_buffer": _whole(0, _COUNT, -1),
-    "algo.overlong_penalty": _real(0, 1e6),
+    "algo.overlong_penalty": Bounds(0, 1e6),
     "algo.dynamic_sampling_rounds": _whole(1, 10_000),
-    "algo.router_aux_loss_coef": _real(0, _COEFFICIENT),
+    "algo.router_aux_loss_coef": Bounds(0, _COEFFICIENT),
     "algo.epochs": _whole(1, 10_000),
     "algo.num_minibatches": _whole(1, _COUNT),
     "learner.gradient_accumulation_steps": _whole(1, _COUNT),
-    "optimizer.learning_rate": _real(0, 100),
+    "optimizer.learning_rate": Bounds(0, 100),
     "optimizer.warmup_steps": _whole(0, _COUNT),
-    "optimizer.b1": _real(0, _BELOW_1),
-    "optimizer.b2": _real(0, _BELOW_1),
-    "optimizer.weight_decay": _real(0, _COEFFICIENT),
-    "optimizer.clip_norm": _real(1e-6, 1e30),
+    "optimizer.b1": Bounds(0, _BELOW_1),
+    "optimizer.b2": Bounds(0, _BELOW_1),
+    "optimizer.weight_decay": Bounds(0, _COEFFICIENT),
+    "optimizer.clip_norm": Bounds(1e-6, 1e30),
     "sft.steps": _whole(0, _COUNT),
     "sft.questions": _whole(1, _QUESTIONS),
     "sft.batch_size": _whole(1, _COUNT),
-    "sft.learning_rate": _real(0, 100),
+    "sft.learning_rate": Bounds(0, 100),
     "sft.warmup_steps": _whole(0, _COUNT),
-    "sft.end_fraction": _real(0, 1),
-    "sft.b2": _real(0, _BELOW_1),
-    "sft.weight_decay": _real(0, _COEFFICIENT),
+    "sft.end_fraction": Bounds(0, 1),
+    "sft.b2": Bounds(0, _BELOW_1),
+    "sft.weight_decay": Bounds(0, _COEFFICIENT),
     "sft.evaluations": _whole(1, 1_000_000),
     "eval.questions": _whole(1, _QUESTIONS),
     "eval.batch_size": _whole(1, _COUNT),
     "eval.samples": _whole(1, 1_000_000),
-    "eval.temperature": _real(1e-6, 100),
+    "eval.temperature": Bounds(1e-6, 100),
     "eval.top_p": _above(0, 1),
     "eval.every": _whole(1, _COUNT),
     # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are no fields.
     "sapo.tau_positive": _above(0, 1e6),
     "sapo.tau_negative": _above(0, 1e6),
     # A correction does nothing at zero drift: its bounds of a ratio have 1 between them.
-    "tis.cap": _real(1, _RATIO),
-    "tis.low": _real(0, 1),
-    "seq_tis.cap": _real(1, _RATIO),
-    "icepop.low": _real(0, 1),
-    "icepop.high": _real(1, _RATIO),
-    "mask_sequence.low": _real(0, 1),
-    "mask_sequence.high": _real(1, _RATIO),
-    "mask_geometric.low": _real(0, 1),
-    "mask_geometric.high": _real(1, _RATIO),
-    "mask_k3.most": _real(0, _RATIO),
-    "veto.least": _real(0, 1),
-    "opsm.delta": _real(0, _RATIO),
+    "tis.cap": Bounds(1, _RATIO),
+    "tis.low": Bounds(0, 1),
+    "seq_tis.cap": Bounds(1, _RATIO),
+    "icepop.low": Bounds(0, 1),
+    "icepop.high": Bounds(1, _RATIO),
+    "mask_sequence.low": Bounds(0, 1),
+    "mask_sequence.high": Bounds(1, _RATIO),
+    "mask_geometric.low": Bounds(0, 1),
+    "mask_geometric.high": Bounds(1, _RATIO),
+    "mask_k3.most": Bounds(0, _RATIO),
+    "veto.least": Bounds(0, 1),
+    "opsm.delta": Bounds(0, _RATIO),
     "overlong_penalty.max_length": _whole(1, _COUNT),
     "overlong_penalty.buffer": _whole(0, _COUNT),
-    "overlong_penalty.factor": _real(0, 1e6),
+    "overlong_penalty.factor": Bounds(0, 1e6),
     "seq_mean_token_sum_norm.length": _whole(1, _COUNT),
     "mismatch_metrics.tis_cap": _above(0, _RATIO),
     "delayed.history": _whole(1, 2**16),
-    "delayed.margin": _real(-64, 64),
-    "static.amax": _real(1e-30, 1e30),
+    "delayed.margin": Bounds(-64, 64),
+    "static.amax": Bounds(1e-30, 1e30),
 }
 
 

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import pathlib
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from fp8rl_jax.base.paths import check_status
 
 LONGEST = 2**24  # bytes; a config.json has thousands
 DEEPEST = 100  # lists and objects within each other
@@ -87,8 +88,7 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
         status = os.stat(path)
     except ValueError as error:  # a NUL, half of a character
         raise OSError(errno.EINVAL, str(error)) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+    check_status(status)
     return status
 
 

@@ -71,17 +71,18 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
       OSError: it cannot be opened, or is a link, a FIFO, a device, a socket or a directory.
     """
     if os.path.lexists(path):
-        _check(os.lstat(path))
+        check_status(os.lstat(path))
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
-        _check(os.fstat(file))  # it may have been replaced since
+        check_status(os.fstat(file))  # it may have been replaced since
     except OSError:
         os.close(file)
         raise
     return file
 
 
-def _check(status: os.stat_result) -> None:
+def check_status(status: os.stat_result) -> None:
+    """Raises OSError if this is the status of anything but a regular file."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link")
     if stat.S_ISDIR(status.st_mode):
