@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
@@ -384,27 +384,23 @@ def _text(value: Any, place: str, key: str) -> str:
 
 def _is_conversation(value: Any) -> bool:
     """Whether an answer is a list of messages."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, Mapping) and "role" in message for message in value)
-    )
+    return _is_list_of(value, lambda part: isinstance(part, Mapping) and "role" in part)
+
+
+def _is_list_of(value: Any, good: Callable[[Any], Any]) -> bool:
+    """Whether a value is a list, not empty, whose elements all are good."""
+    return isinstance(value, list) and bool(value) and all(map(good, value))
 
 
 def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
     """A conversation: [{'role', 'content', ...}, ...], not empty. Other fields than these two are
     kept where they have a value; a message of tool calls need not have a content."""
-    good = (
-        isinstance(value, list | tuple)
-        and value
-        and all(
-            isinstance(m, Mapping)
-            and isinstance(m.get("role"), str)
-            and ("content" in m or m.get("tool_calls"))
-            for m in value
-        )
-    )
-    if not good:
+
+    def good(message: Any) -> Any:
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        return has_role and ("content" in message or message.get("tool_calls"))
+
+    if not _is_list_of(list(value) if isinstance(value, tuple) else value, good):
         raise UserError(
             f"{place}: {key!r} is {_kind(value)}; write a conversation, [{{'role': 'user', "
             "'content': TEXT}}]"
@@ -456,18 +452,12 @@ def is_json_of_messages(question: Question) -> bool:
         value = parse_json(question.text)
     except ValueError:
         return False
+
+    def is_message(part: Any) -> bool:
+        return isinstance(part, dict) and any(part.keys() >= keys for keys in _MESSAGE_KEYS)
+
     parts = [value, [value], *(value.values() if isinstance(value, dict) else ())]
-    return any(map(_looks_like_messages, parts))
-
-
-def _looks_like_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and any(m.keys() >= keys for keys in _MESSAGE_KEYS) for m in value
-        )
-    )
+    return any(_is_list_of(part, is_message) for part in parts)
 
 
 def _kind(value: Any) -> str:

@@ -89,13 +89,13 @@ def check_source(env: Any) -> None:
         check_task(env.task, plain(env.task_options.to_dict()))
     else:
         with about("env.task"):
-            _check_data_set(env.task, env)
+            _found(env.task, env)
     for task in eval_tasks(env):
         with about("env.eval_task"):
             if is_generated(task):
                 check_task(task, {})
             else:
-                _check_data_set(task, env)
+                _found(task, env)
 
 
 def eval_tasks(env: Any) -> list[str]:
@@ -111,50 +111,41 @@ def eval_tasks(env: Any) -> list[str]:
     return tasks
 
 
-def _check_data_set(task: str, env: Any) -> None:
-    kind = _kind(task)
-    if kind == "function":
-        _function(task)
-    elif kind == "path":
-        if not tfds.is_prepared(_path(task)):
-            files.find(task)
-    else:
-        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
-        directory = tfds.find(name, root)
-        if directory is not None:
-            tfds.check_format(directory)
-        elif env.download:
-            tfds_prepare.check_known(name)
-        else:
-            raise UserError(
-                f"{name} is not prepared in {root}, and env.download is False: "
-                f"{tfds_prepare.ways(name)}"
-            )
-
-
-def _path(task: str) -> pathlib.Path:
-    return pathlib.Path(expanded(task, "the path"))
-
-
 def read_rows(task: str, env: Any) -> DataSet:
     """The rows of a data set; downloads what is missing.
 
     Raises:
       UserError: of `check_source`, or there is no network.
     """
-    _check_data_set(task, env)
+    return _found(task, env)()
+
+
+def _found(task: str, env: Any) -> Callable[[], DataSet]:
+    """Checks that a data set is there, or can be downloaded; returns the function that reads it."""
     kind = _kind(task)
     if kind == "function":
-        return DataSet(_rows_of_function(task), a_function=True)
-    if kind == "tfds":
-        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
-        rows = tfds.read(tfds.find(name, root) or tfds_prepare.prepare(name, root))
-        return DataSet(rows, unread=(f"./{task}",) if os.path.exists(task) else ())
-    if tfds.is_prepared(_path(task)):
-        return DataSet(tfds.read(_path(task)))
-    found = files.find(task)
-    rows = {split: files.read(paths) for split, paths in found.splits.items()}
-    return DataSet(rows, found.named, found.unread)
+        function = _function(task)
+        return lambda: DataSet(_rows_of_function(task, function), a_function=True)
+    if kind == "path":
+        path = pathlib.Path(expanded(task, "the path"))
+        if tfds.is_prepared(path):
+            return lambda: DataSet(tfds.read(path))
+        found = files.find(task)
+        rows = {split: files.read(paths) for split, paths in found.splits.items()}
+        return lambda: DataSet(rows, found.named, found.unread)
+    name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
+    directory = tfds.find(name, root)
+    if directory is not None:
+        tfds.check_format(directory)
+    elif env.download:
+        tfds_prepare.check_known(name)
+    else:
+        raise UserError(
+            f"{name} is not prepared in {root}, and env.download is False: "
+            f"{tfds_prepare.ways(name)}"
+        )
+    unread = (f"./{task}",) if os.path.exists(task) else ()
+    return lambda: DataSet(tfds.read(directory or tfds_prepare.prepare(name, root)), unread=unread)
 
 
 def _function(task: str) -> Callable:
@@ -164,9 +155,8 @@ def _function(task: str) -> Callable:
     return function
 
 
-def _rows_of_function(task: str) -> dict[str, Rows]:
+def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:
     """What a user's function returns: rows, or {split: rows}."""
-    function = _function(task)
     try:
         value = function()
     except KeyboardInterrupt:

@@ -39,9 +39,9 @@ def evaluate_policy(
     if data.note:
         note(data.note)
     asked = data.questions["eval"]
-    with load_policy(runtime, [q.prompt for q in asked], note, as_questions=True) as policy:
-        runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
-        found = evaluate(runtime, policy.weights, policy.phase, policy.step)
+    policy = load_policy(runtime, [q.prompt for q in asked], note, as_questions=True)
+    runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
+    found = evaluate(runtime, policy.weights, policy.phase, policy.step)
     about = {
         "checkpoint": config.run.dir,
         "task": config.env.task,

@@ -5,11 +5,10 @@ Both go through a Runtime and refit, so they are sampled by the program that tra
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -50,13 +49,12 @@ class Policy:
     step: int
 
 
-@contextlib.contextmanager
 def load_policy(
     runtime: Runtime,
     prompts: Sequence[Prompt],
     note: Note = lambda text: None,
     as_questions: bool = False,
-) -> Iterator[Policy]:
+) -> Policy:
     """The policy in `run.dir`, ready for some prompts.
 
     Args:
@@ -90,7 +88,7 @@ def load_policy(
         few = rows[: config.eval.batch_size]
         state = runtime.engine.calibrate(state, *pad(runtime, few))
     weights = runtime.engine.refit(state).weights
-    yield Policy(runtime, weights, rows, phase, int(state.step))
+    return Policy(runtime, weights, rows, phase, int(state.step))
 
 
 class Trained(NamedTuple):

@@ -36,15 +36,14 @@ class Tally:
     def __init__(self, where: str):
         """`where` begins a sentence: 'RL step 3'."""
         self._where = where
-        self._calls: collections.Counter[str] = collections.Counter()
-        self._failed: collections.Counter[str] = collections.Counter()
-        self._too_long: collections.Counter[str] = collections.Counter()
+        # By what is counted ('calls', 'failed', 'too long') and the name of what is called.
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._first: dict[str, Failure] = {}
 
     @property
     def errors(self) -> int:
         """Calls that failed, of all rewards."""
-        return self._failed.total()
+        return sum(count for (what, _), count in self._counts.items() if what == "failed")
 
     def value(self, name: str, result: Any) -> Any:
         """Counts a call of `name`: its result, or None if that is a Failure.
@@ -52,7 +51,7 @@ class Tally:
         Raises:
           RewardError: the first calls all took too long, so that the others would take hours.
         """
-        self._calls[name] += 1
+        self._counts["calls", name] += 1
         if not isinstance(result, Failure):
             return result
         if (name, result.kind) not in _named:
@@ -65,10 +64,10 @@ class Tally:
                 result.text,
                 place,
             )
-        self._failed[name] += 1
-        self._too_long[name] += result.kind == TIME_LIMIT
+        self._counts["failed", name] += 1
+        self._counts["too long", name] += result.kind == TIME_LIMIT
         self._first.setdefault(name, result)
-        if self._too_long[name] == self._calls[name] == _HOPELESS:
+        if self._counts["too long", name] == self._counts["calls", name] == _HOPELESS:
             raise self._error(name, f"the first {_HOPELESS} calls", " or raise the limit")
         return None
 
@@ -83,26 +82,17 @@ class Tally:
 
         if processes.count() == 1:
             return [work()]
-        counters = (self._calls, self._failed, self._too_long)
-        before = [counter.copy() for counter in counters]
-
-        def count() -> tuple:
-            result = work()
-            added = [now - was for now, was in zip(counters, before, strict=True)]
-            return result, added, self._first
-
-        found = processes.everywhere(count)
-        for index, (counter, was) in enumerate(zip(counters, before, strict=True)):
-            counter.clear()
-            counter.update(sum((added[index] for _, added, _ in found), was))
+        before = self._counts.copy()
+        found = processes.everywhere(lambda: (work(), self._counts - before, self._first))
+        self._counts = sum((added for _, added, _ in found), before)
         for _, _, first in reversed(found):  # where several have one, the first process's
             self._first = self._first | first
         return [result for result, _, _ in found]
 
     def check(self) -> None:
         """Raises RewardError if all calls of a reward failed."""
-        for name, count in self._calls.items():
-            if self._failed[name] == count:
+        for (what, name), count in self._counts.items():
+            if what == "calls" and self._counts["failed", name] == count:
                 raise self._error(name, f"all {count} calls" if count > 1 else "the only call")
 
     def nothing_scored(self, what: str) -> RewardError:
