@@ -1,12 +1,12 @@
 """The bounds of every number that a user writes, in one table.
 
-A name is a field of the configuration ('rollout.top_k'), of a model ('model.rope_theta') or a
-parameter of a function that is chosen by name ('tis.cap'). Fields are checked when a configuration
-is resolved, a model's when its shapes are made, parameters at the call (`bounded`): written in a
-configuration as ``ppo(clip_low=0.1)`` or called from Python, they are refused alike.
+A name is a field of the configuration ('rollout.top_k'), a field of a model ('model.rope_theta') or
+a parameter of a function that is chosen by name ('tis.cap'). Configurations are checked when they
+are resolved, models when their shapes are made, parameters at every call (`bounded`), whether from
+a configuration (``ppo(clip_low=0.1)``) or from Python.
 
-Upper bounds are far above what is useful and low enough that no count leaves int32 and no float32
-overflows. Which numbers go together, and what fits in memory, is checked elsewhere.
+Upper bounds are far above useful values, and keep counts within int32 and values within float32.
+Not checked here: which numbers go together, and what fits in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fp8rl_jax.base.errors import UserError
 
@@ -25,13 +25,12 @@ TINY = 2.0**-126
 
 
 class Bounds(NamedTuple):
-    """What a number may be.
+    """The bounds of a number.
 
     Attributes:
-      least, most: bounds, both allowed unless `above`.
-      whole: whether it is a whole number.
-      above: `least` itself is not allowed.
-      also: values outside that are allowed.
+      least, most: both are allowed; `least` is not if `above`.
+      whole: only integers.
+      also: values outside the bounds that are allowed.
     """
 
     least: float
@@ -50,6 +49,7 @@ class Bounds(NamedTuple):
         """Whether a value is a number within the bounds; NaN is not."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
+        value = cast(float, value)  # typeshed's Real lacks comparisons
         above = self.least < value if self.above else self.least <= value
         inside = above and value <= self.most and not (self.whole and value != int(value))
         return inside or value in self.also
@@ -64,7 +64,7 @@ def _above(least: float, most: float, *also: float) -> Bounds:
 
 
 _COUNT = 1_000_000_000  # steps, rows, tokens; two of them are below 2^31
-_QUESTIONS = 10_000_000  # that are made or held one by one
+_QUESTIONS = 10_000_000  # each is made or kept one by one
 _WIDTH, _LAYERS, _HEADS = 2**24, 10_000, 2**16
 _BELOW_1 = 0.9999999
 _RATIO = 1e9  # e^20, where ratios are clamped, is less
@@ -162,10 +162,10 @@ BOUNDS: dict[str, Bounds] = {
     "eval.temperature": Bounds(1e-6, 100),
     "eval.top_p": _above(0, 1),
     "eval.every": _whole(1, _COUNT),
-    # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are no fields.
+    # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are not fields.
     "sapo.tau_positive": _above(0, 1e6),
     "sapo.tau_negative": _above(0, 1e6),
-    # A correction does nothing at zero drift: its bounds of a ratio have 1 between them.
+    # A correction must do nothing at zero drift, so 1 is between its bounds of a ratio.
     "tis.cap": Bounds(1, _RATIO),
     "tis.low": Bounds(0, 1),
     "seq_tis.cap": Bounds(1, _RATIO),
@@ -190,7 +190,7 @@ BOUNDS: dict[str, Bounds] = {
 
 
 def shown(value: Any) -> str:
-    """A value for a sentence; a whole number of very many digits by their number."""
+    """A value for an error message; of a very long integer only the number of its digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
         digits = int(abs(value).bit_length() * math.log10(2)) + 1
         return f"a number of about {digits} digits"
@@ -198,12 +198,12 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises UserError if a number is out of its bounds of the table, in one sentence."""
+    """Raises UserError if the number is outside the bounds of `BOUNDS[name]`."""
     _check(BOUNDS[name], f"{name} is {shown(value)};", value)
 
 
 def _check(bounds: Bounds, found: str, value: Any) -> None:
-    """`found`: how the sentence begins."""
+    """`check_number`; `found` begins the sentence."""
     if not bounds.hold(value):
         raise UserError(f"{found} write {bounds}")
     if value and abs(value) < TINY:
@@ -211,9 +211,9 @@ def _check(bounds: Bounds, found: str, value: Any) -> None:
 
 
 def bounded(function: Callable) -> Callable:
-    """A function that raises UserError for a parameter out of its bounds, and TypeError for one
-    that is no number. Bounds are those of 'FUNCTION.PARAMETER' in the table, else of the field
-    'algo.PARAMETER'; parameters that are in neither are not checked."""
+    """Wraps a function to raise UserError for a parameter outside its bounds and TypeError for one
+    that is not a number. The bounds are those of 'FUNCTION.PARAMETER' in the table, else those of
+    'algo.PARAMETER'; other parameters are not checked."""
     signature = inspect.signature(function)
     own = {name: f"{function.__name__}.{name}" for name in signature.parameters}
     named = {
@@ -237,7 +237,7 @@ def bounded(function: Callable) -> Callable:
 
 
 def check_options(name: str, value) -> None:
-    """Raises UserError for a number among options of others that no float64 holds exactly."""
+    """Raises UserError for a number in a third party's options that float64 cannot hold exactly."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             check_options(f"{name}.{key}", inner)
