@@ -8,9 +8,9 @@ Its directory is the first of these that is set:
 4. `fp8rl_jax/compilation` in the user's cache directory.
 
 XLA:CPU compiles for the CPU at hand, so each kind of CPU has its own subdirectory. Beyond
-`MAX_BYTES` the least recently used programs are deleted. Reads and writes hold a lock. Programs that a killed
-process wrote in part are deleted at the next start. Without a usable directory, or without a home
-directory, the command runs without a cache, and says so in the first case.
+`MAX_BYTES` the least recently used programs are deleted. Reads and writes hold a lock. What a
+killed process wrote in part is deleted at the next start. Without a usable directory the command
+says so and runs without a cache; without a home directory there is none either.
 """
 
 from __future__ import annotations
