@@ -1,10 +1,12 @@
-"""Rows of Arrow's columns, whatever else is in them: a column that nobody asked for ends no run.
+"""Rows of parquet and Arrow files.
 
-Each type has one kind of Python's values, with pandas installed or not. Times are kept to the
-microsecond, as Python has them. A float32 or float16 becomes the float with the same shortest
-decimal: 0.1, not 0.10000000149011612. What Python cannot hold (a year after 9999, bytes that are
-no UTF-8 in a text, two columns of one name) is an `Unreadable`, which is an error where a question
-or an answer is in it, and is missing in the row that a reward gets.
+A column that no question needs cannot stop a run: what Python cannot hold (a year after 9999, a
+text that is not UTF-8, two columns of one name) becomes an `Unreadable`, which is an error in a
+question or an answer, and is left out of the row that a reward gets.
+
+Python's types do not depend on pandas being installed. Times are cut to microseconds, as Python has
+them. A float32 or float16 becomes the float64 with the same shortest decimal: 0.1, not
+0.10000000149011612.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def read(path: pathlib.Path) -> Rows:
         try:
             batch = next(batches, None)
             rows = [] if batch is None else _rows(batch, trusted=parquet)
-        except Exception as error:  # damage: Arrow's own errors, and Python's of what it has read
+        except Exception as error:  # a damaged file: Arrow's errors, or Python's
             raise UserError(f"{path} cannot be read ({raised(error)})") from None
         if batch is None:
             return
@@ -63,8 +65,8 @@ def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
 
     Args:
       batch: of pyarrow.
-      trusted: the buffers are known to fit together, as what a parquet reader made: Arrow's files
-        hold the buffers themselves, and a damaged one would be read outside of its bounds.
+      trusted: the buffers come from the parquet reader and are consistent. Arrow files hold raw
+        buffers: unless validated, a damaged one would be read out of bounds.
     """
     names = batch.schema.names
     twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
@@ -80,16 +82,16 @@ def _values(column: Any, trusted: bool) -> list[Any]:
     try:
         if not trusted:
             _with_bytes(column).validate(full=True)
-    except Exception as error:  # damage, or a text within another column that is no UTF-8
+    except Exception as error:  # damaged, or a nested text is not UTF-8
         return [Unreadable(raised(error))] * len(column)
     try:
         return _cast(column).to_pylist()
-    except Exception:  # whatever conversions to Python's types raise
+    except Exception:  # conversions to Python's types raise many types
         return [_value(scalar) for scalar in column]
 
 
 def _with_bytes(column: Any) -> Any:
-    """A column of texts as one of bytes: whether they are UTF-8 is asked of each by itself."""
+    """A column of texts as one of bytes, since each text is checked for UTF-8 separately."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type):
@@ -98,7 +100,7 @@ def _with_bytes(column: Any) -> Any:
 
 
 def _cast(column: Any) -> Any:
-    """The column in types that Python has, where Arrow can make them."""
+    """Casts the column to types that Python has; raises where Arrow cannot."""
     import pyarrow as pa
 
     def with_floats(float32: Any) -> Any:
@@ -117,7 +119,7 @@ def _cast(column: Any) -> Any:
 
 
 def _micro(kind: Any) -> Any:
-    """A type of nanoseconds in microseconds."""
+    """The type, with microseconds for nanoseconds."""
     import pyarrow as pa
 
     if getattr(kind, "unit", "") != "ns":
@@ -128,7 +130,7 @@ def _micro(kind: Any) -> Any:
 
 
 def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The type with `leaf` applied to what it is made of, as far as Arrow casts it."""
+    """The type with `leaf` applied to the primitive types in it, as far as Arrow can cast them."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -146,8 +148,8 @@ def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _value(scalar: Any) -> Any:
-    """One value, with an `Unreadable` in the place of each part that Python cannot hold."""
-    import numpy as np  # late, and so is pyarrow: workers of rewards do without
+    """One value, with each part that Python cannot hold replaced by an `Unreadable`."""
+    import numpy as np  # imported late, like pyarrow: reward workers need neither
     import pyarrow as pa
 
     kind = scalar.type
@@ -170,5 +172,5 @@ def _value(scalar: Any) -> Any:
             type_ = np.float16 if pa.types.is_float16(kind) else np.float32
             return float(str(type_(scalar.as_py())))
         return scalar.cast(_micro(kind), safe=False).as_py()
-    except Exception as error:  # what Python's types say of values that they cannot hold
+    except Exception as error:  # Python's types cannot hold it
         return Unreadable(raised(error))
