@@ -1,7 +1,7 @@
-"""What `env.task` names: a generator of reasoning_gym, or a data set, and the rows of a data set.
+"""The sources that `env.task` can name, and the rows of a data set.
 
-A data set is a file, a directory, a prepared or downloadable data set of tensorflow-datasets, or a
-user's function that returns rows.
+A source is a generator of reasoning_gym, or a data set: a file, a directory, a prepared or
+downloadable data set of tensorflow-datasets, or a user's function that returns rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DataSet:
 
     Attributes:
       rows: by split, each row with its place.
-      named: the held-out split that the name which the user wrote speaks of; '' for none.
-      unread: names of data files that lie beside those that are read.
+      named: the held-out split in the name that the user wrote; '' for none.
+      unread: names of data files in the directory that are not read.
       a_function: rows come from a user's function, and may never end.
     """
 
@@ -58,13 +58,13 @@ def _kind(task: str) -> str:
 
 
 def is_generated(task: str) -> bool:
-    """Whether the task is one of reasoning_gym's, by its name alone."""
+    """Whether the task is a generator of reasoning_gym, by its name alone."""
     return _kind(task) == "generated"
 
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """Errors within it begin with the name of a field."""
+    """Within it errors begin with the name of this field."""
     try:
         yield
     except UserError as error:
@@ -72,8 +72,8 @@ def about(field: str) -> Iterator[None]:
 
 
 def check_source(env: Any) -> None:
-    """Raises UserError if questions cannot come from where section `env` of a configuration says;
-    reads no rows."""
+    """Raises UserError if section `env` of a configuration names a source that cannot work; reads
+    no rows."""
     if "{question}" not in env.prompt_template:
         raise UserError(
             f"env.prompt_template is {env.prompt_template!r}; write a text with {{question}} in it"
@@ -102,7 +102,7 @@ def eval_tasks(env: Any) -> list[str]:
     """The sources in `env.eval_task`.
 
     Raises:
-      UserError: one is there twice.
+      UserError: one is named twice.
     """
     tasks = [task.strip() for task in env.eval_task.split(",") if task.strip()]
     for task in tasks:
@@ -161,7 +161,7 @@ def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:
         value = function()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's code raises, SystemExit too
+    except BaseException as error:  # user code may raise anything, SystemExit too
         raise UserError(
             f"{task!r} fails with {raised(error)}; it takes no argument and returns rows"
         ) from None

@@ -1,9 +1,8 @@
 """Rows of text files: JSON Lines, a JSON list of objects, CSV with a header; each also as .gz.
 
-Limits keep a file from deciding how a command ends: bytes of a line and of a JSON list, and JSON's
-depth (base/json_file.py). A cell of CSV is the text that is written there: '007' and '24.0' stay,
-and an empty cell is an empty text. Python's csv reads quotes and line breaks within them; Arrow's
-reader would need the types of all columns beforehand, and blocks as long as the longest row.
+The length of a line and of a JSON list, and the depth of JSON (base/json_file.py), are limited. A
+cell of CSV is its text: '007' and '24.0' stay, and an empty cell is an empty text. (Arrow's CSV
+reader would need the types of all columns in advance, and blocks as long as the longest row.)
 
 A '.json' file may also hold one object a line, as for Hugging Face's `datasets`. Not read: an
 object of columns, a list below a key, CSV with another separator than the comma.
@@ -25,7 +24,7 @@ from fp8rl_jax.base.json_file import LONGEST, parse_json
 from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable, marked
 
 JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
-_LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed at once
+_LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed in one piece
 _File = io.BufferedReader | gzip.GzipFile
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 
@@ -34,7 +33,7 @@ def read(path: pathlib.Path) -> Rows:
     """The rows of a file whose name ends with one of JSONL, JSON or CSV, each with its place.
 
     Raises:
-      UserError: something in it is not what its name says, or is not UTF-8, or is too long.
+      UserError: the content is not what the name promises, not UTF-8, or too long.
       OSError, EOFError, zlib.error: it cannot be read.
     """
     name = path.name.lower()
@@ -48,7 +47,7 @@ def read(path: pathlib.Path) -> Rows:
 
 
 def _lines(path: pathlib.Path, file: _File) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, decoded, without a byte order mark."""
+    """(number, text) of the lines of a file, without a byte order mark."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         place = f"{path}:{number}"
         if len(line) > LONGEST:
@@ -82,7 +81,7 @@ def _read_json(path: pathlib.Path, file: _File) -> Rows:
     if not head.startswith(b"["):
         lines = _read_jsonl(path, file, form)
         first = list(itertools.islice(lines, 2))
-        if len(first) == 1:  # of columns, or with the rows below a key
+        if len(first) == 1:  # an object of columns, or rows below a key
             raise UserError(f"{path} holds one object: write {form}")
         yield from itertools.chain(first, lines)
         return
@@ -136,7 +135,7 @@ def _checked(place: str, row: Any, form: str) -> dict[str, Any]:
 
 
 def _read_csv(path: pathlib.Path, file: _File) -> Rows:
-    csv.field_size_limit(LONGEST)  # of the process; without it a cell of 128 KiB is an error
+    csv.field_size_limit(LONGEST)  # for the process; the default is 128 KiB
     lines = (line for _, line in _lines(path, file))
     head = next(lines, "")
     for separator, name in ((";", "';'"), ("\t", "tabs")):
@@ -160,7 +159,7 @@ def _read_csv(path: pathlib.Path, file: _File) -> Rows:
         place, begin = f"{path}:{begin}", reader.line_num + 1
         if not cells:
             continue
-        if not names:  # the header; a column without a name has one as pandas would give it
+        if not names:  # the header; columns without a name are named as in pandas
             names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
             continue
         if len(cells) > len(names):

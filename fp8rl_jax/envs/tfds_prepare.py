@@ -1,9 +1,10 @@
-"""Data sets of tensorflow-datasets are downloaded or made of local files, without TensorFlow.
+"""Prepares data sets of tensorflow-datasets, by download or from local files, without TensorFlow.
 
-Before a download the network is tried for seconds: tensorflow-datasets itself tries for minutes.
+Before a download the network is probed for seconds: tensorflow-datasets itself would try for
+minutes.
 
-array_record keeps rows as tf.train.Example, which has no float64 and no None: what is neither text
-nor a whole number is kept as JSON, and the metadata say which columns that are.
+array_record stores rows as tf.train.Example, which has no float64 and no None: columns that are
+neither texts nor int64 are stored as JSON, and named in the metadata.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _plain(name: str) -> str:
 
 
 def ways(name: str) -> str:
-    """Three ways to get a data set without a network."""
+    """A text with three ways to get a data set without a network."""
     return (
         f"copy a prepared directory {_plain(name)} there, or name a local file "
         f"(--config.env.task=train.jsonl), or run `fp8rl data prepare {name}` on a machine with a "
@@ -62,7 +63,7 @@ def prepare(name: str, root: pathlib.Path) -> pathlib.Path:
     """Downloads and prepares a data set by its builder; returns its directory.
 
     Raises:
-      UserError: the name is not known, or there is no network, or the builder fails.
+      UserError: the name is unknown, there is no network, or the builder fails.
     """
     check_known(name)
     url = _GSM8K_URL if _plain(name) == GSM8K else _OTHER_URL
@@ -78,23 +79,23 @@ def _builder(name: str, root: pathlib.Path) -> Any:
     import tensorflow_datasets as tfds
 
     if _plain(name) == GSM8K:
-        from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered by tfds itself
+        from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered
 
         return Gsm8k(data_dir=str(root), file_format=FORMAT)
     try:
         return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
-    except Exception as error:  # configs that do not exist, packages that a builder needs
+    except Exception as error:  # unknown config, missing package
         raise UserError(
             f"tensorflow-datasets refuses {name!r} ({raised(error)}); write tfds:NAME[/CONFIG]"
         ) from None
 
 
 def _run(builder: Any, advice: str) -> pathlib.Path:
-    """Lets a builder write its files; returns their directory."""
+    """Runs a builder; returns the directory of its files."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints beside its progress bars
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints besides progress bars
             builder.download_and_prepare()
-    except Exception as error:  # network, disk, rows, or a builder that needs TensorFlow
+    except Exception as error:  # network, disk, rows, or a need for TensorFlow
         raise UserError(
             f"{builder.data_dir} could not be prepared ({raised(error)}): {advice}"
         ) from None
@@ -102,7 +103,7 @@ def _run(builder: Any, advice: str) -> pathlib.Path:
 
 
 def _reachable(url: str) -> bool:
-    """Whether the host answers within seconds; also where looking up its name would hang."""
+    """Whether the host answers within seconds, even if the lookup of its name hangs."""
     answers = []
 
     def ask() -> None:
@@ -122,11 +123,11 @@ def _reachable(url: str) -> bool:
 
 
 def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
-    """GSM8K of its JSONL files, by tensorflow-datasets' own builder; returns its directory.
+    """Prepares GSM8K from its JSONL files, by tensorflow-datasets' builder; returns its directory.
 
     Args:
       files: {'train': ..., 'test': ...} as published.
-      root: of prepared data sets.
+      root: directory of prepared data sets.
 
     Raises:
       UserError: the builder cannot read them.
@@ -145,10 +146,10 @@ def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> path
 def prepare_rows(
     name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]], root: pathlib.Path
 ) -> pathlib.Path:
-    """A data set of that name with these rows by split, in their order; returns its directory.
+    """Prepares a data set from {split: rows}, in their order; returns its directory.
 
     Raises:
-      UserError: the name is none for a data set, or it cannot be written.
+      UserError: the name is not valid, or the files cannot be written.
     """
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise UserError(
@@ -195,7 +196,7 @@ def prepare_rows(
 
 
 def _types(rows: Sequence[Mapping[str, Any]]) -> dict[str, type | None]:
-    """{column: str or int, where all rows have one; None for what is kept as JSON}."""
+    """{column: str or int (int64) if all rows have that type, else None, for JSON}."""
     found: dict[str, type | None] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         kinds = {type(row.get(column)) for row in rows}
