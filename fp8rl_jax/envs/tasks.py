@@ -34,8 +34,8 @@ def check_task(name: str, options: dict) -> None:
 
 
 def has_scorer(name: str) -> bool:
-    """Whether reasoning_gym has a task of this name with its own scorer, so that several answers may
-    be right."""
+    """Whether reasoning_gym has a task of this name with its own scorer: several answers may be
+    right."""
     from reasoning_gym.factory import DATASETS, ProceduralDataset
 
     if name not in DATASETS:

@@ -1,8 +1,8 @@
-"""Messages between a run and a worker process: whose they are, how long, and until when to wait.
+"""Messages between a run and a worker process: authenticated, numbered, with time limits.
 
-A reward shares its process with the worker's end of the connection, and may write to it by mistake:
-through a file descriptor of another library, or in a copy of the process that it has forked. So
-every message begins with a token that only these two know, its number and its length.
+A reward runs in the process of the worker and may write to the connection by mistake: through a
+wrong file descriptor, or in a fork of the process. So every message begins with a secret token, its
+number and its length.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PIECE = 2**18
 
 
 class ForeignBytes(OSError):
-    """What arrived was not written by the other end."""
+    """Received bytes that the other end did not write."""
 
 
 class Channel:
-    """One end of a connection; messages of each direction are numbered from 0 on.
+    """One end of a connection; the messages in each direction are numbered from 0.
 
-    A copy of the process, made by a fork, ends when it uses the channel.
+    A fork of the process ends when it uses the channel.
     """
 
     def __init__(self, end: socket.socket, token: bytes):
@@ -38,7 +38,7 @@ class Channel:
         """Sends a message.
 
         Raises:
-          TimeoutError: it is not taken within `seconds`.
+          TimeoutError: it is not accepted within `seconds`.
           OSError: the other end is closed.
         """
         wait = self._waiter(select.POLLOUT, seconds)
@@ -57,8 +57,8 @@ class Channel:
         """The next message.
 
         Raises:
-          TimeoutError: it is not there within `seconds`.
-          ForeignBytes: something else has arrived.
+          TimeoutError: it has not arrived within `seconds`.
+          ForeignBytes: the bytes are no message of the other end.
           EOFError, OSError: the other end is closed.
         """
         wait = self._waiter(select.POLLIN, seconds)
@@ -73,7 +73,7 @@ class Channel:
         self._end.close()
 
     def _read(self, size: int, wait, beginning: bytes = b"") -> bytes:
-        """`size` bytes, of which the first ones must be `beginning`."""
+        """Receives `size` bytes, which must start with `beginning`."""
         content = bytearray()
         while len(content) < size:
             wait()
@@ -89,7 +89,7 @@ class Channel:
         return bytes(content)
 
     def _waiter(self, event: int, seconds: float | None):
-        """A function that waits until the connection is ready; all its calls have `seconds`."""
+        """A function that waits for `event`; all its calls together take at most `seconds`."""
         if os.getpid() != self._process:
             os._exit(0)
         deadline = None if seconds is None else time.monotonic() + seconds
