@@ -24,8 +24,8 @@ _NEW_TOKENS = 256
 def directory_config(
     directory: str, permitted: Collection[str] = (), needed: Collection[str] = ("precision",)
 ) -> ml_collections.ConfigDict:
-    """The configuration of a run (`permitted` and `needed` as for `run_config`) or of a Hugging Face
-    model.
+    """The configuration of a run (`permitted` and `needed` as for `run_config`) or of a Hugging
+    Face model.
 
     Raises:
       UserError: the directory is neither.
@@ -71,8 +71,8 @@ def is_released(config: ml_collections.ConfigDict) -> bool:
 
 
 def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """The default temperature of a policy: `rollout.temperature` for a run; for a Hugging Face model
-    that of its generation_config.json, or greedy (0) without do_sample."""
+    """The default temperature of a policy: `rollout.temperature` for a run; for a Hugging Face
+    model that of its generation_config.json, or greedy (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature
     file = pathlib.Path(config.model.checkpoint) / "generation_config.json"
