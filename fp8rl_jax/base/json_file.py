@@ -8,11 +8,12 @@ RecursionError (deep nesting). Callers turn an OSError or a ValueError into one 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fp8rl_jax.base.paths import check_status
@@ -128,7 +129,8 @@ def parse_json(
         raise ValueError("it is too large") from None
     level = [value]
     for _ in range(DEEPEST):
-        level = [y for x in level if isinstance(x, list | dict) for y in _inside(x)]
+        lists = (x.values() if isinstance(x, dict) else x for x in level if type(x) in (list, dict))
+        level = list(itertools.chain.from_iterable(lists))
         if not level:
             return value
     raise ValueError("it is nested too deeply")
@@ -148,10 +150,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _inside(value: list | dict) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def read_json(path: str | os.PathLike[str], most: int = LONGEST) -> Any:

@@ -37,7 +37,7 @@ from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 
 _NAME = "drift_step"
-_RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
+RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
 # The parts of `analyse` for a step whose drift did not come back.
 _NOT_ANALYSED: dict[str, Any] = {
     "operations": [],
@@ -163,7 +163,7 @@ class KeptStep:
             [runtime.questions["train"][index] for index in meta["questions"]],
             np.asarray(meta["first_ids"]),
             jax.random.wrap_key_data(jnp.asarray(meta["key"], np.uint32), impl="threefry2x32"),
-            {name: found[name] for name in _RECORDED} | {"mask": found["mask"].astype(bool)},
+            {name: found[name] for name in RECORDED} | {"mask": found["mask"].astype(bool)},
             found["logp"][: meta["rows"]],
         )
 
@@ -246,7 +246,7 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
     batch = programs.batch(dataclasses.replace(out, **kept.rollout))
     batch = jax.tree.map(lambda x: x[kept.first], batch)
     logp, _ = programs.learner(batch)
-    cut = {name: getattr(out, name)[kept.first] for name in _RECORDED}
+    cut = {name: getattr(out, name)[kept.first] for name in RECORDED}
     ran = Ran(dataclasses.replace(out, **cut), batch, logp, budget.clock() - began)
     recorded = kept.recorded(out)
     mask = np.asarray(recorded.mask)

@@ -26,7 +26,7 @@ import numpy as np
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import raised
 from fp8rl_jax.drift.budget import Budget
-from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
+from fp8rl_jax.drift.kept_step import RECORDED, KeptStep, analyse_step
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.drift.self_check import note_drift
 from fp8rl_jax.learner import TrainState, policy_of
@@ -91,16 +91,13 @@ class DriftMonitor:
                 self._said.add(reason)
                 self._note(reason)
             return
-        rollout = {
-            n: np.asarray(getattr(samples.rollout, n)) for n in ("tokens", "mask", "logprobs")
-        }
         kept = KeptStep(
             step,
             self._policy,
             samples.questions,
             samples.prompts.first_ids,
             samples.prompts.key,
-            rollout,
+            {name: np.asarray(getattr(samples.rollout, name)) for name in RECORDED},
             logp,
         )
         self._policy = None

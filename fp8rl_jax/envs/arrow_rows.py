@@ -11,6 +11,7 @@ them. A float32 or float16 becomes the float64 with the same shortest decimal: 0
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,19 +29,13 @@ def read(path: pathlib.Path) -> Rows:
     Raises:
       UserError: the file is damaged.
     """
-    number, parquet = 0, _is_parquet(path)
-    batches = _batches(path)
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = [] if batch is None else _rows(batch, trusted=parquet)
-        except Exception as error:  # a damaged file: Arrow's errors, or Python's
-            raise UserError(f"{path} cannot be read ({raised(error)})") from None
-        if batch is None:
-            return
-        for row in rows:
-            number += 1
-            yield f"{path}, row {number}", row
+    numbers, parquet = itertools.count(1), _is_parquet(path)
+    try:
+        for batch in _batches(path):
+            for row in _rows(batch, trusted=parquet):
+                yield f"{path}, row {next(numbers)}", row
+    except Exception as error:  # a damaged file: Arrow's errors, or Python's
+        raise UserError(f"{path} cannot be read ({raised(error)})") from None
 
 
 def _is_parquet(path: pathlib.Path) -> bool:

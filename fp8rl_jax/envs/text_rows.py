@@ -21,7 +21,7 @@ from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable, marked
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
 _LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed in one piece
@@ -146,30 +146,24 @@ def _read_csv(path: pathlib.Path, file: _File) -> Rows:
             )
     reader = csv.reader(itertools.chain([head], lines), strict=True)
     names, begin = list[str](), 1
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path}:{begin} is not CSV ({error}): put texts that hold commas, quotes or line "
-                'breaks in quotes, and write a quote in them twice ("")'
-            ) from None
-        if cells is None:
-            return
-        place, begin = f"{path}:{begin}", reader.line_num + 1
-        if not cells:
-            continue
-        if not names:  # the header; columns without a name are named as in pandas
-            names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
-            continue
-        if len(cells) > len(names):
-            raise UserError(
-                f"{place} has {len(cells)} cells, and the header {len(names)}: put texts that hold "
-                "commas in quotes"
-            )
-        row: dict[str, Any] = dict(itertools.zip_longest(names, cells, fillvalue=""))
-        if len(row) == len(names):
-            yield place, row
-            continue
-        again = Unreadable("the file has several columns of that name")
-        yield place, PartlyReadable(row | dict.fromkeys(_repeated(names), again))
+    twice: dict[str, Any] = {}
+    try:
+        for cells in reader:
+            place, begin = f"{path}:{begin}", reader.line_num + 1
+            if len(cells) > len(names) > 0:
+                raise UserError(
+                    f"{place} has {len(cells)} cells, and the header {len(names)}: put texts that "
+                    "hold commas in quotes"
+                )
+            if names and cells:
+                row = dict(itertools.zip_longest(names, cells, fillvalue=""))
+                yield place, marked(row | twice)
+            elif cells:  # the header; columns without a name are named as in pandas
+                names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
+                again = Unreadable("the file has several columns of that name")
+                twice = dict.fromkeys(_repeated(names), again)
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{begin} is not CSV ({error}): put texts that hold commas, quotes or line "
+            'breaks in quotes, and write a quote in them twice ("")'
+        ) from None
