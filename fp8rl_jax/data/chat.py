@@ -64,11 +64,9 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _environment() -> LimitedEnvironment:
+    extensions = [jinja2.ext.loopcontrols, _Generation]
     environment = LimitedEnvironment(
-        {"tojson": _tojson},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _Generation],
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: _date(datetime.datetime.now(), form)

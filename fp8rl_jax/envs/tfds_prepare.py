@@ -13,7 +13,6 @@ import contextlib
 import difflib
 import http.client
 import io
-import json
 import pathlib
 import re
 import threading
@@ -24,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.envs.answers import text_of_json
 from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS
 
 GSM8K = "gsm8k"
@@ -167,12 +167,8 @@ def prepare_rows(
     encoded = [column for column, kind in types.items() if kind is None]
 
     def written(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            column: json.dumps(row.get(column), ensure_ascii=False, default=str)
-            if kind is None
-            else row[column]
-            for column, kind in types.items()
-        }
+        as_json = {column: text_of_json(row.get(column)) for column in encoded}
+        return {column: row.get(column) for column in types} | as_json
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         VERSION = tfds.core.Version("1.0.0")

@@ -108,27 +108,20 @@ class Form(NamedTuple):
             named = {name: getattr(about, name) for name in self.names}
             return about[:3] if self.by_place else (), named
         if self.convention == "TRL":
-            prompt = row.get("prompt")
-            conversation = isinstance(prompt, (list, tuple))
+            prompt: Any = about.prompt
             completion: Any = about.response
-            if conversation:
+            if isinstance(row.get("prompt"), (list, tuple)):  # a conversation
+                prompt = row["prompt"]
                 completion = [{"role": "assistant", "content": about.response}]
-            given = {
-                "answer": about.answer,
-                **row,
-                "prompts": prompt if conversation else about.prompt,
-                "completions": completion,
-            }
-            given = {k: [v] for k, v in given.items() if k not in ("prompt", "completion")}
+            columns = {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+            given = {"answer": about.answer, **columns}
+            given |= {"prompts": prompt, "completions": completion}
+            given = {name: [value] for name, value in given.items()}
         else:
             own = row.get("reward_model")
             right = own.get("ground_truth") if isinstance(own, Mapping) else None
-            values = (
-                row.get("data_source"),
-                about.response,
-                about.answer if right is None else right,
-                row.get("extra_info"),
-            )
+            answer = about.answer if right is None else right
+            values = row.get("data_source"), about.response, answer, row.get("extra_info")
             given = dict(zip(_VERL, values, strict=True))
             if self._lists:
                 given = {f"{name}s": [value] for name, value in given.items()}

@@ -56,14 +56,10 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-def _stripped(response: str) -> str | None:
-    return response.strip() or None
-
-
 _BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
-    (exact_match, _stripped),
-    (task_score, _stripped),
+    (exact_match, lambda response: response.strip() or None),
+    (task_score, lambda response: response.strip() or None),
     (math_equal, math_answer),
     (gsm8k, lambda response: number_text(final_number(response))),
     (gsm8k_strict, lambda response: number_text(strict_number(response))),
