@@ -8,7 +8,6 @@ list of one value becomes that value; other lists, and mappings, become JSON.
 from __future__ import annotations
 
 import decimal
-import fractions
 import json
 import math
 import numbers
@@ -66,8 +65,7 @@ def _number_text(value: Any) -> str:
         text = text.rstrip("0").rstrip(".") if "." in text else text
         return "0" if text in ("-0", "") else text
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Real):
-        whole = isinstance(value, fractions.Fraction) and value.denominator == 1
-        return str(value.numerator if whole else value)
+        return str(value)
     if not math.isfinite(value):
         return ""
     text = str(value)  # the shortest decimal of its own type
