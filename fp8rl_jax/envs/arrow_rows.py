@@ -56,13 +56,8 @@ def _batches(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
-    """The rows of a record batch.
-
-    Args:
-      batch: of pyarrow.
-      trusted: the buffers come from the parquet reader and are consistent. Arrow files hold raw
-        buffers: unless validated, a damaged one would be read out of bounds.
-    """
+    """The rows of a record batch of pyarrow. `trusted`: its buffers come from the parquet reader
+    and are consistent; Arrow files hold raw buffers, which could be read out of bounds."""
     names = batch.schema.names
     twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
     columns = [

@@ -32,12 +32,8 @@ def digest_of(questions: Mapping[str, Iterable[Question]]) -> str:
 
 
 def _plain(value: Any, within: tuple[int, ...]) -> Any:
-    """A value as JSON types, the same in each process; a user's object becomes its text.
-
-    Args:
-      value: anything that a row holds.
-      within: ids of the enclosing lists and mappings, to detect cycles.
-    """
+    """A value of a row as JSON types, the same in each process; a user's object becomes its text.
+    `within`: ids of the enclosing lists and mappings, to detect cycles."""
     if value is None or isinstance(value, str | bool | float):
         return value
     if isinstance(value, int):

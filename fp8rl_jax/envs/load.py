@@ -248,15 +248,11 @@ class _Loader:
         questions: dict[str, list[Question]],
         evaluated: list[list[Question]],
     ) -> str:
-        counted = {split: f"{len(questions[split]):,}" for split in SPLITS}
-        parts = []
-        if self._counts["sft"]:
-            parts.append(f"{counted['sft']} to fine-tune on")
-        if self._counts["train"]:
-            parts.append(f"{counted['train']} to train on")
+        uses = {"sft": "to fine-tune on", "train": "to train on"}
+        parts = [f"{len(questions[s]):,} {use}" for s, use in uses.items() if self._counts[s]]
         if self._counts["eval"]:
-            for part, source in zip(evaluated, self._held_out_of, strict=False):
-                parts.append(f"{len(part):,} held out ({source})")
+            sets = zip(evaluated, self._held_out_of, strict=False)
+            parts += [f"{len(part):,} held out ({source})" for part, source in sets]
         read = [task for task in dict.fromkeys(tasks) if task in self._forms]
         note = "; ".join(
             f"{task}: {' and '.join(dict.fromkeys(map(str, self._forms[task])))}" for task in read

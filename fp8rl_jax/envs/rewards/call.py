@@ -30,6 +30,9 @@ class Failure(NamedTuple):
     place: str = ""
     traceback: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.text} ({self.place})" if self.place else self.text
+
 
 def attempt(function: Callable, arguments: tuple, named: dict[str, Any], file: str) -> Any:
     """Calls a user's function. Returns its result, or a Failure for any exception, even SystemExit.

@@ -56,14 +56,8 @@ class Tally:
             return result
         if (name, result.kind) not in _named:
             _named.add((name, result.kind))
-            place = f" ({result.place})" if result.place else ""
-            _log.warning(
-                "%s failed: %s%s; such a call counts as an error, and more of this kind are not "
-                "named",
-                name,
-                result.text,
-                place,
-            )
+            counts = "such a call counts as an error, and more of this kind are not named"
+            _log.warning("%s failed: %s; %s", name, result, counts)
         self._counts["failed", name] += 1
         self._counts["too long", name] += result.kind == TIME_LIMIT
         self._first.setdefault(name, result)
@@ -103,10 +97,9 @@ class Tally:
 
     def _error(self, name: str, calls: str, remedy: str = "") -> RewardError:
         first = self._first[name]
-        place = f" ({first.place})" if first.place else ""
         return RewardError(
             f"{self._where}: {calls} of {name} failed; correct it{remedy}. The first failure: "
-            f"{first.text}{place}\n{first.traceback}".rstrip()
+            f"{first}\n{first.traceback}".rstrip()
         )
 
 
