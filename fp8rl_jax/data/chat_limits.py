@@ -22,12 +22,11 @@ work
 from __future__ import annotations
 
 import collections
-import collections.abc
 import functools
 import re
 import string
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
 from typing import Any
 
 import jinja2
@@ -61,17 +60,7 @@ _IN_PROPORTION = re.compile(
     "default|d|startswith|endswith|split|partition|removeprefix|removesuffix|find|index|count|get"
 )
 _CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
-_COLLECTIONS = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    collections.deque,
-    collections.abc.KeysView,
-    collections.abc.ValuesView,
-    collections.abc.ItemsView,
-)
-_CONTAINERS = (dict, Mapping, *_COLLECTIONS)
+_CONTAINERS = (dict, Mapping, list, tuple, set, frozenset, collections.deque, MappingView)
 _NAMESPACE = jinja2.utils.Namespace
 _DATA = (str, bytes, int, float, range, *_CONTAINERS)
 

@@ -207,8 +207,7 @@ def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
         listed = settings.get(kind)
         values = list(listed.values()) if isinstance(listed, dict) else listed
         for value in values if isinstance(values, list) else ():
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
+            if (token := _content(value)) is not None:
                 yield kind, token
 
 
@@ -251,8 +250,8 @@ def _listed_tokens(
     if not isinstance(decoder, dict):
         raise UserError(f"{file}: added_tokens_decoder is no object: put the file back")
     for number, token in decoder.items():
-        text = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(text, str):
+        text = _content(token) if isinstance(token, dict) else None
+        if text is None:
             raise UserError(
                 f"{file}: added_tokens_decoder has no content for {number!r}: put the file back"
             )
@@ -269,12 +268,13 @@ def _id_in(file: pathlib.Path, number: Any) -> int:
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """{'eos_token': '</s>', ...}; in the file a token is a text, or an object with 'content'."""
-    found = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    texts = {name: _content(x) for name, x in settings.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _content(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, str]:
