@@ -277,13 +277,9 @@ def sample(
         policy.weights, Prompts.numbered(tokens, lengths, key, temperatures), sampler=sampler
     )
     count = len(asked) * group_size
-    out = Rollout(
-        out.tokens[:count],
-        out.mask[:count],
-        out.logprobs[:count],
-        out.finished[:count],
-        {name: x[:, :count] for name, x in out.taps.items()},
-    )
+    rows_of = {n: getattr(out, n)[:count] for n in ("tokens", "mask", "logprobs", "finished")}
+    taps = {name: x[:, :count] for name, x in out.taps.items()}
+    out = dataclasses.replace(out, **rows_of, taps=taps)
     texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
     return Samples(asked, texts, kept, out)

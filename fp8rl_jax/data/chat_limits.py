@@ -89,7 +89,8 @@ def _new_size(x: Any) -> int:
     return _WRITTEN * len(x) if isinstance(x, _CONTAINERS) else 0
 
 
-def _inside(x: Any) -> Iterable[Any]:
+def _inside(x: Any) -> Any:
+    """The elements of a value, keys and values for a mapping; () if it has none."""
     if type(x) is _NAMESPACE:
         return x._Namespace__attrs.values()
     if isinstance(x, Mapping):
