@@ -63,8 +63,8 @@ def raised(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def refused(what: str) -> Iterator[None]:
-    """Within it every exception of a library becomes a UserError: `what`, and the library's text.
+def refused(what: str, remedy: str = "put the file back, or take another") -> Iterator[None]:
+    """Within it every exception of a library becomes a UserError: `what`, the exception, `remedy`.
 
     For libraries that raise bare Exception. A panic of a library written in Rust, which is not an
     Exception, is caught too.
@@ -76,8 +76,7 @@ def refused(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{what} ({said}): put the file back, or take another") from None
+        raise UserError(f"{what} ({raised(error)}): {remedy}") from None
 
 
 class RewardError(UserError):

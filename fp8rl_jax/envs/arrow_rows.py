@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import raised, refused
 from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 _BATCH = 1024  # rows
@@ -30,12 +30,10 @@ def read(path: pathlib.Path) -> Rows:
       UserError: the file is damaged.
     """
     numbers, parquet = itertools.count(1), _is_parquet(path)
-    try:
+    with refused(f"{path} cannot be read", "save the data anew"):
         for batch in _batches(path):
             for row in _rows(batch, trusted=parquet):
                 yield f"{path}, row {next(numbers)}", row
-    except Exception as error:  # a damaged file: Arrow's errors, or Python's
-        raise UserError(f"{path} cannot be read ({raised(error)})") from None
 
 
 def _is_parquet(path: pathlib.Path) -> bool:

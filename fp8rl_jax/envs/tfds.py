@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, raised, refused
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
 from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.envs.rows import Rows, Unreadable, marked
@@ -108,12 +108,10 @@ def read(directory: pathlib.Path) -> dict[str, Rows]:
     check_format(directory)
     import tensorflow_datasets as tfds
 
-    try:
+    with refused(f"{directory} cannot be read", "prepare it again"):
         builder = tfds.builder_from_directory(str(directory))
         encoded = list((builder.info.metadata or {}).get(JSON_COLUMNS, ()))
         splits = list(builder.info.splits)
-    except Exception as error:  # a damaged file: protobuf and others raise many types
-        raise UserError(f"{directory} cannot be read ({raised(error)}): prepare it again") from None
     return {split: _rows(builder, split, encoded) for split in splits}
 
 

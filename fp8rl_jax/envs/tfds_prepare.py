@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, refused
 from fp8rl_jax.envs.answers import text_of_json
 from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS
 
@@ -82,23 +82,17 @@ def _builder(name: str, root: pathlib.Path) -> Any:
         from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered
 
         return Gsm8k(data_dir=str(root), file_format=FORMAT)
-    try:
+    with refused(f"tensorflow-datasets refuses {name!r}", "write tfds:NAME[/CONFIG]"):
         return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
-    except Exception as error:  # unknown config, missing package
-        raise UserError(
-            f"tensorflow-datasets refuses {name!r} ({raised(error)}); write tfds:NAME[/CONFIG]"
-        ) from None
 
 
 def _run(builder: Any, advice: str) -> pathlib.Path:
     """Runs a builder; returns the directory of its files."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints besides progress bars
-            builder.download_and_prepare()
-    except Exception as error:  # network, disk, rows, or a need for TensorFlow
-        raise UserError(
-            f"{builder.data_dir} could not be prepared ({raised(error)}): {advice}"
-        ) from None
+    with (
+        refused(f"{builder.data_dir} could not be prepared", advice),
+        contextlib.redirect_stdout(io.StringIO()),  # it prints besides progress bars
+    ):
+        builder.download_and_prepare()
     return pathlib.Path(builder.data_dir)
 
 
