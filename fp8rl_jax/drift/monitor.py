@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.errors import raised
 from fp8rl_jax.drift.budget import Budget
 from fp8rl_jax.drift.kept_step import RECORDED, KeptStep, analyse_step
 from fp8rl_jax.drift.render import write_json
@@ -173,9 +172,8 @@ class DriftMonitor:
             result = analyse_step(self._runtime, kept, lambda t: self._note(f"  {t}"), budget)
             write_json(result, self._directory)
         except Exception as error:  # a run must not die of its monitor
-            self._note(
-                f"{step} could not be analysed ({raised(error)}): {self._command} tries again"
-            )
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            self._note(f"{step} could not be analysed ({reason}): {self._command} tries again")
             return
         verdict = result["verdict"]
         self._note(f"drift: {verdict['sentence']} What to do: {verdict['advice']}.")
