@@ -1,13 +1,16 @@
-"""The library from Python in a few calls, which `fp8rl_jax` offers by name without importing JAX.
+"""The library's Python interface; `fp8rl_jax` exports these names without importing JAX.
 
-* `policy`: `load`, `sample`, `score`, `train_step`, `compare` of a policy as a value; `programs`
-  has what they compile.
-* `job`: `grpo(model, questions, reward)` and `run(config)`, the main job.
-* `kept_reward`: a function of a notebook as a module that worker processes import.
-* `fields`: fields of a configuration by their last name.
+    fields       keyword arguments -> fields of a configuration
+      |
+      +-- job    grpo(model, questions, reward), run(config): the main job -> Job
+      |            kept_reward writes a notebook's function as a module for worker processes
+      |
+      +-- policy load -> Policy -> sample -> Samples -> score, compare, train_step -> Policy
+                   programs caches the compiled programs by their sizes
 
-All of them are provisional: until policies take part in conversations of several turns, their
-arguments may change. Nothing is computed here: they call what `fp8rl train` calls.
+Read `policy` and `job` first. Nothing is computed here: the calls run the programs of `fp8rl
+train`. All are provisional: arguments may change when policies get conversations of several turns,
+which are not done yet.
 """
 
 from fp8rl_jax.api.job import Job, grpo, run

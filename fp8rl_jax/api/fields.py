@@ -11,17 +11,17 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
 from fp8rl_jax.config.names import field_meant
 
-_SECOND = ("sft", "eval")  # sections whose fields have the names of other sections' fields
+_SECOND = ("sft", "eval")  # their fields share names with fields of other sections
 
 
 def path_of(name: str) -> str:
-    """'section.field' of a keyword.
+    """The path 'section.field' for a keyword `field` or `section__field`.
 
-    A field is named by its last name; `section__field` names it in full. A last name of several
-    sections is not that of `sft` or `eval`: `learning_rate` is the optimiser's.
+    A field name that `sft` or `eval` shares with another section is that of the other section:
+    `learning_rate` is the optimiser's.
 
     Raises:
-      UserError: no field has that name, or several have.
+      UserError: no field has the name, or several have.
     """
     if "__" in name or "." in name:
         return name.replace("__", ".")
@@ -40,12 +40,12 @@ def path_of(name: str) -> str:
 def with_fields(
     base: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any], where: str
 ) -> ml_collections.ConfigDict:
-    """A configuration with defaults, then `base`, then `fields`.
+    """A configuration from the defaults, overridden by `base`, then by `fields`.
 
     Args:
       base: {section: {field: value}}.
       fields: {keyword: value}, as for `path_of`.
-      where: the call, for the sentence of an error.
+      where: name of the call, for error messages.
 
     Raises:
       UserError: an unknown field, or a value of the wrong type.
@@ -53,7 +53,7 @@ def with_fields(
     content = {section: dict(values) for section, values in base.items()}
     named = {path_of(name): value for name, value in fields.items()}
     if "algo.preset" in named:
-        content.pop("algo", None)  # the preset decides its fields anew
+        content.pop("algo", None)  # the preset sets its fields
     for path, value in named.items():
         section, _, field = path.partition(".")
         if section not in FIELDS or not field:

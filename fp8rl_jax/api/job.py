@@ -1,4 +1,4 @@
-"""The main job from Python: on a configuration (`run`), or on questions and a reward (`grpo`)."""
+"""The main job from Python: of a configuration (`run`), or of questions and a reward (`grpo`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job:
 
     Attributes:
       directory: of the run.
-      finished: whether all steps are done.
+      finished: whether it did all steps.
       report: its report.html; None if it did not finish.
     """
 
@@ -41,7 +41,7 @@ class Job:
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each RL step."""
+        """The metrics of each RL step."""
         return self._records("metrics")
 
     @functools.cached_property
@@ -62,15 +62,15 @@ class Job:
 def run(
     config: ml_collections.ConfigDict, *, reward: str | Callable | None = None, resume: bool = False
 ) -> Job:
-    """The whole job in `config.run.dir`: `fp8rl train` from Python. Provisional.
+    """Runs the job in `config.run.dir`, as `fp8rl train` does. Provisional.
 
     Args:
-      config: of `load_config`.
-      reward: takes the place of `config.env.reward`; may be a function of a notebook.
+      config: from `load_config`.
+      reward: replaces `config.env.reward`; may be a function of a notebook.
       resume: continue from the newest checkpoint, bit for bit.
 
     Raises:
-      UserError: something that you can fix, in one sentence.
+      UserError: an error that you can fix, in one sentence.
       RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
     """
     directory = pathlib.Path(config.run.dir)
@@ -93,20 +93,20 @@ def grpo(
     """Trains a model on questions with GRPO, or with `preset=` of `fp8rl algo list`. Provisional.
 
     Defaults are those of `fp8rl init`, in a new directory for each run: lengths and batch sizes
-    come from the questions, and supervised fine-tuning is only for a model of random weights.
+    follow from the questions, and only a model of random weights is fine-tuned first.
 
     Args:
-      model: directory of a Hugging Face model; the name of a published one, for its shapes; None
+      model: directory of a Hugging Face model; the name of a published model, for its shapes; None
         for the library's tiny model.
       questions: dicts ({"question": ..., "answer": ...}, and columns for the reward) or pairs
-        (question, answer); or what `env.task` may be: a file of rows, a task's name.
-      reward: a function, of a notebook too, or what `env.reward` may be. It is called as
-        reward(prompt, response, answer), or as TRL and verl call theirs (docs/data.md).
-      resume: continue a run whose directory `dir` names, with the same arguments.
+        (question, answer); or a value of `env.task`: a file of rows, a task's name.
+      reward: a function (also of a notebook) or a value of `env.reward`. It is called as
+        reward(prompt, response, answer), or with the arguments of TRL or verl (docs/data.md).
+      resume: continue the run in the directory `dir`, with the same arguments.
       fields: fields of the configuration by name: `steps=50, learning_rate=1e-5, dir="runs/mine"`.
 
     Raises:
-      UserError: something that you can fix, in one sentence.
+      UserError: an error that you can fix, in one sentence.
       RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
     """
     if not isinstance(model, str | os.PathLike | None):
@@ -115,21 +115,17 @@ def grpo(
             "others by name: grpo(questions=..., reward=...)"
         )
     given = {path_of(name): value for name, value in fields.items()}
-    directory = pathlib.Path(given.setdefault("run.dir", str(_new_directory())))
+    names = (_ROOT / f"grpo-{number}" for number in itertools.count(1))
+    new = next(path for path in names if not path.exists())
+    directory = pathlib.Path(given.setdefault("run.dir", str(new)))
     task, name = _task(questions, directory), reward_name(reward, directory, resume)
     model = "" if model is None else os.fspath(model)
     sections, _ = starter(model, task, name, given, "grpo")
     return run(with_fields(sections, {}, "grpo"), resume=resume)
 
 
-def _new_directory() -> pathlib.Path:
-    """The first of runs/grpo-1, runs/grpo-2, ... that is not there."""
-    names = (_ROOT / f"grpo-{number}" for number in itertools.count(1))
-    return next(path for path in names if not path.exists())
-
-
 def _task(questions: Any, directory: pathlib.Path) -> str:
-    """`env.task` for questions: a file in the directory, unless they are a source already."""
+    """`env.task` for questions; lists of questions are written to a file in the directory."""
     if isinstance(questions, str | os.PathLike):
         return os.fspath(questions)
     rows = [_row(question) for question in questions]
@@ -140,7 +136,7 @@ def _task(questions: Any, directory: pathlib.Path) -> str:
             f"grpo: a question cannot be written as JSON ({error}): give texts, numbers, lists and "
             "dicts of these"
         ) from None
-    # By its content: another list of questions is another data set, which a run refuses.
+    # Named by its content: a run refuses to resume with another data set.
     name = f"questions_{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / name, text)

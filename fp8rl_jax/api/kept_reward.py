@@ -1,12 +1,12 @@
-"""A reward function that no other process can import, kept as a module beside its run.
+"""Writes a reward function that no other process can import as a module in the run's directory.
 
-A function of a notebook, of `__main__` or within another function is written into a module in the
-run's directory: its source as a comment, and the function as cloudpickle holds it, with what it
-reads. From there on it is a reward like any other, named 'module:function': worker processes import
-it, and environment.json has the digest of its file.
+This is for functions of a notebook, of `__main__` or within another function. The module holds the
+source as a comment, and the function pickled by cloudpickle with the values that it uses. Then it
+is a reward named 'module:function', which worker processes import, and whose file's digest is in
+environment.json.
 
-A resumed run goes on with the function that it began with, if the source is the same; with another
-source it is refused, as a run with another `env.reward` is.
+A resumed run takes the module that it began with if the source is the same; another source is
+refused, like another `env.reward`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _BEGIN, _END = "# The reward of this run, as it was written:\n", "# And as cloud
 
 
 def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -> str:
-    """The text of `env.reward` for a reward, which a worker process of this one can import.
+    """The text of `env.reward` for a reward; worker processes can import what it names.
 
     Args:
-      reward: that text already, or a function.
-      directory: of the run, where a module for the function is written if it needs one.
-      resume: take the module that the run in the directory has, if it is of the same source.
+      reward: such a text, or a function.
+      directory: of the run; the module is written there if the function needs one.
+      resume: take the module in the directory if it has the same source.
 
     Raises:
-      UserError: it is neither, or cannot be pickled.
+      UserError: the reward is neither, or cannot be pickled.
     """
     if isinstance(reward, str):
         return reward
@@ -50,7 +50,7 @@ def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -
 
 
 def _finds(module: str, name: str):
-    """What another process finds under the name in the module, if it can import that."""
+    """What another process would import as `name` from the module; None if it cannot."""
     known = sys.modules.get(module)
     if module == "__main__" or getattr(known, "__spec__", None) is None:
         return None
@@ -58,18 +58,18 @@ def _finds(module: str, name: str):
 
 
 def _module_of(reward: Callable, name: str, directory: pathlib.Path, began: bool) -> str:
-    """The module with this function in the directory, which is put on `sys.path`."""
-    import cloudpickle  # of the extra [train], as all that a run needs
+    """The name of the function's module, in a directory that is put on `sys.path`."""
+    import cloudpickle  # of the extra [train]
 
     source = _source(reward)
     if str(directory) not in sys.path:
-        sys.path.append(str(directory))  # whence worker processes import it, too
+        sys.path.append(str(directory))  # worker processes get this path
     for file in sorted(directory.glob("reward_*.py")) if began and source else ():
         if file.read_text().startswith(f"{_BEGIN}{source}{_END}"):
             return file.stem
     try:
         pickled = base64.b64encode(cloudpickle.dumps(reward)).decode()
-    except Exception as error:  # whatever it refers to may refuse
+    except Exception as error:  # any object that it refers to may fail
         raise UserError(
             f"the reward {name!r} cannot be sent to worker processes ({raised(error)}): write it "
             "in a file of its own, without what cannot be pickled, and name it 'module:function'"
@@ -86,7 +86,7 @@ def _module_of(reward: Callable, name: str, directory: pathlib.Path, began: bool
 
 
 def _source(reward: Callable) -> str:
-    """The source of a function as lines of a comment; '' where it is not known."""
+    """The source of a function as a comment; '' if unknown."""
     try:
         function = reward if inspect.isroutine(reward) else type(reward)
         return "".join(f"#   {line}\n" for line in inspect.getsource(function).splitlines())

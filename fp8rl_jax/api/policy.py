@@ -1,8 +1,8 @@
-"""A policy as a value: load it, sample from it, score, train, compare.
+"""A policy as a value: load, sample, score, train_step, compare.
 
-Each call runs the programs of the main job (`training.engine`), on the policy's own mesh. Prompts
-take a multiple of 16 slots and batches a power of two of prompts, so that calls of about the same
-size compile once. What is padded counts nowhere and changes no bit of the others.
+Each call runs the programs of the main job (`training.engine`), on the policy's own mesh. Prompt
+slots are padded to a multiple of 16 and batches to a power of two of prompts, so that calls of
+similar size share a compiled program. Padding changes no bit of the results.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 from fp8rl_jax.training.step_record import StepRecord
 
-# One update takes all samples of a call, in a rollout without continuous batching.
+# No continuous batching, and one update on all samples of a call.
 _PLAIN = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """A policy under a recipe. It is never changed: `train_step` returns a new one.
+    """A policy under a recipe. It is immutable: `train_step` returns a new one.
 
     Attributes:
-      programs: of its configuration; a policy after an update shares them.
-      state: parameters, the optimiser's state (none before the first update), states of scaling.
+      programs: of its configuration; policies after an update share them.
+      state: parameters, optimiser state (empty before the first update), scaling states.
     """
 
     programs: Programs
@@ -73,12 +73,12 @@ class Policy:
 
     @property
     def config(self):
-        """Every field of the configuration; it cannot be changed."""
+        """The complete configuration, which cannot be changed."""
         return self.programs.runtime.config
 
     @property
     def recipe(self) -> Recipe:
-        """Of the learner; `rollout_recipe` is the sampler's."""
+        """The learner's recipe; `rollout_recipe` is the sampler's."""
         return self.programs.runtime.learner_recipe
 
     @property
@@ -91,12 +91,12 @@ class Policy:
 
     @property
     def step(self) -> int:
-        """Updates that it has had."""
+        """Number of updates."""
         return int(self.state.step)
 
     @functools.cached_property
     def weights(self) -> Any:
-        """What the sampler takes: the parameters, quantised."""
+        """The sampler's weights: the quantised parameters."""
         return self.programs.runtime.engine.refit(self.state).weights
 
     def __repr__(self) -> str:
@@ -110,10 +110,10 @@ class Samples:
     """P prompts with G responses each, prompt-major: row p * G + g is response g of prompt p.
 
     Attributes:
-      prompts: as they were given.
+      prompts: as given to `sample`.
       texts: of the B = P * G responses.
       asked: prompt tokens, temperatures and random key.
-      rollout: the responses on the host: see its tokens, mask, logprobs and finished.
+      rollout: the responses on the host, with tokens, mask, logprobs and finished.
     """
 
     prompts: list[Prompt]
@@ -128,12 +128,12 @@ class Samples:
 
     @property
     def mask(self) -> np.ndarray:
-        """(B, R) bool, tokens of the responses."""
+        """(B, R) bool, True for tokens of the responses."""
         return np.asarray(self.rollout.mask)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """(B, R) float32, recorded when each token was drawn; 0 where there is none."""
+        """(B, R) float32, recorded when each token was drawn; 0 outside the mask."""
         return np.asarray(self.rollout.logprobs)
 
     @property
@@ -147,14 +147,14 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """How far the learner's log-probabilities are from the sampler's, over the same tokens.
+    """Differences between the learner's and the sampler's log-probabilities of the same tokens.
 
     Attributes:
       max: largest |difference|; 0.0 only if all are equal bit for bit.
-      equal: share of tokens whose log-probabilities are equal.
+      equal: share of tokens with equal log-probabilities.
       tokens: number of tokens.
-      by_sequence: {'row', 'tokens', 'mean', 'max'} of each response, of |difference|.
-      metrics: all of `rl.mismatch_metrics`, as metrics.jsonl has them.
+      by_sequence: {'row', 'tokens', 'mean', 'max'} of |difference|, for each response.
+      metrics: of `rl.mismatch_metrics`, as in metrics.jsonl.
     """
 
     max: float
@@ -171,19 +171,18 @@ def load(
     allow_import: Collection[str] = (),
     **fields: Any,
 ) -> Policy:
-    """A policy. Provisional: its arguments may change.
+    """Loads a policy. Provisional: its arguments may change.
 
     Args:
-      source: directory of a run (its newest checkpoint) or of a Hugging Face model; the name of a
-        published model, for its shapes with random weights; None for the library's tiny model,
-        random too.
-      recipe: name of the recipe of sampler and learner; None for the run's own, else 'fp8'. For
-        two recipes write `rollout="fp8", learner="bf16"`.
-      allow_import: functions or modules that a run's configuration names and that may be imported.
+      source: directory of a run (its newest checkpoint) or of a Hugging Face model; with random
+        weights, the name of a published model, or None for the library's tiny model.
+      recipe: of sampler and learner; None for a run's own, or else 'fp8'. For different recipes
+        write `rollout="fp8", learner="bf16"`.
+      allow_import: functions or modules that a run's configuration may import.
       fields: fields of the configuration by name, such as `learning_rate=1e-5` or `seed=1`.
 
     Raises:
-      UserError: the source is nothing of these, or a field cannot work.
+      UserError: the source is none of these, or a field cannot work.
     """
     if recipe is not None:
         if not isinstance(recipe, str):
@@ -216,7 +215,7 @@ def load(
 
 
 def keep_programs(config) -> None:
-    """Keeps compiled programs from one start to the next, as the commands do."""
+    """Uses the compilation cache, as the commands do."""
     if problem := use_compilation_cache(config.run.compilation_cache):
         warnings.warn(problem, stacklevel=3)
 
@@ -230,12 +229,12 @@ def sample(
     group_size: int = 1,
     seed: int | None = None,
 ) -> Samples:
-    """Responses of a policy. Provisional: its arguments may change.
+    """Samples responses. Provisional: its arguments may change.
 
     Args:
-      policy: of `load` or `train_step`.
-      prompts: questions, as in training: a text, or with `data.chat` a conversation too.
-      max_tokens: of a response at most; None for `rollout.max_new_tokens`.
+      policy: from `load` or `train_step`.
+      prompts: questions as in training: texts, or with `data.chat` also conversations.
+      max_tokens: limit of a response; None for `rollout.max_new_tokens`.
       temperature: 0 for greedy; None for `rollout.temperature`.
       group_size: responses of each prompt.
       seed: of the random bits; None for those of the policy's next RL step.
@@ -244,7 +243,7 @@ def sample(
       The samples, with the log-probability of each token.
 
     Raises:
-      UserError: a prompt has no token, or is no text.
+      UserError: a prompt has no token, or is not a text.
     """
     runtime = policy.programs.runtime
     one = isinstance(prompts, str | Mapping)
@@ -278,13 +277,9 @@ def sample(
         policy.weights, Prompts.numbered(tokens, lengths, key, temperatures), sampler=sampler
     )
     count = len(asked) * group_size
-    out = Rollout(
-        out.tokens[:count],
-        out.mask[:count],
-        out.logprobs[:count],
-        out.finished[:count],
-        {name: x[:, :count] for name, x in out.taps.items()},
-    )
+    rows_of = {n: getattr(out, n)[:count] for n in ("tokens", "mask", "logprobs", "finished")}
+    taps = {name: x[:, :count] for name, x in out.taps.items()}
+    out = dataclasses.replace(out, **rows_of, taps=taps)
     texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
     return Samples(asked, texts, kept, out)
@@ -299,19 +294,19 @@ def score(
 ) -> np.ndarray:
     """Log-probabilities of responses, by the learner's forward pass. Provisional.
 
-    Where zero drift holds, ``score(policy, samples)`` equals ``samples.logprobs`` bit for bit.
+    Under zero drift, ``score(policy, samples)`` equals ``samples.logprobs`` bit for bit.
 
     Args:
-      policy: of `load` or `train_step`.
+      policy: from `load` or `train_step`.
       prompts: samples of any policy, or questions with `responses`.
-      responses: a text for each question; what ends a response is scored too.
-      temperature: of these; samples have their own.
+      responses: a text for each question; the token that ends a response is scored, too.
+      temperature: of these texts; samples have their own.
 
     Returns:
-      (B, R) float32, 0 behind the end of a response; of texts R is that of the longest.
+      (B, R) float32, 0 after the end of a response; for texts, R is the longest response.
 
     Raises:
-      UserError: other than one response for each question.
+      UserError: there is not one response for each question.
     """
     if isinstance(prompts, Samples):
         sized, batch = _batch(policy, prompts)
@@ -326,15 +321,14 @@ def score(
 
 
 def compare(policy: Policy, samples: Samples) -> Drift:
-    """Drift of samples: the learner's log-probabilities (`score`) beside those recorded while they
-    were sampled. Provisional.
+    """Drift of samples: the learner's log-probabilities (`score`) against the recorded ones.
+    Provisional.
 
-    `train_step` compares with its own forward pass, under which gradients are taken; its metrics
-    have that drift.
+    The metrics of `train_step` have the drift of its own forward pass, that of the gradients.
 
     Args:
-      policy: that sampled them, or one of other recipes with the same parameters.
-      samples: of `sample`.
+      policy: the one that sampled them, or one with the same parameters and other recipes.
+      samples: from `sample`.
     """
     logp = score(policy, samples)
     metrics = mismatch_metrics(logp, samples.logprobs, samples.mask)
@@ -351,19 +345,19 @@ def compare(policy: Policy, samples: Samples) -> Drift:
 def train_step(
     policy: Policy, samples: Samples, rewards: Any, *, reference: Policy | None = None
 ) -> tuple[Policy, dict[str, Any]]:
-    """One update of GRPO, or of what section `algo` chooses. Provisional.
+    """One update of GRPO, or of the algorithm in section `algo`. Provisional.
 
-    It has the bits of an RL step of the main job with the same prompt slots: blocks of a weight's
-    gradient span the tokens of a batch, padding among them.
+    It has the bits of an RL step of the main job with the same number of prompt slots (blocks of a
+    weight's gradient span the tokens of a batch, padding included).
 
     Args:
-      policy: to train. It stays usable, with its own parameters.
+      policy: to train; it stays usable and unchanged.
       samples: of this policy, in groups of several responses.
       rewards: (P, G), or (B,) in the order of `samples.texts`; nan leaves a response out.
-      reference: the policy whose divergence `kl_coef` weighs.
+      reference: the reference policy of `kl_coef`.
 
     Returns:
-      The new policy, and the metrics of the update, as metrics.jsonl has them.
+      The new policy, and the metrics of the update, as in metrics.jsonl.
 
     Raises:
       UserError: rewards of another shape, or a reference is missing.
@@ -455,8 +449,8 @@ def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple
 
 
 def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
-    """Prompts of a batch that holds so many: a power of two, and more until rows divide over
-    devices and micro-batches."""
+    """The padded number of prompts: a power of two, and more until rows divide over devices and
+    micro-batches."""
     parts = batch_divisor(runtime.mesh) * runtime.config.learner.gradient_accumulation_steps
     count = 1 << (prompts - 1).bit_length()
     while count * group_size % parts:
@@ -465,7 +459,7 @@ def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
 
 
 def _with_rows(runtime: Runtime, batch: Batch, group_size: int) -> Batch:
-    """The batch with its last row repeated, up to the size of `_padded`."""
+    """The batch, padded to the size of `_padded` by repeating its last row."""
     rows = len(batch.mask)
     more = _padded(runtime, rows // group_size, group_size) * group_size - rows
     return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, 0)]), batch)

@@ -1,4 +1,4 @@
-"""The compiled programs of a policy, made once for each size of their arrays."""
+"""The compiled programs of a policy, one for each size of their arrays."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Programs:
         rollout = runtime.config.rollout
         key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
         if key not in self._made:
-            engine = runtime.engine
-            taps = engine.replayed_taps
-            self._made[key] = engine.make_sampler(group_size, rollout.top_k, rollout.top_p, taps)
+            self._made[key] = runtime.engine.make_sampler(
+                group_size, rollout.top_k, rollout.top_p, runtime.engine.replayed_taps
+            )
         return self._made[key]
 
     def update(self, runtime: Runtime) -> Callable:

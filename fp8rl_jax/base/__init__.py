@@ -1,5 +1,14 @@
-"""The ground floor: errors, files, processes, caches and settings, which every room may use.
+"""What every package may import: errors, files, processes, caches and settings.
 
-Here, in `cli/`, and in the few files that tests/test_imports.py lists, a program asks the machine:
-environment variables, JAX's settings, the platform. Everything else takes arguments.
+    environment, argv ------> meeting -> processes   join, exchange host values, end
+    JAX's settings ---------> jax_settings, exact_jit, compilation_cache, user_cache
+    a user's text ----------> bounds (numbers), by_name and user_code (functions), paths
+    files of other programs -> json_file (limits) and whole_file (atomic writes)
+                                  |
+                                  v
+                               errors.UserError: one sentence, printed by `cli`
+
+Read `errors` and `processes` first. Environment variables, JAX's settings and the platform are read
+here, in `cli/`, and in the few files that tests/test_imports.py lists; all other code takes
+arguments. Not here: parsing of commands (`cli`) and the table of fields (`config`).
 """

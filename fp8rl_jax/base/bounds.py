@@ -1,12 +1,12 @@
 """The bounds of every number that a user writes, in one table.
 
-A name is a field of the configuration ('rollout.top_k'), of a model ('model.rope_theta') or a
-parameter of a function that is chosen by name ('tis.cap'). Fields are checked when a configuration
-is resolved, a model's when its shapes are made, parameters at the call (`bounded`): written in a
-configuration as ``ppo(clip_low=0.1)`` or called from Python, they are refused alike.
+A name is a field of the configuration ('rollout.top_k'), a field of a model ('model.rope_theta') or
+a parameter of a function that is chosen by name ('tis.cap'). Configurations are checked when they
+are resolved, models when their shapes are made, parameters at every call (`bounded`), whether from
+a configuration (``ppo(clip_low=0.1)``) or from Python.
 
-Upper bounds are far above what is useful and low enough that no count leaves int32 and no float32
-overflows. Which numbers go together, and what fits in memory, is checked elsewhere.
+Upper bounds are far above useful values, and keep counts within int32 and values within float32.
+Not checked here: which numbers go together, and what fits in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fp8rl_jax.base.errors import UserError
 
@@ -25,13 +25,12 @@ TINY = 2.0**-126
 
 
 class Bounds(NamedTuple):
-    """What a number may be.
+    """The bounds of a number.
 
     Attributes:
-      least, most: bounds, both allowed unless `above`.
-      whole: whether it is a whole number.
-      above: `least` itself is not allowed.
-      also: values outside that are allowed.
+      least, most: both are allowed; `least` is not if `above`.
+      whole: only integers.
+      also: values outside the bounds that are allowed.
     """
 
     least: float
@@ -47,9 +46,10 @@ class Bounds(NamedTuple):
         return "".join(f"{x:g}, or " for x in self.also) + f"{kind} {span}"
 
     def hold(self, value: Any) -> bool:
-        """Whether a number is within them; NaN never is, nor what is no number."""
+        """Whether a value is a number within the bounds; NaN is not."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
+        value = cast(float, value)  # typeshed's Real lacks comparisons
         above = self.least < value if self.above else self.least <= value
         inside = above and value <= self.most and not (self.whole and value != int(value))
         return inside or value in self.also
@@ -59,16 +59,12 @@ def _whole(least: int, most: int, *also: int) -> Bounds:
     return Bounds(least, most, whole=True, also=also)
 
 
-def _real(least: float, most: float) -> Bounds:
-    return Bounds(least, most)
-
-
 def _above(least: float, most: float, *also: float) -> Bounds:
     return Bounds(least, most, above=True, also=also)
 
 
 _COUNT = 1_000_000_000  # steps, rows, tokens; two of them are below 2^31
-_QUESTIONS = 10_000_000  # that are made or held one by one
+_QUESTIONS = 10_000_000  # each is made or kept one by one
 _WIDTH, _LAYERS, _HEADS = 2**24, 10_000, 2**16
 _BELOW_1 = 0.9999999
 _RATIO = 1e9  # e^20, where ratios are clamped, is less
@@ -94,8 +90,8 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_high_freq_factor": _above(0, 1e6),
     "model.rope_beta_fast": _above(0, 1e6),
     "model.rope_beta_slow": _above(0, 1e6),
-    "model.rope_mscale": _real(0, 1e3),
-    "model.rope_mscale_all_dim": _real(0, 1e3),
+    "model.rope_mscale": Bounds(0, 1e3),
+    "model.rope_mscale_all_dim": Bounds(0, 1e3),
     "model.rms_norm_eps": _above(0, 1),
     "model.embedding_init_std": _above(0, 1e3),
     "model.num_experts": _whole(0, _HEADS),
@@ -113,15 +109,15 @@ BOUNDS: dict[str, Bounds] = {
     "model.v_head_dim": _whole(1, _HEADS),
     "precision.first_layers_bf16": _whole(0, _LAYERS),
     "precision.last_layers_bf16": _whole(0, _LAYERS),
-    "precision.kv_margin": _real(1, 100),
+    "precision.kv_margin": Bounds(1, 100),
     "mesh.data": _whole(1, 2**20, -1),
     "mesh.fsdp": _whole(1, 2**20, -1),
     "mesh.tensor": _whole(1, 2**20, -1),
     "mesh.expert": _whole(1, 2**20, -1),
-    "env.reward_timeout": _real(0.01, 1e6),
-    "env.reward_memory_gb": _real(0, 1e6),
+    "env.reward_timeout": Bounds(0.01, 1e6),
+    "env.reward_memory_gb": Bounds(0, 1e6),
     "env.train_questions": _whole(1, _QUESTIONS),
-    "env.eval_fraction": _real(0, 0.5),
+    "env.eval_fraction": Bounds(0, 0.5),
     "env.max_questions": _whole(0, _COUNT),
     "rollout.prompts_per_step": _whole(1, _COUNT),
     "rollout.group_size": _whole(1, _COUNT),
@@ -130,71 +126,71 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.slots": _whole(0, _COUNT),
     "rollout.pages": _whole(0, 2**24),  # of 64 tokens, which are numbered
     "rollout.prefill_chunk": _whole(1, _COUNT),
-    "rollout.temperature": _real(1e-6, 100),
+    "rollout.temperature": Bounds(1e-6, 100),
     "rollout.top_k": _whole(0, _WIDTH),
     "rollout.top_p": _above(0, 1),
-    "algo.clip_low": _real(0, _RATIO),
-    "algo.clip_high": _real(0, _RATIO),
+    "algo.clip_low": Bounds(0, _RATIO),
+    "algo.clip_high": Bounds(0, _RATIO),
     "algo.dual_clip": _above(1, _RATIO, 0),
     "algo.loss_length": _whole(0, _COUNT),
-    "algo.kl_coef": _real(0, _COEFFICIENT),
+    "algo.kl_coef": Bounds(0, _COEFFICIENT),
     "algo.overlong_buffer": _whole(0, _COUNT, -1),
-    "algo.overlong_penalty": _real(0, 1e6),
+    "algo.overlong_penalty": Bounds(0, 1e6),
     "algo.dynamic_sampling_rounds": _whole(1, 10_000),
-    "algo.router_aux_loss_coef": _real(0, _COEFFICIENT),
+    "algo.router_aux_loss_coef": Bounds(0, _COEFFICIENT),
     "algo.epochs": _whole(1, 10_000),
     "algo.num_minibatches": _whole(1, _COUNT),
     "learner.gradient_accumulation_steps": _whole(1, _COUNT),
-    "optimizer.learning_rate": _real(0, 100),
+    "optimizer.learning_rate": Bounds(0, 100),
     "optimizer.warmup_steps": _whole(0, _COUNT),
-    "optimizer.b1": _real(0, _BELOW_1),
-    "optimizer.b2": _real(0, _BELOW_1),
-    "optimizer.weight_decay": _real(0, _COEFFICIENT),
-    "optimizer.clip_norm": _real(1e-6, 1e30),
+    "optimizer.b1": Bounds(0, _BELOW_1),
+    "optimizer.b2": Bounds(0, _BELOW_1),
+    "optimizer.weight_decay": Bounds(0, _COEFFICIENT),
+    "optimizer.clip_norm": Bounds(1e-6, 1e30),
     "sft.steps": _whole(0, _COUNT),
     "sft.questions": _whole(1, _QUESTIONS),
     "sft.batch_size": _whole(1, _COUNT),
-    "sft.learning_rate": _real(0, 100),
+    "sft.learning_rate": Bounds(0, 100),
     "sft.warmup_steps": _whole(0, _COUNT),
-    "sft.end_fraction": _real(0, 1),
-    "sft.b2": _real(0, _BELOW_1),
-    "sft.weight_decay": _real(0, _COEFFICIENT),
+    "sft.end_fraction": Bounds(0, 1),
+    "sft.b2": Bounds(0, _BELOW_1),
+    "sft.weight_decay": Bounds(0, _COEFFICIENT),
     "sft.evaluations": _whole(1, 1_000_000),
     "eval.questions": _whole(1, _QUESTIONS),
     "eval.batch_size": _whole(1, _COUNT),
     "eval.samples": _whole(1, 1_000_000),
-    "eval.temperature": _real(1e-6, 100),
+    "eval.temperature": Bounds(1e-6, 100),
     "eval.top_p": _above(0, 1),
     "eval.every": _whole(1, _COUNT),
-    # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are no fields.
+    # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are not fields.
     "sapo.tau_positive": _above(0, 1e6),
     "sapo.tau_negative": _above(0, 1e6),
-    # A correction does nothing at zero drift: its bounds of a ratio have 1 between them.
-    "tis.cap": _real(1, _RATIO),
-    "tis.low": _real(0, 1),
-    "seq_tis.cap": _real(1, _RATIO),
-    "icepop.low": _real(0, 1),
-    "icepop.high": _real(1, _RATIO),
-    "mask_sequence.low": _real(0, 1),
-    "mask_sequence.high": _real(1, _RATIO),
-    "mask_geometric.low": _real(0, 1),
-    "mask_geometric.high": _real(1, _RATIO),
-    "mask_k3.most": _real(0, _RATIO),
-    "veto.least": _real(0, 1),
-    "opsm.delta": _real(0, _RATIO),
+    # A correction must do nothing at zero drift, so 1 is between its bounds of a ratio.
+    "tis.cap": Bounds(1, _RATIO),
+    "tis.low": Bounds(0, 1),
+    "seq_tis.cap": Bounds(1, _RATIO),
+    "icepop.low": Bounds(0, 1),
+    "icepop.high": Bounds(1, _RATIO),
+    "mask_sequence.low": Bounds(0, 1),
+    "mask_sequence.high": Bounds(1, _RATIO),
+    "mask_geometric.low": Bounds(0, 1),
+    "mask_geometric.high": Bounds(1, _RATIO),
+    "mask_k3.most": Bounds(0, _RATIO),
+    "veto.least": Bounds(0, 1),
+    "opsm.delta": Bounds(0, _RATIO),
     "overlong_penalty.max_length": _whole(1, _COUNT),
     "overlong_penalty.buffer": _whole(0, _COUNT),
-    "overlong_penalty.factor": _real(0, 1e6),
+    "overlong_penalty.factor": Bounds(0, 1e6),
     "seq_mean_token_sum_norm.length": _whole(1, _COUNT),
     "mismatch_metrics.tis_cap": _above(0, _RATIO),
     "delayed.history": _whole(1, 2**16),
-    "delayed.margin": _real(-64, 64),
-    "static.amax": _real(1e-30, 1e30),
+    "delayed.margin": Bounds(-64, 64),
+    "static.amax": Bounds(1e-30, 1e30),
 }
 
 
 def shown(value: Any) -> str:
-    """A value for a sentence; a whole number of very many digits by their number."""
+    """A value for an error message; of a very long integer only the number of its digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
         digits = int(abs(value).bit_length() * math.log10(2)) + 1
         return f"a number of about {digits} digits"
@@ -202,12 +198,12 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises UserError if a number is out of its bounds of the table, in one sentence."""
+    """Raises UserError if the number is outside the bounds of `BOUNDS[name]`."""
     _check(BOUNDS[name], f"{name} is {shown(value)};", value)
 
 
 def _check(bounds: Bounds, found: str, value: Any) -> None:
-    """`found`: how the sentence begins."""
+    """`check_number`; `found` begins the sentence."""
     if not bounds.hold(value):
         raise UserError(f"{found} write {bounds}")
     if value and abs(value) < TINY:
@@ -215,9 +211,9 @@ def _check(bounds: Bounds, found: str, value: Any) -> None:
 
 
 def bounded(function: Callable) -> Callable:
-    """A function that raises UserError for a parameter out of its bounds, and TypeError for one
-    that is no number. Bounds are those of 'FUNCTION.PARAMETER' in the table, else of the field
-    'algo.PARAMETER'; parameters that are in neither are not checked."""
+    """Wraps a function to raise UserError for a parameter outside its bounds and TypeError for one
+    that is not a number. The bounds are those of 'FUNCTION.PARAMETER' in the table, else those of
+    'algo.PARAMETER'; other parameters are not checked."""
     signature = inspect.signature(function)
     own = {name: f"{function.__name__}.{name}" for name in signature.parameters}
     named = {
@@ -241,7 +237,7 @@ def bounded(function: Callable) -> Callable:
 
 
 def check_options(name: str, value) -> None:
-    """Raises UserError for a number among options of others that no float64 holds exactly."""
+    """Raises UserError for a number in a third party's options that float64 cannot hold exactly."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             check_options(f"{name}.{key}", inner)

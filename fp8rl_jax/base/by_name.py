@@ -14,16 +14,15 @@ from fp8rl_jax.base.errors import UserError
 def choose(
     text: str, factories: Mapping[str, Callable], what: str, *, most: int = 0, **defaults: Any
 ) -> list[tuple[str, Any]]:
-    """The names in `text`, each with what its factory returns, in the order of the text.
+    """Parses `text`; returns each name with what its factory returns, in the order of the text.
 
     Args:
       text: such as ``tis``, ``tis(cap=2.0)``, ``mask_geometric(0.999, 1.001), tis``, or
-        ``my_module:my_function``, which stands for itself. Arguments are literals.
+        ``my_module:my_function``, which is returned unchanged. Arguments are numbers.
       factories: by name.
-      what: how the sentence of an error begins, such as 'algo.loss'.
-      most: names that the text may have; 0 for any number.
-      **defaults: arguments of the factories that have a parameter of that name, unless the text
-        gives them.
+      what: begins the sentence of an error, such as 'algo.loss'.
+      most: largest number of names; 0 for any number.
+      **defaults: arguments for factories with a parameter of that name, unless the text has them.
 
     Raises:
       UserError: there is no name or too many, one is unknown, or its arguments do not fit.
@@ -36,7 +35,12 @@ def choose(
     known = ", ".join(factories)
     try:
         body = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested deeply
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # deep nesting raises the last two
         raise UserError(
             f"{what} is {text!r}, which is not understood: write one of {known}, with arguments "
             "in parentheses if any, or 'module:function'"

@@ -7,22 +7,22 @@ import resource
 from collections.abc import Iterator
 
 _LONGEST = 4000
-# What a terminal obeys instead of showing it: controls, marks of direction, halves of pairs.
+# Not printable: control characters, marks of direction, lone surrogates.
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
-    r"""The text with what would steer a terminal or a page written out: '\x1b' for an escape."""
+    r"""The text with control characters, which a terminal or page would obey, as '\x1b'."""
     return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class UserError(ValueError):
     """What is wrong, where, and what to write instead, in one sentence.
 
-    The sentence may quote names and values of files that others wrote: it is made `visible`, and
-    its middle is left out where it is very long.
+    The sentence may quote foreign files: it is made `visible`, and shortened in the middle if it is
+    very long.
     """
 
     def __init__(self, sentence: str):
@@ -33,8 +33,8 @@ class UserError(ValueError):
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """What a limit of this process (`ulimit`) has to do with an error or its causes, as the
-    beginning of a sentence; None if nothing."""
+    """The beginning of a sentence on the limit of this process (`ulimit`) that caused an error;
+    None if no limit did."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -54,19 +54,19 @@ def limit_reached(error: BaseException) -> str | None:
 
 
 def raised(error: BaseException) -> str:
-    """The type of whatever somebody's code has raised, and the beginning of its text, in a line."""
+    """The type of an exception of foreign code, and the beginning of its text, in one line."""
     try:
         text = " ".join(str(error).split())[:300]
-    except BaseException:  # its class is theirs too
+    except BaseException:  # the exception's class is foreign code too
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextlib.contextmanager
-def refused(what: str) -> Iterator[None]:
-    """Within it whatever a library raises becomes a UserError: `what`, and what the library said.
+def refused(what: str, remedy: str = "put the file back, or take another") -> Iterator[None]:
+    """Within it every exception of a library becomes a UserError: `what`, the exception, `remedy`.
 
-    For libraries that raise bare Exception. A panic of one that is written in Rust, which is no
+    For libraries that raise bare Exception. A panic of a library written in Rust, which is not an
     Exception, is caught too.
     """
     try:
@@ -76,17 +76,16 @@ def refused(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{what} ({said}): put the file back, or take another") from None
+        raise UserError(f"{what} ({raised(error)}): {remedy}") from None
 
 
 class RewardError(UserError):
-    """Nothing can be learnt from a reward: all calls failed, or none can be made. The message may
-    end with a traceback of the user's code, in several lines."""
+    """All calls of a reward failed, or none can be made. The message may end with a traceback of
+    the user's code, in several lines."""
 
 
 class DriftError(RuntimeError):
-    """Drift appeared in a run that requires zero drift; the run stopped after that step, saved."""
+    """Drift appeared in a run that requires zero drift; the run saved that step and stopped."""
 
 
 class NonFiniteError(RuntimeError):

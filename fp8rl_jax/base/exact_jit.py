@@ -1,10 +1,9 @@
-"""`exact_jit`: the one helper that makes every top-level jit of the program.
+"""`exact_jit`: makes every top-level jit of the program.
 
-On CPU, XLA's fusions by YNNPACK choose kernels by the number of rows, which is the largest source
-of drift between a decode step and a train step. Here it may compile only single products, and must
-sum all of them in one order (kernels/reference/products.py), per compilation. Options cannot be set
-inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options but
-this. Eager calls and other people's jits carry no zero-drift promise.
+On CPUs, XLA's YNNPACK fusions choose kernels by the number of rows: the largest source of drift
+between a decode step and a train step. The compiler options here restrict YNNPACK to single
+products, all summed in one order (kernels/reference/products.py). JAX refuses options in a nested
+jit, so only this module sets them. Eager calls and users' own jits have no zero-drift promise.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _FAST_MATH = re.compile(
 
 
 def exact_jit(fun: Callable, **kwargs) -> Callable:
-    """`jax.jit` with the compiler options of the zero-drift promise. Takes jax.jit's keywords."""
+    """`jax.jit`, and its keywords, with the compiler options of the zero-drift promise."""
     return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
 
 
@@ -37,7 +36,7 @@ def check_xla_flags() -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip().startswith("-") and os.path.isfile(flags):
-        with open(flags) as file:  # XLA takes the name of a file, too
+        with open(flags) as file:  # XLA accepts the name of a file
             flags = file.read()
     for name, value in _FAST_MATH.findall(flags):
         if value.lower() not in ("false", "0"):

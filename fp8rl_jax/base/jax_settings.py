@@ -1,20 +1,18 @@
-"""Every setting of JAX and Flax, and what is done about it.
+"""Every setting of JAX and Flax, and how it is handled.
 
-JAX takes a default for each of its settings from the environment (JAX_THREEFRY_PARTITIONABLE, ...)
-and from whoever called `jax.config.update` in this process. Some change random bits, sums or what
-is an error; a promise of equal bits must not rest on them. So each is one of four kinds:
+Settings come from the environment (JAX_THREEFRY_PARTITIONABLE, ...) and from any call of
+`jax.config.update` in this process. Some change random bits, the order of sums, or what is an
+error, and a promise of equal bits must not depend on them. Each is of one of four kinds:
 
-  HELD      set to the default (`hold_settings`) when a command or a run begins, again once the
-            functions that its configuration names are imported, and before every part of a
-            step, as losses, corrections and loggers run later; where JAX's default is none, as
-            of transfers, set to what it stands for
-  REFUSED   named in a sentence if it is on: with it nothing here works as it says
+  HELD      set to JAX's default, or to what its default None means (`hold_settings`): when a
+            command or a run begins, after the functions that the configuration names are imported,
+            and before every part of a step, since a user's functions run in between
+  REFUSED   an error if it is on
   RECORDED  left to the user; in environment.json, compared at --resume, part of caches' names
   HARMLESS  changes no number and no outcome
 
-tests/test_jax_settings.py compares this table with `jax.config`: a setting that a new
-version of JAX brings fails it until it is judged. Orbax and optax read nothing from the environment
-that changes what is saved or computed (orbax: telemetry, buckets, Pathways).
+tests/test_jax_settings.py fails for a setting of a new version of JAX until it is in a table. Orbax
+and optax read nothing from the environment that changes what is saved or computed.
 """
 
 from __future__ import annotations
@@ -189,10 +187,10 @@ FLAX_HARMLESS: dict[str, str] = {
 
 
 def hold_settings() -> None:
-    """Sets what is HELD, in this process.
+    """Sets the settings of HELD and FLAX_HELD in this process.
 
     Raises:
-      UserError: a setting is on that is REFUSED.
+      UserError: a setting of REFUSED is on.
     """
     values = jax.config.values  # a new dict each time
     for name, reason in REFUSED.items():
@@ -210,8 +208,8 @@ def hold_settings() -> None:
 
 
 def recorded_settings() -> dict[str, str]:
-    """What is RECORDED of this process: settings of JAX, and variables that XLA, oneDNN and LLVM
-    read. Numbers of threads are not among them: products are tried with those at hand."""
+    """The settings of RECORDED, and the environment variables that XLA, oneDNN and LLVM read,
+    without numbers of threads: the probes of products run with the actual number."""
     settings = {
         name: str(jax.config.values[name]) for name in RECORDED if name in jax.config.values
     }

@@ -1,28 +1,30 @@
-"""JSON: what others wrote, read within limits (a regular file, of limited size and depth, in
-UTF-8), and what is written for others.
+"""Reads JSON of other programs within limits (a regular file, limited size and depth, UTF-8), and
+writes JSON for them.
 
-Without them a file decides how a command ends: a FIFO is waited for, a device never ends, deep
-nesting is a RecursionError. The callers make one sentence of an OSError or a ValueError.
+Without limits a file could make a command wait (a FIFO), never end (a device) or fail with a
+RecursionError (deep nesting). Callers turn an OSError or a ValueError into one sentence.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import pathlib
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from fp8rl_jax.base.paths import check_status
+
 LONGEST = 2**24  # bytes; a config.json has thousands
-DEEPEST = 100  # lists and objects within each other
+DEEPEST = 100  # levels of nested lists and objects
 
 
 class Table(Mapping[str, Any]):
-    """A JSON object in a configuration, with any names: ml_collections freezes no dict in a list,
-    and takes no name with a dot. It cannot be changed; `plain` gives the dict."""
+    """An immutable JSON object in a configuration; `plain` turns it into a dict. (ml_collections
+    does not freeze a dict in a list, and refuses a key with a dot.)"""
 
     def __init__(self, content: dict[str, Any]):
         self._content = content
@@ -44,10 +46,10 @@ class Table(Mapping[str, Any]):
 
 
 def tabled(value: Any, deepest: int = DEEPEST) -> Any:
-    """A JSON value with a `Table` in the place of each dict.
+    """A JSON value with each dict replaced by a `Table`.
 
     Raises:
-      TypeError: the name in an object is no text.
+      TypeError: a key is not a text.
       ValueError: it is nested more deeply than `deepest`.
     """
     if not isinstance(value, dict | list | tuple):
@@ -63,7 +65,7 @@ def tabled(value: Any, deepest: int = DEEPEST) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with a dict in the place of each `Table`, and lists that may have been frozen."""
+    """The value with each `Table` replaced by a dict, and each tuple by a list."""
     if isinstance(value, dict | Table):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -72,23 +74,22 @@ def plain(value: Any) -> Any:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether this names an entry of a directory, and nothing outside of it."""
+    """Whether this is the name of an entry in a directory, and of nothing outside of it."""
     plain = isinstance(name, str) and 0 < len(name) <= 255 and name not in (".", "..")
     return plain and not {"/", "\\", "\0"} & set(name)
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """What the system says of a regular file.
+    """The status of a regular file.
 
     Raises:
-      OSError: it is not there, or is a directory, a FIFO, a socket or a device.
+      OSError: it does not exist, or is a directory, a FIFO, a socket or a device.
     """
     try:
         status = os.stat(path)
-    except ValueError as error:  # a NUL, half of a character
+    except ValueError as error:  # a NUL or a lone surrogate
         raise OSError(errno.EINVAL, str(error)) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+    check_status(status)
     return status
 
 
@@ -96,7 +97,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
     """The content of a file.
 
     Raises:
-      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+      OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
     """
     status = check_regular(path)
     if status.st_size > most:
@@ -109,12 +110,12 @@ def parse_json(
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     integers: Callable[[str], Any] | None = None,
 ) -> Any:
-    """The value of a JSON text; NaN and Infinity are numbers in it, as for `json`.
+    """The value of a JSON text; NaN and Infinity are numbers, as in `json`.
 
     Args:
       content: the text.
-      pairs: makes an object of its keys and values; without it the last of equal keys counts.
-      integers: makes a whole number of its digits; without it more than Python reads are an error.
+      pairs: makes an object from its keys and values; by default the last of equal keys counts.
+      integers: makes an integer from its digits; by default more than Python allows are an error.
 
     Raises:
       ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
@@ -128,15 +129,15 @@ def parse_json(
         raise ValueError("it is too large") from None
     level = [value]
     for _ in range(DEEPEST):
-        level = [y for x in level if isinstance(x, list | dict) for y in _inside(x)]
+        lists = (x.values() if isinstance(x, dict) else x for x in level if type(x) in (list, dict))
+        level = list(itertools.chain.from_iterable(lists))
         if not level:
             return value
     raise ValueError("it is nested too deeply")
 
 
 def strict_json(value: Any) -> str:
-    """A value as one line of JSON that any reader takes: NaN and infinities, which JSON lacks, are
-    null."""
+    """A value as one line of standard JSON: NaN and infinities, which JSON lacks, become null."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -149,10 +150,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _inside(value: list | dict) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def read_json(path: str | os.PathLike[str], most: int = LONGEST) -> Any:

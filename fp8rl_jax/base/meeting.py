@@ -1,9 +1,9 @@
-"""Where the processes of one program are found, and how they meet.
+"""How the processes of one program find each other.
 
-The environment says it: `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or Slurm's
-variables. With the former, all processes meet at the coordinator's port before JAX starts there:
-of one that is missing JAX would know only its own deadline, and abort. Others may call at that
-port, or answer there; what is no process of ours is ignored.
+The environment names them: `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or
+Slurm's variables. With the former, all processes connect to the coordinator's port before JAX
+starts its service there, so that an error can name the process that is missing (JAX would abort at
+its deadline). Other programs may use that port: connections that are not ours are ignored.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from fp8rl_jax.base.errors import UserError
 _VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 _SLURM_NUMBERS = (_SLURM_TASKS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
-_HELLO = b"fp8rl process "  # of a process to process 0
-_ANSWER = b"fp8rl: "  # of process 0 to those that have come
-_LONGEST_LINE = 2**15  # bytes of either; it may name thousands of processes
-_MOST_STRANGERS = 100  # at process 0's port, that are listened to at a time
-JOIN_SECONDS = 300.0  # for all processes to be there
-_GRACE_SECONDS = 15.0  # for the answer of process 0, after its deadline
+_HELLO = b"fp8rl process "  # begins what a process sends to process 0
+_ANSWER = b"fp8rl: "  # begins process 0's answer
+_LONGEST_LINE = 2**15  # bytes of either line; an answer may name thousands of processes
+_MOST_STRANGERS = 100  # open connections that have not said who they are
+JOIN_SECONDS = 300.0  # until all processes must have connected
+_GRACE_SECONDS = 15.0  # after that, until process 0 must have answered
 
 
 class Place(NamedTuple):
-    """This process among the others."""
+    """The number of processes, this one's number, and HOST:PORT of process 0 (None: JAX takes it
+    from Slurm's variables)."""
 
     processes: int = 1
     process: int = 0
-    coordinator: str | None = None  # None: JAX finds it in Slurm's variables
+    coordinator: str | None = None
 
 
 def place_of_environment() -> Place:
-    """What the environment says of this process and the others.
+    """This process's place according to the environment.
 
     Raises:
-      UserError: what it says is incomplete or no number.
+      UserError: a variable is missing or is not a number.
     """
     given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     if given:
@@ -68,17 +69,17 @@ def place_of_environment() -> Place:
 
 
 def _place_in_slurm() -> Place:
-    """What Slurm's variables say, those included that only JAX reads.
+    """This process's place according to Slurm; also checks the variables that only JAX reads.
 
     Raises:
-      UserError: one is missing or no number, or they contradict each other.
+      UserError: one is missing or is not a number, or they contradict each other.
     """
-    given = {name: os.environ.get(name) for name in (*_SLURM_NUMBERS, "SLURM_STEP_NODELIST")}
-    numbers = {name: _whole(given[name] or "") for name in _SLURM_NUMBERS}
-    wrong = [name for name, number in numbers.items() if number is None]
-    wrong += [] if given["SLURM_STEP_NODELIST"] else ["SLURM_STEP_NODELIST"]
+    read = {name: _whole(os.environ.get(name, "")) for name in _SLURM_NUMBERS}
+    numbers = {name: number for name, number in read.items() if number is not None}
+    wrong = [name for name in _SLURM_NUMBERS if name not in numbers]
+    wrong += [] if os.environ.get("SLURM_STEP_NODELIST") else ["SLURM_STEP_NODELIST"]
     if wrong:
-        found = ", ".join(f"{name} is {given[name]!r}" for name in wrong)
+        found = ", ".join(f"{name} is {os.environ.get(name)!r}" for name in wrong)
         raise UserError(
             f"this is a step of Slurm with several tasks, and {found}: start the tasks with srun, "
             f"or set {', '.join(_VARIABLES)}"
@@ -97,15 +98,15 @@ def _place_in_slurm() -> Place:
 
 
 def _whole(text: str) -> int | None:
-    """The whole number that a text is, at most nine digits; None if it is none."""
+    """The integer that a text of at most nine digits holds; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def meet(place: Place) -> None:
-    """Waits until all processes are there, at the address where JAX's service will be.
+    """Waits until all processes have connected to the address that JAX's service will use.
 
     Raises:
-      UserError: they are not, or do not fit together.
+      UserError: one is missing at the deadline, or they disagree about their number.
     """
     host, _, port = (place.coordinator or "").rpartition(":")
     deadline = time.monotonic() + JOIN_SECONDS
@@ -122,9 +123,10 @@ def meet(place: Place) -> None:
 
 
 def _receive_all(place: Place, port: int, deadline: float) -> str:
-    """Process 0 waits for the others; what is wrong, which they are told too, or ''."""
+    """Process 0 waits for all other processes. Returns what is wrong, or '', and sends it to
+    them."""
     callers: list[socket.socket] = []
-    heard: dict[socket.socket, bytes] = {}  # of those who have not said who they are
+    heard: dict[socket.socket, bytes] = {}  # received so far from unknown connections
     missing = set(range(1, place.processes))
     with contextlib.ExitStack() as stack:
         try:
@@ -160,7 +162,7 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
                         problem = f"two say that they are process {process}"
                     missing.discard(process)
                 elif not piece or not _may_become(heard[caller], _HELLO):
-                    del heard[caller]  # no process of ours
+                    del heard[caller]  # another program
                     caller.close()
         for caller in callers:
             with contextlib.suppress(OSError):
@@ -170,8 +172,8 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
 
 
 def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Those that have something, after at most these seconds; of any number (`select.select` takes
-    descriptors below 1024 alone)."""
+    """The sockets that can be read, after at most `seconds`. (`select.select` would refuse
+    descriptors from 1024 on.)"""
     with selectors.DefaultSelector() as selector:
         for one in sockets:
             selector.register(one, selectors.EVENT_READ)
@@ -179,7 +181,7 @@ def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
 
 
 def _received(caller: socket.socket) -> bytes:
-    """What a connection that is ready has; nothing at its end."""
+    """What a readable connection holds; b'' at its end."""
     try:
         return caller.recv(_LONGEST_LINE)
     except OSError:
@@ -187,13 +189,13 @@ def _received(caller: socket.socket) -> bytes:
 
 
 def _may_become(content: bytes, beginning: bytes) -> bool:
-    """Whether more may follow, so that a line with this beginning comes out."""
+    """Whether the content is an incomplete line with this beginning."""
     begins = content.startswith(beginning) or beginning.startswith(content)
     return begins and b"\n" not in content and len(content) < _LONGEST_LINE
 
 
 def _introduced(line: bytes) -> tuple[int, int] | None:
-    """The number of a process and how many it says there are; None of a stranger's line."""
+    """The number of a process and how many it says there are; None if the line is not ours."""
     numbers = line.removeprefix(_HELLO).decode(errors="replace").strip().split(" of ")
     process, processes = map(_whole, numbers if len(numbers) == 2 else ("", ""))
     if not line.startswith(_HELLO) or process is None or processes is None:
@@ -202,16 +204,16 @@ def _introduced(line: bytes) -> tuple[int, int] | None:
 
 
 def _announce_to(host: str, port: int, place: Place, deadline: float) -> str:
-    """Tells process 0 that this one is there; what is wrong, or ''."""
+    """Sends this process's number to process 0. Returns what is wrong, or ''."""
     while time.monotonic() < deadline:
         with (
-            contextlib.suppress(OSError, UnicodeError),  # of a name that no host can have
+            contextlib.suppress(OSError, UnicodeError),  # no host has such a name
             socket.create_connection((host.strip("[]"), port), 5.0) as caller,
         ):
             caller.sendall(_HELLO + f"{place.process} of {place.processes}\n".encode())
             answer = b""
-            while _may_become(answer, _ANSWER):  # others than process 0 may be at that port
-                # Process 0 has a deadline of its own.
+            while _may_become(answer, _ANSWER):  # another program may answer
+                # Process 0 answers at its own deadline at the latest.
                 caller.settimeout(max(deadline + _GRACE_SECONDS - time.monotonic(), 0.01))
                 if not (piece := caller.recv(_LONGEST_LINE)):
                     break

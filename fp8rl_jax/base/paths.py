@@ -1,7 +1,7 @@
-"""Names of files as users write them, and files that are what they seem to be.
+"""Paths as users write them, and opening regular files only.
 
-A run opens files under known names in directories that others may write to. Without care a link
-decides which file is emptied, and a FIFO or a device how long the run waits.
+Other users may write to the directories of a run: opened without care, a link would redirect a
+write, and a FIFO or a device would block it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def tfds_home() -> str:
 
 
 def expanded(path: str, where: str) -> str:
-    """The path with `~` and `~name` at its beginning replaced by a home directory, as a shell does;
-    one of a user that does not exist stays.
+    """The path with a leading `~` or `~name` replaced by the home directory, as a shell does; the
+    name of an unknown user stays.
 
     Args:
-      path: as it was written.
-      where: what it was written for, as the beginning of a sentence.
+      path: as the user wrote it.
+      where: the field or argument, to begin the sentence of an error.
 
     Raises:
-      UserError: it begins with `~`, and this user has no home directory; it holds a NUL; or it is
-        an address (`gs://...`), which would become a directory of that name here.
+      UserError: it begins with `~` and this user has no home directory; it holds a NUL; or it is an
+        address (`gs://...`), which would become a local directory of that name.
     """
     if "\0" in path:
         raise UserError(f"{where} is {path!r}: no path holds a NUL character; leave it out")
@@ -51,8 +51,8 @@ def expanded(path: str, where: str) -> str:
 
 
 def hub_download(path: str) -> str:
-    """The command that downloads a missing directory which is named as ORG/NAME, as models are on
-    Hugging Face's Hub; '' where the path is none of these, or its parent is a directory here."""
+    """The command that downloads ORG/NAME from Hugging Face's Hub; '' if the path is not of that
+    form, or ORG is a local directory."""
     named = _HUB_ID.fullmatch(path)
     parent = path.partition("/")[0]
     if named is None or parent in ("checkpoints", "runs") or os.path.isdir(parent):
@@ -61,27 +61,28 @@ def hub_download(path: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """The descriptor of a regular file; nothing else is opened, and no link is followed.
+    """Opens a regular file without following links; returns its descriptor.
 
     Args:
-      path: of the file, which `os.O_CREAT` among the flags makes.
-      flags: as of `os.open`.
+      path: of the file; `os.O_CREAT` among the flags creates it.
+      flags: as for `os.open`.
 
     Raises:
       OSError: it cannot be opened, or is a link, a FIFO, a device, a socket or a directory.
     """
     if os.path.lexists(path):
-        _check(os.lstat(path))
+        check_status(os.lstat(path))
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
-        _check(os.fstat(file))  # it may have been replaced since
+        check_status(os.fstat(file))  # it may have been replaced in between
     except OSError:
         os.close(file)
         raise
     return file
 
 
-def _check(status: os.stat_result) -> None:
+def check_status(status: os.stat_result) -> None:
+    """Raises OSError if this is the status of anything but a regular file."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link")
     if stat.S_ISDIR(status.st_mode):

@@ -1,10 +1,10 @@
-"""Several processes of one program: they join, and are one.
+"""Several processes that run one program (SPMD): joining, exchanging host values, ending.
 
-Every process runs the same Python on the same host values. Process 0 alone writes files and prints;
-what depends on a clock, a file, a signal or a user's function is found out once and told to all.
-With one process every function here is what it would be without it, and costs nothing.
+Every process runs the same Python on the same host values. Only process 0 writes files and prints.
+What depends on a clock, a file, a signal or a user's function is evaluated in one process and sent
+to all. With one process every function here is trivial and costs nothing.
 
-`meeting` says how they are found.
+`meeting` finds the processes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ from jax.experimental import multihost_utils
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, place_of_environment
 
-_HEARTBEAT_SECONDS = 60  # after which JAX takes a silent process for dead
-_LOOK_SECONDS = 2.0  # between looks at whether another process has ended
-_SILENT_SECONDS = 30.0  # after which process 0, whose store does not answer, is taken for gone
-_GRACE_SECONDS = 15.0  # for a process to end by itself, after another one has
+_HEARTBEAT_SECONDS = 60  # without a heartbeat JAX declares a process dead
+_LOOK_SECONDS = 2.0  # between two checks whether another process has ended
+_SILENT_SECONDS = 30.0  # without an answer of process 0's store it counts as ended
+_GRACE_SECONDS = 15.0  # after another process's end, until this one is ended
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
 
 
 class Traffic(NamedTuple):
-    """What this process has told the others; see `traffic`.
-
-    Attributes:
-      gathers: how often.
-      bytes: so many, to each of them.
-    """
+    """The number of all-gathers of host values, and the bytes that this process sent in them to
+    each other process."""
 
     gathers: int = 0
     bytes: int = 0
@@ -52,18 +48,18 @@ _traffic = Traffic()
 
 
 def asked() -> int:
-    """How many processes the environment speaks of; UserError as `join`."""
+    """The number of processes that the environment names; raises UserError as `join` does."""
     return place_of_environment().processes
 
 
 def join() -> None:
-    """Joins the processes that the environment speaks of; call it before anything uses a device.
+    """Joins the processes that the environment names; call it before anything uses a device.
 
-    From here on only process 0 has a standard output. Each process looks every few seconds whether
+    Afterwards only process 0 has a standard output. Each process checks every few seconds whether
     another one has ended with an error, and then ends too; see `end`.
 
     Raises:
-      UserError: the environment is incomplete, or the others cannot be reached.
+      UserError: the environment is incomplete, or another process cannot be reached.
     """
     global _joined
     place = place_of_environment()
@@ -81,7 +77,9 @@ def join() -> None:
             "cluster_detection_method": "deactivate",
         }
     elif os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
-        options = {"local_device_ids": _visible_devices()}
+        # The host has one task, and JAX would give it one GPU; None on a CPU.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        options = {"local_device_ids": [*range(visible.count(",") + 1)] if visible else None}
     try:
         jax.distributed.initialize(
             **options,
@@ -89,7 +87,7 @@ def join() -> None:
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=60,
         )
-    except Exception as error:  # of JAX, gRPC and what it reads of Slurm
+    except Exception as error:  # JAX and gRPC raise many types
         raise UserError(
             f"process {place.process} of {place.processes} cannot join the others "
             f"({raised(error)}): start all of them with the same coordinator and "
@@ -100,15 +98,9 @@ def join() -> None:
     threading.Thread(target=_watch, daemon=True).start()
 
 
-def _visible_devices() -> list[int] | None:
-    """All GPUs of a host that has one task, where JAX would take one; None on a CPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return list(range(len(visible.split(",")))) if visible else None
-
-
 def _own_standard_output(mine: bool) -> None:
-    """What libraries print goes to standard error, and what Python prints to standard output in
-    one process only: results are not mixed with anything."""
+    """Sends what libraries print to standard error, and what Python prints to standard output,
+    or, unless it is `mine`, nowhere: so standard output holds results alone."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -123,17 +115,17 @@ def count() -> int:
 
 
 def number() -> int:
-    """This process's, from 0 on."""
+    """This process's number, from 0 on."""
     return _joined.process
 
 
 def first() -> bool:
-    """Whether this process writes and prints."""
+    """Whether this is process 0, which writes and prints."""
     return number() == 0
 
 
 def traffic() -> Traffic:
-    """What this process has told the others since it joined."""
+    """What this process has sent since it joined."""
     return _traffic
 
 
@@ -148,8 +140,8 @@ def _gather(x: Any, tiled: bool = False) -> np.ndarray:
 
 
 def place(tree, sharding):
-    """`jax.device_put` for host arrays that are equal in all processes; `sharding` is one, or a
-    tree of them. Arrays of all processes' devices may be among the leaves."""
+    """`jax.device_put` of host arrays that are equal in all processes, or of global arrays;
+    `sharding` is one sharding or a tree of them."""
     if count() == 1:
         return jax.device_put(tree, sharding)
 
@@ -165,7 +157,7 @@ def place(tree, sharding):
 
 
 def fetch(tree):
-    """`jax.device_get`, whole in every process."""
+    """`jax.device_get` of global arrays, in every process."""
     if count() == 1:
         return jax.device_get(tree)
 
@@ -180,21 +172,21 @@ def fetch(tree):
 
 
 def own_rows(sharding: jax.sharding.Sharding, rows: int) -> np.ndarray:
-    """(rows,) bool: the rows of a batch that are this process's to work on; each is one's."""
+    """(rows,) bool: the rows of a batch that this process works on; each row is in one process."""
     if count() == 1:
         return np.ones(rows, bool)
     owner = np.full(rows, count())
+    device: Any  # JAX's stubs lack its attributes
     for device, (index,) in sharding.devices_indices_map((rows,)).items():
         owner[index] = np.minimum(owner[index], device.process_index)
     return owner == number()
 
 
-# What one process knows, told to all. Every process must make these calls, in the same order.
+# Host values. Every process must make these calls, in the same order.
 
 
 def exchange(value: Any) -> list[Any]:
-    """The values of all processes, by their number; they are sent pickled, so numbers keep their
-    bits."""
+    """The value of every process, in the order of their numbers; pickled, so bits are kept."""
     if count() == 1:
         return [value]
     content = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -206,7 +198,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def decided(decide: Callable[[], Any]) -> Any:
-    """What `decide` returns in process 0; the others do not call it."""
+    """What `decide` returns in process 0, which alone calls it."""
     return exchange(decide() if first() else None)[0]
 
 
@@ -214,7 +206,7 @@ def everywhere(work: Callable[[], Any]) -> list[Any]:
     """What `work` returns in each process.
 
     Raises:
-      UserError: the first that one of them raised, in all.
+      UserError: in all processes, the first that one of them raised.
     """
     if count() == 1:
         return [work()]
@@ -230,7 +222,7 @@ def everywhere(work: Callable[[], Any]) -> list[Any]:
 
 
 def barrier(name: str) -> None:
-    """Waits for all processes to be here."""
+    """Waits until all processes have called this."""
     if count() > 1:
         multihost_utils.sync_global_devices(name)
 
@@ -250,12 +242,12 @@ def check_equal(values: dict[str, Any], remedy: str) -> None:
 
 @functools.cache
 def hosts() -> list[str]:
-    """The machine of every process, by its number."""
+    """The host name of every process, in the order of their numbers."""
     return exchange(socket.gethostname())
 
 
 def described() -> str:
-    """' of N processes on H host(s)', for a sentence; '' for one process."""
+    """' of N processes on H host(s)', or '' for one process."""
     return f" of {count()} processes on {len(set(hosts()))} host(s)" if count() > 1 else ""
 
 
@@ -263,11 +255,11 @@ def described() -> str:
 
 
 def end(status: int, text: str = "") -> int:
-    """Ends a command: `text` goes to standard error, and the status is returned.
+    """Ends a command: prints `text` to standard error and returns the status.
 
-    Of several processes one that fails ends all of them: with an error this call does not return,
-    and all end with the status of the first one, which alone prints its text. Process 0 leaves
-    last: it keeps the store in which the others read how it ended.
+    If one of several processes fails, all end: with a text this call does not return, and all end
+    with the status of the process that failed first, which alone prints its text. Process 0 ends
+    last, since it holds the store in which the status is written.
     """
     if count() == 1 and text:
         print(text, file=sys.stderr)
@@ -284,7 +276,7 @@ def _client():
 
 
 def _announce(client, status: int) -> bool:
-    """Tells the others how this process ends; whether it is the first to do so."""
+    """Writes this process's status to the store; False if another process has written before."""
     try:
         client.key_value_set(_END, json.dumps({"process": number(), "status": status}))
     except Exception as error:
@@ -293,7 +285,7 @@ def _announce(client, status: int) -> bool:
 
 
 def _ended(client) -> dict[str, int] | None:
-    """How the first process that ended did so; None if none has.
+    """The number and status of the process that ended first; None if none has.
 
     Raises:
       ConnectionError: process 0's store does not answer.
@@ -307,7 +299,7 @@ def _ended(client) -> dict[str, int] | None:
 
 
 def _leave(client, text: str) -> NoReturn:
-    """Ends this process at once, without waiting for collectives that others will not join."""
+    """Ends this process at once, without waiting for collectives that will never complete."""
     status = 1
     if text:
         print(text, file=sys.stderr)
@@ -317,7 +309,7 @@ def _leave(client, text: str) -> NoReturn:
         deadline = time.monotonic() + 2 * _GRACE_SECONDS
         while first() and time.monotonic() < deadline:
             if len(client.key_value_dir_get(_LEFT)) == count():
-                time.sleep(1.0)  # until they have
+                time.sleep(1.0)  # until they have ended
                 break
             time.sleep(0.2)
     except Exception:  # the store is gone with process 0
@@ -329,8 +321,8 @@ def _leave(client, text: str) -> NoReturn:
 
 
 def _watch() -> None:
-    """Ends this process when another one has ended with an error, and the main thread has not
-    noticed: it may wait in a collective for ever."""
+    """Ends this process after another one has ended with an error: the main thread may be waiting
+    for ever in a collective."""
     client = _client()
     heard = time.monotonic()
     while time.monotonic() - heard < _SILENT_SECONDS:
@@ -347,7 +339,7 @@ def _watch() -> None:
 
 
 def on_cpu_devices(count: int) -> dict[str, str]:
-    """The environment of a child process in which JAX has `count` devices on the CPU."""
+    """The environment for a child process in which JAX has `count` CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     flags = f"{flags} --xla_force_host_platform_device_count={count}"
     return dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

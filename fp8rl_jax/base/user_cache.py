@@ -1,7 +1,7 @@
-"""What is kept for a user between runs: where, and what it depends on.
+"""The cache of a user between runs: its directory, and the names of its entries.
 
-Results of supervised fine-tuning, compiled programs and passed self-checks are kept. Each is found
-again only by the same code, the same versions and the same kind of machine: others may give other
+It holds results of supervised fine-tuning, compiled programs and passed self-checks. An entry's
+name depends on the code, the libraries' versions and the kind of machine, any of which may change
 bits.
 """
 
@@ -29,7 +29,7 @@ _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
 @functools.cache
 def machine() -> str:
-    """A short name of this kind of CPU: of its architecture and the instructions that it knows."""
+    """A short name for this kind of CPU: its architecture and a hash of its instruction sets."""
     known = cpu_features() or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
@@ -45,13 +45,14 @@ def library_digest() -> str:
 
 
 def files_of_functions(names: Iterable[str]) -> list[pathlib.Path]:
-    """The files of functions that are named as 'module:function'."""
+    """The source files of functions that are named as 'module:function'."""
     modules = (importlib.util.find_spec(name.partition(":")[0]) for name in names)
     return [pathlib.Path(m.origin) for m in modules if m and m.origin]
 
 
 def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) -> str:
-    """A name for what is made here of `depends_on` (JSON) and files: by this code and machine."""
+    """The name of an entry that depends on `depends_on` (JSON), on files, and on this code and
+    machine."""
     parts = depends_on | {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "source": library_digest(),

@@ -1,4 +1,4 @@
-"""Functions of the user's, named in a config as 'package.module:function'."""
+"""Imports and calls functions that a configuration names as 'package.module:function'."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fp8rl_jax.base.errors import UserError, raised
 
 
 def load(text: str, what: str) -> Any:
-    """The object that `text` names; modules are looked for in the current directory too.
+    """The object that `text` names; the current directory is searched for modules, too.
 
     Args:
       text: 'package.module:function'.
-      what: how the sentence of an error begins, such as 'scaling policy'.
+      what: begins the sentence of an error, such as 'scaling policy'.
 
     Raises:
-      UserError: it cannot be imported, whatever the user's module raises.
+      UserError: it cannot be imported, whatever exception the user's module raises.
     """
     module, _, name = text.partition(":")
     if not module or not name:
@@ -38,10 +38,10 @@ def load(text: str, what: str) -> Any:
 
 
 def call(text: str, what: str, returns: type) -> Any:
-    """What the function that `text` names returns, called without arguments.
+    """Calls the function that `text` names without arguments; returns its result.
 
     Raises:
-      UserError: it cannot be imported, fails, or returns something other than `returns`.
+      UserError: it cannot be imported, fails, or returns a value of another type than `returns`.
     """
     function = load(text, what)
     wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"

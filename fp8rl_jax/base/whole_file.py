@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a kill or on a full disk."""
+"""Atomic writes: after a kill or on a full disk a file is complete, or unchanged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import socket
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
-    """Writes a file under another name and renames it; text as UTF-8, lone surrogates as '?'.
+    """Writes a file under a temporary name and renames it; text as UTF-8, lone surrogates as '?'.
 
-    The other name has host and process in it, so that two may write the same file: one wins.
+    The temporary name holds host and process, so that several processes may write the same file;
+    the last one wins.
 
     Raises:
-      OSError: it cannot be written; what was there before stays.
+      OSError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     if isinstance(content, str):

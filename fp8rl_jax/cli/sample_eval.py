@@ -166,9 +166,8 @@ def _sample(values: argparse.Namespace) -> int:
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
     runtime = make_runtime(config, with_questions=False)
     check_sampling_memory(runtime, runtime.mesh, len(prompts), 1, "prompts", slots=0)
-    with load_policy(runtime, prompts, note) as policy:
-        writer = _Writer(prompts)
-        timing = generate(policy, temperature, writer.show, writer.finished)
+    policy, writer = load_policy(runtime, prompts, note), _Writer(prompts)
+    timing = generate(policy, temperature, writer.show, writer.finished)
     note(str(timing))
     return 0
 

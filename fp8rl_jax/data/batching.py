@@ -1,4 +1,4 @@
-"""Batches: the order of examples, and text as padded arrays for sampler and learner."""
+"""The order of examples, and text as padded arrays for sampler and learner."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
 
-_END = "\n"  # behind a question
+_END = "\n"  # after a question
 
 
 class Stream:
     """Endless shuffled batches of a sequence, exactly resumable.
 
-    Every epoch has its own order, drawn from (seed, epoch). The position is the number of
-    batches taken: a resumed stream gives the batch that would have come next.
+    Each epoch's order is drawn from (seed, epoch). `position` is the number of batches taken: a
+    stream whose position is set continues with the next batch.
     """
 
     def __init__(self, items: Sequence, batch_size: int, seed: int):
@@ -39,10 +39,10 @@ class Stream:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokenizer's begin-of-sequence, if prompts begin with one, and the text.
+    """Token ids of a text, after the begin-of-sequence if the tokenizer has one.
 
     Raises:
-      UserError: there is no token at all.
+      UserError: the result would be empty.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return _not_empty([*begin, *tokenizer.encode(text)], text)
@@ -51,29 +51,23 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(
     question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None, answer: str = ""
 ) -> list[int]:
-    """Begin-of-sequence, the question, a line feed; or the question as a conversation. Then
-    `answer`, encoded with them as one text.
-
-    A chat template writes the special tokens itself, so nothing is put before it.
+    """Token ids of a question: begin-of-sequence, text, line feed; or, with `chat`, what the chat
+    template writes, special tokens included. `answer` follows, encoded with it as one text.
 
     Raises:
-      UserError: there is no token at all, or a conversation of several messages without a chat
-        template.
+      UserError: the result would be empty, or a conversation has no chat template.
     """
     if chat is not None:
         return _not_empty(tokenizer.encode(chat.render(question) + answer), question)
     if not isinstance(question, str):
+        of = f"of {len(question)} messages"
+        if isinstance(question, Mapping):
+            of = f"with tools ({len(question['tools'])})"
         raise UserError(
-            f"env.task: a prompt is a conversation {_of(question)}, and data.chat is False: set "
+            f"env.task: a prompt is a conversation {of}, and data.chat is False: set "
             "data.chat=True, with a tokenizer that has a chat template"
         )
     return encode_text(question + _END + answer, tokenizer)
-
-
-def _of(question: Prompt) -> str:
-    if isinstance(question, Mapping):
-        return f"with tools ({len(question['tools'])})"
-    return f"of {len(question)} messages"
 
 
 def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
@@ -88,10 +82,10 @@ def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
 def pad_prompts(
     questions: Sequence[Prompt], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Questions -> right-padded (P, slots) int32 and lengths (P,) int32.
+    """Encodes questions: right-padded (P, slots) int32 and lengths (P,) int32.
 
     Raises:
-      UserError: a question needs more slots, or has no token at all.
+      UserError: a question has more tokens than slots, or none.
     """
     rows = [encode_prompt(question, tokenizer, chat) for question in questions]
     check_prompts(rows, questions, slots)
@@ -120,7 +114,7 @@ def pad_rows(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.nda
 def join(
     prompts: np.ndarray, lengths: np.ndarray, responses: np.ndarray, pad_id: int
 ) -> np.ndarray:
-    """Puts each response right behind its prompt: (B, Tp), (B,), (B, R) -> (B, Tp + R) int32."""
+    """Writes each response right after its prompt: (B, Tp), (B,), (B, R) -> (B, Tp + R) int32."""
     rows, slots = responses.shape
     tokens = np.concatenate([prompts, np.full((rows, slots), pad_id, np.int32)], axis=1)
     index = lengths[:, None] + np.arange(slots)

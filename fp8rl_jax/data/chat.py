@@ -1,14 +1,14 @@
-"""Chat templates: messages to the text that an instruction-tuned model was trained on.
+"""Chat templates: from messages to the text that an instruction-tuned model was trained on.
 
-A template is a Jinja program that comes with a model, so it runs in Jinja's sandbox, with the
-settings and the helpers that templates on the Hugging Face Hub are written against: blocks trimmed,
-`tojson` without HTML escapes, `raise_exception`, `strftime_now`, loop controls and the tag
-`{% generation %}`, which only marks text for training and does not change it.
+A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with the settings
+and helpers that templates on the Hugging Face Hub expect: trimmed blocks, `tojson` without HTML
+escapes, `raise_exception`, `strftime_now`, loop controls and the tag `{% generation %}`, which only
+marks text for training.
 
-Messages keep all their fields, and a prompt may have tools (function schemas): both are handed to
-the template as transformers does.
+As in transformers, the template gets all fields of the messages, and the tools (function schemas)
+of the prompt.
 
-Not done: documents, and messages that are no text.
+Not done: documents, and messages that are not text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 
 # A text, or messages ({'role', 'content', ...} each), or {'messages', 'tools'}.
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-_NEEDED = ("tools", "tool_calls")  # what a prompt makes no sense without
+_NEEDED = ("tools", "tool_calls")  # a template that lacks these names cannot write them
 
-
-# What `render` gives a template, and what it finds there.
+# Names that `render` and the environment define.
 _TAKEN = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")
 _LONGEST_DATE = 256
 _CONTENT = "an answer like no other"
@@ -50,21 +49,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-# What Jinja, and Python's compiler behind it, raise of a text: nesting, huge numbers.
-_NO_JINJA = (
-    jinja2.TemplateError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-    TooMuch,
-)
-
-
 class _Refusal(Exception):
-    """What a template says through raise_exception."""
+    """The message that a template gives to raise_exception."""
 
 
 def _raise(message: str) -> None:
@@ -78,11 +64,9 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _environment() -> LimitedEnvironment:
+    extensions = [jinja2.ext.loopcontrols, _Generation]
     environment = LimitedEnvironment(
-        {"tojson": _tojson},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _Generation],
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: _date(datetime.datetime.now(), form)
@@ -96,16 +80,16 @@ def _date(now: datetime.datetime, form: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template with the names of the tokenizer's special tokens.
+    """A compiled template with the special tokens of a tokenizer.
 
     Args:
       source: Jinja text.
       special_tokens: {'bos_token': '<s>', ...}, which templates write themselves.
       where: path for error messages.
-      for_tools: the template that takes the place of this one where a prompt has tools.
+      for_tools: the template that replaces this one for prompts with tools.
 
     Raises:
-      UserError: it is no Jinja.
+      UserError: the source is not valid Jinja.
     """
 
     def __init__(
@@ -121,7 +105,7 @@ class ChatTemplate:
             environment = _environment()
             self._limits = environment.limits
             self._template = environment.limited_template(source)
-        except _NO_JINJA as error:
+        except Exception as error:  # Jinja and Python's compiler: syntax, nesting, huge numbers
             said = str(error)[:300] or type(error).__name__
             raise UserError(
                 f"{where}: the chat template is no Jinja ({said}); fix it, or leave chat off"
@@ -133,16 +117,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         begin_answer: bool = True,
     ) -> str:
-        """Text of messages ({'role', 'content', ...} each), special tokens written out.
+        """The text of messages ({'role', 'content', ...} each), with special tokens.
 
         Args:
           messages: the conversation, oldest first.
-          variables: more names for the template, such as {'enable_thinking': False}.
-          begin_answer: go on to the beginning of the assistant's answer.
+          variables: further variables of the template, such as {'enable_thinking': False}.
+          begin_answer: append the beginning of the assistant's answer.
 
         Raises:
-          UserError: the template refuses these messages, or writes neither their tool calls nor
-            the tools.
+          UserError: the template refuses the messages, or cannot write their tools or tool calls.
         """
         if self._for_tools is not None and variables.get("tools") is not None:
             return self._for_tools.render(messages, variables, begin_answer)
@@ -154,11 +137,11 @@ class ChatTemplate:
                 )
         given = [dict(m) for m in messages]
         names = {"tools": None, "documents": None, **self._tokens, **variables}
-        known = [given, variables.get("tools")]  # it lives as long as the rendering
+        known = [given, variables.get("tools")]  # must stay referenced during the rendering
         try:
             self._limits.start(known)
             return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
-        except Exception as error:  # a template runs any code: type errors and so on
+        except Exception as error:  # a template is a program and may raise anything
             plain = isinstance(error, _Refusal | TooMuch)
             said = error if plain else f"{type(error).__name__}: {error}"
             raise UserError(
@@ -174,8 +157,8 @@ class ChatFormat:
     Attributes:
       template: of the tokenizer.
       system: content of a system message before the question; '' for none.
-      variables: more names for the template.
-      now: what the template's `strftime_now` writes; the present if None.
+      variables: further variables of the template.
+      now: the time for the template's `strftime_now`; the present if None.
     """
 
     template: ChatTemplate
@@ -184,7 +167,7 @@ class ChatFormat:
     now: datetime.datetime | None = None
 
     def __post_init__(self):
-        """Raises UserError if a variable has a name that is taken."""
+        """Raises UserError if a variable has a reserved name."""
         for name in self.variables:
             if name in _TAKEN:
                 raise UserError(
@@ -193,20 +176,17 @@ class ChatFormat:
                 )
 
     def render(self, question: Prompt) -> str:
-        """The conversation up to the beginning of the answer; one with a message of its own for
-        the system, or from the developer, has no further one, and tools of its own take the place
-        of those among the variables."""
+        """The conversation up to the beginning of the answer. `system` is not added to one that has
+        a system or developer message; the question's tools override those among the variables."""
         return self._render(question)
 
     def answered(self, question: Prompt, answer: str) -> tuple[str, str]:
-        """What follows `render(question)` where the assistant has answered.
-
-        It is what the template writes, or, where the template begins an earlier answer in another
-        way than the one that is asked for, or leaves a part of it out (as reasoning), the answer
-        itself.
+        """What follows `render(question)` once the assistant has answered.
 
         Returns:
-          the answer, and what the template writes behind it: '' if nothing.
+          The answer as the template writes it, or unchanged if the template begins a finished
+          answer differently or omits a part of it (such as reasoning); and what the template writes
+          after the answer, or ''.
         """
         begun = self.render(question)
         _, found, behind = self._render(question, _CONTENT).rpartition(_CONTENT)
@@ -237,5 +217,5 @@ class ChatFormat:
 
 
 def _letters(text: str) -> str:
-    """The text without white space, which templates change."""
+    """The text without white space, which templates may change."""
     return "".join(text.split())

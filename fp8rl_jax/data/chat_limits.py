@@ -1,34 +1,32 @@
-"""Jinja's sandbox with limits: a template that comes with a model ends soon and stays small.
+"""Jinja's sandbox with limits on the time and memory of a template that comes with a model.
 
-The sandbox keeps a template from the file system and from Python; it bounds neither time nor
-memory. A few characters of Jinja run for hours or fill the machine: nested loops, a macro that
-calls itself twice, huge powers, text that doubles, a list of a list twice and so on, `center`,
-`slice`, `replace`, `format` with a width. Three limits hold together:
+Jinja's own sandbox protects the file system and Python, but neither time nor memory: a few
+characters run for hours or fill the machine (nested loops, a macro that calls itself twice, huge
+powers, text that doubles, lists of lists, `center`, `slice`, `replace`, `format` with a width).
+Three limits work together:
 
 size
     Every value that an operator, a filter, a method, a slice or a literal makes has at most
-    `_LONGEST` characters and elements in all, each time counted that it is reached, and
-    `_DEEPEST` levels. So what one operation reads is bounded.
+    `_LONGEST` characters and elements, shared parts counted each time, and `_DEEPEST` levels. So
+    the input of each operation is bounded.
 reach
-    What one operation makes is bounded before it runs, by the product of the sizes of all it is
-    given, a whole number counting as its value. A few filters that take longer than in proportion
-    have short texts only (`_SLOW`).
+    The result of an operation is bounded before it runs, by the product of the sizes of its inputs
+    (the value, for an integer). Filters of more than linear time take short texts only (`_SLOW`).
 work
-    Loops, calls and what is made are counted up to `_MOST_WORK` for a rendering, which bounds its
-    memory, and the clock of the thread is looked at, up to `_MOST_SECONDS`.
+    Loops, calls and results are counted, up to `_MOST_WORK` for a rendering, which bounds its
+    memory; the thread's computing time is checked, up to `_MOST_SECONDS`.
 
-`random` and `lipsum` are not there: the same conversation always gives the same text.
+`random` and `lipsum` are removed: the same conversation always gives the same text.
 """
 
 from __future__ import annotations
 
 import collections
-import collections.abc
 import functools
 import re
 import string
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
 from typing import Any
 
 import jinja2
@@ -38,66 +36,31 @@ import jinja2.sandbox
 import jinja2.utils
 
 _LONGEST_SOURCE = 2**17  # characters; published templates have up to 40 thousand
-_LONGEST = 2**22  # characters, and _ELEMENT for each element
-_ELEMENT = 64  # bytes, with what it refers to
+_LONGEST = 2**22  # characters; an element counts as _ELEMENT
+_ELEMENT = 64  # bytes of an element of a container
 _DEEPEST = 64  # levels of lists
 _MOST_REACH = 2**26
 _MOST_WORK = 2**25
-_TURN = 64  # work of a turn of a loop, and of a call
-_WRITTEN = 8  # of a reference
-_READ = 16  # characters that are read in one step of work
-_LOOK = 1024  # steps of work between two looks at the clock
-_MOST_SECONDS = 3.0  # of this thread's computing
+_TURN = 64  # work of an iteration or a call
+_WRITTEN = 8  # work of writing a reference
+_READ = 16  # characters read per unit of work
+_LOOK = 1024  # units of work between two reads of the clock
+_MOST_SECONDS = 3.0  # computing time of this thread
 _LARGEST_NUMBER = 4096  # bits
 _WIDEST = 10_000
 _WIDTH = re.compile(r"\d+|\*")  # in a format for %
 _SLOW = {"pprint", "striptags", "sum", "title", "urlize", "wordwrap"}
 _SLOW_LONGEST = 2**16
-# These take a text for the list of its letters.
-_OF_ELEMENTS = {
-    "batch",
-    "dictsort",
-    "groupby",
-    "join",
-    "list",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "unique",
-}
-# What these make is no longer than the longest that they are given.
-_IN_PROPORTION = {
-    "default",
-    "d",
-    "startswith",
-    "endswith",
-    "split",
-    "partition",
-    "removeprefix",
-    "removesuffix",
-    "find",
-    "index",
-    "count",
-    "get",
-}
-_CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
-_COLLECTIONS = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    collections.deque,
-    collections.abc.KeysView,
-    collections.abc.ValuesView,
-    collections.abc.ItemsView,
+# Filters that take a text for the list of its letters.
+_OF_ELEMENTS = re.compile(
+    "batch|dictsort|groupby|join|list|map|max|min|reject(attr)?|select(attr)?|slice|sort|unique"
 )
-_CONTAINERS = (dict, Mapping, *_COLLECTIONS)
+# What these make is no longer than the longest value that they are given.
+_IN_PROPORTION = re.compile(
+    "default|d|startswith|endswith|split|partition|removeprefix|removesuffix|find|index|count|get"
+)
+_CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
+_CONTAINERS = (dict, Mapping, list, tuple, set, frozenset, collections.deque, MappingView)
 _NAMESPACE = jinja2.utils.Namespace
 _DATA = (str, bytes, int, float, range, *_CONTAINERS)
 
@@ -107,7 +70,7 @@ class TooMuch(Exception):
 
 
 def _own_size(x: Any) -> int:
-    """Of a value without what is inside it."""
+    """The size of a value without its elements."""
     if type(x) is _NAMESPACE or isinstance(x, jinja2.Undefined):
         return _ELEMENT
     if isinstance(x, str | bytes | range):
@@ -120,13 +83,14 @@ def _own_size(x: Any) -> int:
 
 
 def _new_size(x: Any) -> int:
-    """What a value needs by itself; of elements, references."""
+    """The memory of a new value; its elements count as references."""
     if isinstance(x, str | bytes):
         return len(x)
     return _WRITTEN * len(x) if isinstance(x, _CONTAINERS) else 0
 
 
-def _inside(x: Any) -> Iterable[Any]:
+def _inside(x: Any) -> Any:
+    """The elements of a value, keys and values for a mapping; () if it has none."""
     if type(x) is _NAMESPACE:
         return x._Namespace__attrs.values()
     if isinstance(x, Mapping):
@@ -137,14 +101,14 @@ def _inside(x: Any) -> Iterable[Any]:
 
 
 class Limits(jinja2.ext.Extension):
-    """Counts, measures and joins on behalf of a template; begins anew by `start`."""
+    """Counts the work and measures the values of one rendering, which begins with `start`."""
 
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
         self.start()
 
     def start(self, given: Any = None) -> None:
-        """`given` is what the template is given; it stays as it is, so it is measured once."""
+        """`given`: the template's input, which does not change and is measured once."""
         self._known: dict[int, tuple[int, int]] = {}
         self._work, self._next_look = 0, 0
         self._until = time.thread_time() + _MOST_SECONDS
@@ -160,7 +124,7 @@ class Limits(jinja2.ext.Extension):
         """Size and levels of a value.
 
         Raises:
-          TooMuch: it has more than there may be.
+          TooMuch: one of them exceeds its limit.
         """
         size, levels, deepest, level = 0, 0, 0, [value]
         while level:
@@ -183,7 +147,7 @@ class Limits(jinja2.ext.Extension):
         return size, max(levels, deepest)
 
     def _counted(self, argument: Any) -> int:
-        """What an argument multiplies a result by, at most."""
+        """The largest factor by which an argument can multiply a result."""
         if isinstance(argument, int):
             return abs(argument)
         return self.measure(argument)[0]
@@ -192,7 +156,7 @@ class Limits(jinja2.ext.Extension):
         """Counts work.
 
         Raises:
-          TooMuch: it is too much in all, or has taken too long.
+          TooMuch: the work or the computing time exceeds its limit.
         """
         self._work += work
         if self._work > _MOST_WORK:
@@ -203,17 +167,17 @@ class Limits(jinja2.ext.Extension):
                 raise TooMuch(f"it takes more than {_MOST_SECONDS:g} seconds")
 
     def turn(self, outputs: int) -> None:
-        """A turn of a loop, or a call of a macro, whose body writes this many times."""
+        """Counts an iteration of a loop, or a call of a macro, with this many outputs."""
         self.spend(_TURN + _WRITTEN * outputs)
 
     def seen(self, value: Any) -> Any:
-        """A value that is about to be read as a whole."""
+        """Counts a value that is about to be read completely."""
         self.measure(value)
         self.spend(_WRITTEN + _new_size(value) // _READ)
         return value
 
     def made(self, value: Any) -> Any:
-        """A value that is new."""
+        """Counts a new value."""
         self.measure(value)
         self.spend(_WRITTEN + _new_size(value))
         return value
@@ -233,17 +197,17 @@ class Limits(jinja2.ext.Extension):
         return "".join(found)
 
     def check_reach(self, name: str, value: Any, arguments: Iterable[Any]) -> None:
-        """Before a filter or a method is called.
+        """To be called before a filter or a method.
 
         Raises:
-          TooMuch: the result may be too large, or take too long.
+          TooMuch: its result may be too large, or take too long.
         """
         size, levels = self.measure(value)
         self.spend(_TURN + _new_size(value) // _READ)
-        short = name in _SLOW or (name in _OF_ELEMENTS and isinstance(value, str))
+        short = name in _SLOW or (isinstance(value, str) and _OF_ELEMENTS.fullmatch(name))
         if short and size > _SLOW_LONGEST:
             raise TooMuch(f"it gives {name} a value of more than {_SLOW_LONGEST:,} characters")
-        if name not in _IN_PROPORTION:
+        if not _IN_PROPORTION.fullmatch(name):
             self._check_product(max(size, 1) * levels, sum(map(self._counted, arguments)))
 
     def _check_product(self, size: int, times: int) -> None:
@@ -251,17 +215,17 @@ class Limits(jinja2.ext.Extension):
             raise TooMuch(f"it makes a value of more than {_LONGEST:,} characters")
 
     def check_percent(self, text: str, arguments: Any) -> None:
-        """Before `text % arguments`. Raises TooMuch as `check_reach`."""
+        """`check_reach` of `text % arguments`."""
         self._check_widths(text, _WIDTH.findall(text), arguments)
 
     def check_braces(self, text: str, arguments: Any) -> None:
-        """Before `text.format(arguments)`. Raises TooMuch as `check_reach`."""
+        """`check_reach` of `text.format(arguments)`."""
         specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
         widths = [width for spec in specs for width in re.findall(r"\d+|\{", spec)]
         self._check_widths(text, widths, arguments)
 
     def _check_widths(self, text: str, widths: Sequence[str], arguments: Any) -> None:
-        """`widths`: digits, or a sign that stands for an argument."""
+        """`widths`: digits, or a sign if the width is an argument."""
         self.spend(_TURN)
         if any(len(w) > 4 or not w.isdecimal() for w in widths):
             raise TooMuch(f"it fills a text up to a width of {_WIDEST:,} or more")
@@ -270,14 +234,14 @@ class Limits(jinja2.ext.Extension):
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox whose templates come from `limited_template`.
+    """A sandbox whose templates are made by `limited_template`.
 
     Args:
-      filters: further ones, or others of a name that there is.
+      filters: added to Jinja's filters, or replacing them.
       options: of the environment.
     """
 
-    # Not computed while a template is compiled, either.
+    # Also keeps Jinja from computing these while it compiles.
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
@@ -295,7 +259,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tests[name] = self._limited("", function)  # type: ignore[arg-type]
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that is measured before and after; a test, without a name, is only counted."""
+        """Wraps a filter to be measured before and after; a test ('') is only counted."""
         first = int(getattr(function, "jinja_pass_arg", None) is not None)  # behind a context
 
         @functools.wraps(function)
@@ -355,7 +319,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return limits.made(super().call_binop(context, operator, left, right))
 
     def limited_template(self, source: str) -> jinja2.Template:
-        """A template whose loops, macros and values are counted, and whose `~` is `join`."""
+        """A template with its loops, macros and values counted, and `~` replaced by `join`."""
         if len(source) > _LONGEST_SOURCE:
             raise TooMuch(f"it has more than {_LONGEST_SOURCE:,} characters")
         self.limits.start()
@@ -373,8 +337,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
-    """Anywhere below a node: `a ~ b` becomes `limits.join(a, b)`; literals and slices are measured
-    as what is new, what a loop or a comparison reads as a whole as what is seen."""
+    """Below a node, replaces `a ~ b` by `limits.join(a, b)`, counts literals and slices by
+    `limits.made`, and what a loop or comparison reads completely by `limits.seen`."""
     for name, value in node.iter_fields():
         values = value if isinstance(value, list) else [value]
         for i, child in enumerate(values):
@@ -390,7 +354,7 @@ def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
 
 
 def _method(parent: jinja2.nodes.Node, name: str, child: jinja2.nodes.Node) -> str | None:
-    """The method of Limits that a value goes through."""
+    """The method of Limits that a value is passed through; None for none."""
     nodes = jinja2.nodes
     if isinstance(child, nodes.Concat):
         return "join"

@@ -1,13 +1,13 @@
-"""Demonstrations: what supervised fine-tuning teaches behind a prompt, as tokens.
+"""Demonstrations of supervised fine-tuning as tokens.
 
-Prompt and answer are encoded together, as they are one text to the model: a tokenizer that marks
-the beginning of a text (SentencePiece's) puts no second mark between the two. What is taught is
-what stands behind as many tokens as the prompt has by itself. Where its last token and the answer's
-first letters become one token, that token therefore counts as the prompt's, and the prompt is not
-quite that of a rollout; TRL does the same, and warns, as a run does (`merges`).
+Prompt and answer are encoded as one text, so that a tokenizer that marks the beginning of a text
+(SentencePiece) writes no second mark between them. With n tokens in the prompt alone, the first n
+of the joint encoding are the prompt and the rest is trained on. If the prompt's end and the
+answer's beginning merge into one token, that token counts as the prompt's, which then differs
+slightly from a rollout's; TRL does the same, and warns, as a run does (`merges`).
 
-The end is what a rollout stops at: in a chat the token that the template writes behind an
-assistant's content, else the tokenizer's end of sequence.
+A demonstration ends with a token at which rollouts stop: in a chat the one that the template writes
+after the assistant's content, else the tokenizer's end of sequence.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fp8rl_jax.data.tokenizer import Tokenizer
 
 
 def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
-    """The tokenizer, for which the token that ends an assistant's turn ends a response, too."""
+    """The tokenizer, with the token that ends an assistant's turn among its `eos_ids`."""
     try:
         found = tokenizer.first_added(chat.answered("?", "!")[1])
-    except UserError:  # a template that wants another conversation
+    except UserError:  # the template refuses this conversation
         return tokenizer
     return tokenizer if found is None else tokenizer.ending_also(found[0])
 
@@ -34,7 +34,7 @@ def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
 def encode_demonstration(
     question: Prompt, answer: str, tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt, and of the answer with its end.
+    """Token ids of the prompt, and of the answer with its end.
 
     Raises:
       UserError: as `encode_prompt`.
@@ -43,7 +43,7 @@ def encode_demonstration(
     if chat is not None:
         answer, ending = chat.answered(question, answer)
         found = tokenizer.first_added(ending)
-        if found is not None:  # what follows the end of a turn is never sampled
+        if found is not None:  # a rollout stops here
             before, token, _ = ending.partition(found[1])
             ending = before + token
         answer += ending
@@ -63,8 +63,11 @@ def pad_demonstrations(
     response_slots: int,
     chat: ChatFormat | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Questions with answers -> prompts (B, prompt_slots) int32, their lengths (B,) int32, what is
-    taught (B, response_slots) int32 and its mask bool.
+    """Encodes (question, answer) pairs.
+
+    Returns:
+      prompts (B, prompt_slots) int32, their lengths (B,) int32, targets (B, response_slots) int32
+      and their mask bool.
 
     Raises:
       UserError: a prompt, or an answer with its end, needs more slots.
@@ -87,7 +90,7 @@ def pad_demonstrations(
 def merges(
     examples: Sequence[tuple[Prompt, str]], tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> str:
-    """A sentence if answers change the tokens of their prompts, else ''."""
+    """A sentence if answers merge with the last token of their prompts, else ''."""
     changed = sum(
         encode_demonstration(*example, tokenizer, chat)[0]
         != encode_prompt(example[0], tokenizer, chat)

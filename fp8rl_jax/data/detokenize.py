@@ -1,12 +1,12 @@
-"""Text of tokens that come one by one, printed as soon as it cannot change any more.
+"""Incremental decoding: the text of tokens that arrive one by one, once it is final.
 
-A token may end in the middle of a UTF-8 character, and the text of a token may depend on the one
-before it (a word's leading space). So a window of tokens is decoded: those whose text was given
-last, as context, and those that wait. What they add is given once it is settled.
+A token may end within a UTF-8 character, and its text may depend on the token before it (a word's
+leading space). So the last decoded tokens (context) and the pending ones are decoded together, and
+the text that the pending ones add is returned once it is final.
 
-The library's own `DecodeStream` is not used: it never gives what waits at the end, and with byte
-fallback (SentencePiece) it raises or repeats text. There a run of byte tokens is one unit: a bad
-byte turns all of the run into U+FFFD, so nothing of it is settled before it ends.
+The `tokenizers` library's `DecodeStream` drops pending text at the end, and with byte fallback
+(SentencePiece) raises or repeats text. With byte fallback one bad byte turns its whole run of byte
+tokens into U+FFFD, so no text of a run is final before the run ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Incremental decoding of one response.
 
-    The texts that `push` and `finish` return, joined, are the decoding of all tokens at once.
-    (Where a decoder rewrites earlier text, such as WordPiece's clean-up before punctuation, they
-    may differ by that.)
+    The texts of `push` and `finish`, joined, are the decoding of all tokens at once (except what a
+    decoder rewrites in earlier text, as WordPiece does before punctuation).
     """
 
     def __init__(
@@ -32,8 +31,8 @@ class Detokenizer:
     ):
         """Args:
         decode: text of tokens without an end token.
-        is_end: whether a token ends the text; neither it nor what follows is decoded.
-        is_byte: whether a token is one byte of a run that is decoded as one.
+        is_end: whether a token ends the text; it and later tokens are not decoded.
+        is_byte: whether a token is a byte of byte fallback.
         """
         self._decode, self._is_end, self._is_byte = decode, is_end, is_byte
         self._all: list[int] = []
@@ -43,7 +42,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens settle; '' while a character is incomplete."""
+        """The text that is final with these tokens; '' while a character is incomplete."""
         return "".join(self._push(int(token)) for token in tokens)
 
     def _push(self, token: int) -> str:
@@ -53,7 +52,7 @@ class Detokenizer:
         self._all.append(token)
         self._waiting.append(token)
         if self._is_byte(token) or not self._decode([token]):
-            return ""  # the run may go on behind a token without text
+            return ""  # the run may continue after a token without text
         before = self._decode(self._context)
         text = self._decode(self._context + self._waiting)
         if text.endswith(_REPLACEMENT) or not text.startswith(before) or text == before:
@@ -64,7 +63,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What is left of the text once there are no more tokens."""
+        """The rest of the text, after the last token."""
         whole = self._decode(self._all)
         rest = whole[len(self._given) :]
         self._given, self._ended = whole, True

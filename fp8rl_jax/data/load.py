@@ -11,10 +11,10 @@ from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 
 def tokenizer_path(name: str, checkpoint: str = "") -> str:
-    """What `data.tokenizer` names, with 'checkpoint' resolved to `model.checkpoint`.
+    """`data.tokenizer`, with 'checkpoint' replaced by `model.checkpoint`.
 
     Raises:
-      UserError: it says 'checkpoint' and there is none.
+      UserError: it is 'checkpoint' and there is none.
     """
     if name != "checkpoint":
         return name
@@ -46,7 +46,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
 
 
 def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
-    """The files that the tokenizer of `load_tokenizer` depends on."""
+    """The files that `load_tokenizer` reads."""
     path = tokenizer_path(name, checkpoint)
     if path == "byte":
         return []

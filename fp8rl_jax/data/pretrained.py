@@ -1,26 +1,27 @@
-"""The tokenizer of a Hugging Face directory: what its files say, put together.
+"""The tokenizer of a Hugging Face directory, from all of its files.
 
 tokenizer.json
-    the tokenizer itself, read by the `tokenizers` library; its post-processor says what a prompt
-    begins with, whatever `add_bos_token` is.
+    the tokenizer, read by the `tokenizers` library; its post-processor decides which token begins a
+    prompt (`add_bos_token` is ignored).
 tokenizer_config.json, special_tokens_map.json
     names of the special tokens, the chat template.
-`added_tokens_decoder` of tokenizer_config.json, without it added_tokens.json
-    tokens with their ids, which are added where tokenizer.json lacks them.
+`added_tokens_decoder` of tokenizer_config.json, else added_tokens.json
+    tokens with their ids; those that tokenizer.json lacks are added.
 chat_template.jinja, additional_chat_templates/tool_use.jinja
     the chat templates, if they have files of their own.
-generation_config.json (else config.json)
-    ids that end a response, often several: an instruction-tuned model ends a turn with one and a
-    document with another. The tokenizer's own end token is always among them.
+generation_config.json, else config.json
+    ids that end a response, often several: an instruction-tuned model ends a turn and a document
+    with different ones. The tokenizer's own end token is always among them.
 
-Where files say different things, the one counts that transformers 5 takes; a token that cannot have
-the id that a file gives it is refused.
+Where files disagree, the choice is that of transformers 5; a token whose id contradicts
+tokenizer.json is an error.
 
 Not read: SentencePiece's tokenizer.model, and code that comes with a model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -44,25 +45,32 @@ FILES = (
     "generation_config.json",
     "config.json",
 )
-_TEMPLATES = ("default", "tool_use")  # the second for prompts with tools
+_TEMPLATES = ("default", "tool_use")  # the second is for prompts with tools
 _LARGEST = 1e9
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file, {} without the file.
+    """The JSON object in a file; {} if there is no file.
 
     Raises:
-      UserError: it holds anything else.
+      UserError: the file does not hold an object.
     """
     if not os.path.lexists(path):
         return {}
-    try:
+    with _readable(path):
         content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
-        json.dumps(content, ensure_ascii=False).encode()  # halves of surrogate pairs
-        return content
+        json.dumps(content, ensure_ascii=False).encode()  # raises for lone surrogates
+    return content
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    """Turns the errors of reading a file into a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): put the file back") from None
     except ValueError as error:
@@ -70,11 +78,11 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> float | None:
-    """The number `settings` has under a name, None where it has none.
+    """The number under a name in `settings`; None if there is none.
 
     Args:
       path: file of the settings, for messages.
-      settings: of `read_object`.
+      settings: from `read_object`.
 
     Raises:
       UserError: it is NaN, infinite, or beyond float32.
@@ -90,7 +98,7 @@ def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> floa
 class PretrainedTokenizer(ReaderTokenizer):
     """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
 
-    `pad_id` is `eos_id` where no padding is named, as masks carry the truth.
+    `pad_id` is `eos_id` if the files name no padding; masks decide what counts.
     """
 
     def __init__(self, directory: str | pathlib.Path):
@@ -104,7 +112,7 @@ class PretrainedTokenizer(ReaderTokenizer):
             )
         settings = read_object(path / "tokenizer_config.json")
         mapped = read_object(path / "special_tokens_map.json")
-        # transformers 5 reads the older file where there is no list of added tokens.
+        # Without a list of added tokens, transformers 5 reads the older file first.
         listed = settings.get("added_tokens_decoder") is not None
         first, second = (settings, mapped) if listed else (mapped, settings)
         names = _special_tokens(second) | _special_tokens(first)
@@ -130,7 +138,7 @@ class PretrainedTokenizer(ReaderTokenizer):
             self.chat_template = ChatTemplate(source, names, where, for_tools)
 
     def _id(self, kind: str, token: str) -> int:
-        """Id of a token that the files name as `kind`."""
+        """The id of a token that the files name as `kind`."""
         found = self._reader.token_to_id(token)
         if found is None:
             raise UserError(
@@ -159,7 +167,7 @@ class PretrainedTokenizer(ReaderTokenizer):
         return tuple(dict.fromkeys(ids))
 
     def _begin(self) -> int | None:
-        """The token that the post-processor puts in front of a text, None for none."""
+        """The id that the post-processor puts before a text; None for none."""
         with refused(self._failing):
             encoding = self._reader.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
@@ -178,10 +186,10 @@ class PretrainedTokenizer(ReaderTokenizer):
 
 
 def _end_ids(path: pathlib.Path, value: Any, most: int) -> list[int]:
-    """The ids that a file gives as `eos_token_id`: none, one, or a list.
+    """The ids in a file's `eos_token_id`: none, one, or a list.
 
     Raises:
-      UserError: one is no id below `most`.
+      UserError: one is not an id below `most`.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for number in ids:
@@ -194,24 +202,23 @@ def _end_ids(path: pathlib.Path, value: Any, most: int) -> list[int]:
 
 
 def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name of a list, token) of the special tokens that have no name of their own."""
+    """(name of the list, token) of the special tokens that the files list without a name."""
     for kind in ("extra_special_tokens", "additional_special_tokens"):
         listed = settings.get(kind)
         values = list(listed.values()) if isinstance(listed, dict) else listed
         for value in values if isinstance(values, list) else ():
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
+            if (token := _content(value)) is not None:
                 yield kind, token
 
 
 def _add_tokens(
     reader: Any, path: pathlib.Path, settings: dict[str, Any], special: set[str]
 ) -> None:
-    """Adds the tokens that another file lists to those of tokenizer.json; `special` are those that
-    the files name so.
+    """Adds tokens that other files list to those of tokenizer.json; `special` are those that the
+    files name as special.
 
     Raises:
-      UserError: a list is damaged, or tokenizer.json gives such a token another id.
+      UserError: a list is damaged, or tokenizer.json gives a token another id.
     """
     from tokenizers import AddedToken
 
@@ -233,7 +240,7 @@ def _add_tokens(
 def _listed_tokens(
     path: pathlib.Path, settings: dict[str, Any], special: set[str]
 ) -> Iterator[tuple[int, str, dict[str, bool]]]:
-    """(id, text, flags of AddedToken) of the tokens that stand outside tokenizer.json."""
+    """(id, text, flags of AddedToken) of the tokens that other files than tokenizer.json list."""
     decoder, file = settings.get("added_tokens_decoder"), path / "tokenizer_config.json"
     if decoder is None:
         file = path / "added_tokens.json"
@@ -243,8 +250,8 @@ def _listed_tokens(
     if not isinstance(decoder, dict):
         raise UserError(f"{file}: added_tokens_decoder is no object: put the file back")
     for number, token in decoder.items():
-        text = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(text, str):
+        text = _content(token) if isinstance(token, dict) else None
+        if text is None:
             raise UserError(
                 f"{file}: added_tokens_decoder has no content for {number!r}: put the file back"
             )
@@ -260,17 +267,18 @@ def _id_in(file: pathlib.Path, number: Any) -> int:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """{'eos_token': '</s>', ...}; a value may be text or an object with it."""
-    found = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    """{'eos_token': '</s>', ...}; in the file a token is a text, or an object with 'content'."""
+    texts = {name: _content(x) for name, x in settings.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _content(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The chat templates of `_TEMPLATES` by name; files come before settings."""
+    """The chat templates of `_TEMPLATES` by name, from files of their own or else from settings."""
     file, folder = path / "chat_template.jinja", path / "additional_chat_templates"
     files = {"default": file} if os.path.lexists(file) else {}
     if os.path.isdir(folder):
@@ -290,9 +298,5 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
 
 
 def _read_template(file: pathlib.Path) -> str:
-    try:
+    with _readable(file):
         return read_bytes(file).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): put it back") from None
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}): put it back") from None

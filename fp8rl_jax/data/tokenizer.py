@@ -1,4 +1,4 @@
-"""Tokenizers: text <-> token ids, with the ids that the sampler needs."""
+"""Tokenizers: text <-> token ids, and the ids at which a prompt begins and a response ends."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer(abc.ABC):
-    """What the rest of the program asks of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
-      vocab_size: largest id + 1; a model's vocabulary is at least this.
-      pad_id: fills slots that no mask counts.
-      bos_id: what a prompt begins with, None for nothing.
+      vocab_size: largest id + 1; a model's vocabulary is at least this large.
+      pad_id: fills masked slots.
+      bos_id: begins a prompt; None for nothing.
       eos_id: ends a demonstration.
-      eos_ids: each ends a response; eos_id is the first.
+      eos_ids: the ids that end a response; eos_id is the first.
       chat_template: None if there is none.
     """
 
@@ -42,14 +42,14 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens that are written out in it become their ids."""
+        """Ids of a text; special tokens written in it become their ids."""
 
     @abc.abstractmethod
     def _text(self, ids: list[int]) -> str:
         """Text of ids without an end token."""
 
     def _is_byte(self, token: int) -> bool:
-        """Whether the id is one byte of a run that is decoded as one (see `Detokenizer`)."""
+        """Whether the id is a byte of byte fallback (see `Detokenizer`)."""
         return False
 
     def is_end(self, token: int) -> bool:
@@ -57,18 +57,18 @@ class Tokenizer(abc.ABC):
         return token in self.eos_ids
 
     def first_added(self, text: str) -> tuple[int, str] | None:
-        """Id and text of the first token in a text that is never cut, such as '<|im_end|>'."""
+        """Id and text of the first added token in a text, such as '<|im_end|>'; None for none."""
         return None
 
     def ending_also(self, token: int) -> Self:
-        """The same tokenizer, where this id ends a response, too."""
+        """A copy of the tokenizer with this id among `eos_ids`."""
         other = copy.copy(self)
         other.eos_ids = tuple(dict.fromkeys((*self.eos_ids, token)))
         return other
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first end token. Tokens of begin and padding, and ids of the model that
-        the tokenizer lacks, have no text; bytes that are no UTF-8 become U+FFFD."""
+        """Text up to the first end token. Begin, padding and ids beyond the tokenizer's have no
+        text; bytes that are not UTF-8 become U+FFFD."""
         return self._text([int(t) for t in itertools.takewhile(lambda t: not self.is_end(t), ids)])
 
     def detokenizer(self) -> Detokenizer:
@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0..255, then pad, begin and end of sequence. Nothing to download."""
+    """UTF-8 bytes as ids 0..255, then padding, begin and end of sequence. Needs no files."""
 
     pad_id, bos_id, eos_id = 256, 257, 258
     eos_ids = (258,)
@@ -94,10 +94,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class ReaderTokenizer(Tokenizer):
-    """Text and ids by a tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library.
 
-    A special token such as '<think>' has its text, so that a reward sees it. Without text are end
-    tokens, and `_textless`: the ids of begin and padding.
+    Special tokens such as '<think>' are decoded, so that a reward sees them; end tokens and
+    `_textless` (begin and padding) are not.
     """
 
     _textless: frozenset[int] = frozenset()
@@ -136,13 +136,13 @@ class ReaderTokenizer(Tokenizer):
 def read_reader(path: pathlib.Path):
     """The `tokenizers.Tokenizer` of a tokenizer.json.
 
-    The file may carry options of a call that somebody made before it was saved: truncation,
-    padding, and BPE's dropout, which cuts the same text in another way each time. They are off.
+    Options that a file may hold from earlier use are switched off: truncation, padding, and BPE's
+    dropout, which encodes a text differently each time.
 
     Raises:
       UserError: the file cannot be read.
     """
-    from tokenizers import Tokenizer as Reader  # slow to import, used with a file only
+    from tokenizers import Tokenizer as Reader  # slow to import
 
     try:
         content = read_bytes(path, _LONGEST)
@@ -158,7 +158,7 @@ def read_reader(path: pathlib.Path):
 
 
 class FileTokenizer(ReaderTokenizer):
-    """A `tokenizer.json` of the tokenizers library, its special tokens named by the config."""
+    """A tokenizer.json file, with special tokens that the configuration names."""
 
     def __init__(self, path: str, bos: str, eos: str, pad: str):
         if not os.path.isfile(path):

@@ -1,4 +1,19 @@
-"""`fp8rl drift`: where rollout and learner differ, if they do. See attribute.py."""
+"""Drift: do rollout and learner compute the same log-probabilities, and if not, why?
+
+    before a run   self_check    the promise tried on a cut of the model, and product by product
+                                 (own_products)
+    in a run       monitor       on drift: writes the step (kept_step), analyses it within a budget
+    `fp8rl drift`  command       a kept step, or new samples of a checkpoint
+                      |
+                      v
+      programs -> attribute -> explain -> render
+      both sides,  first value  culprit    drift.json,
+      with taps    that differs, and       drift.html,
+      and swaps    by operation  advice    terminal
+
+Read `attribute` first; `operations` names the values that it compares. Not done: drift between
+processes (nothing is kept), and intermediate values where mesh.tensor is above 1.
+"""
 
 from fp8rl_jax.drift.attribute import analyse
 from fp8rl_jax.drift.monitor import DriftMonitor

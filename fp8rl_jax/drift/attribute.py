@@ -1,16 +1,16 @@
-"""From log-probabilities that differ to the operation that makes them differ.
+"""From log-probabilities that differ to the operation that causes the difference.
 
-1. The run's own sampler and train step give the headline: they are compared unchanged.
+1. The run's own sampler and train step, unchanged, give the headline.
 2. The same programs with every intermediate value tapped are compared value by value, in the order
-   of computation. The **first** value whose bits differ is where the programs part. A tapped
-   program may compile differently: where it no longer gives the log-probabilities of the untapped
-   one, bit for bit, the values are tapped in halves, and halves of halves, until it does.
-3. The rollout's values are put into the learner, to see which operations give other results from
-   equal inputs, how much drift each of them adds, and how much is left when one layer is swapped.
-4. Weights, recipes and the definition of the log-probability are compared on their own: they are
-   causes that no single operation shows.
+   of computation. The cause is at the **first** value whose bits differ. A tapped program may
+   compile differently: if its log-probabilities are not those of the untapped one, bit for bit,
+   half of the values are tapped at a time, then a quarter, and so on.
+3. The rollout's values are swapped into the learner, which shows which operations differ on equal
+   inputs, how much drift each adds, and how much remains when one layer is swapped.
+4. Weights, recipes and the definition of the log-probability are compared separately: these causes
+   show in no single operation.
 
-All of it may have a budget of time. What it ends before is left out, and the result says so.
+A budget of time may end the analysis early; the result names the parts that were left out.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fp8rl_jax.quant import BoundWeight, QArray, is_weight
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p
 
-# A quantised value that was swapped in is quantised again: its scale may move by one last bit.
+# A swapped-in value is quantised again, which may change the last bit of its scale.
 _REQUANTISED = 1e-6
 
 
 class Ran(NamedTuple):
-    """The two sides as they are, on the host: a Rollout, the learner's batch of it, the learner's
-    log-probabilities (B, R), and how many seconds that took."""
+    """Results of both programs on the host: the Rollout, the learner's Batch of it and its
+    log-probabilities (B, R), and the seconds that both programs took."""
 
     rollout: Host
     batch: Host
@@ -51,8 +51,8 @@ class Ran(NamedTuple):
 
 @dataclasses.dataclass
 class Observed:
-    """What the tapped programs showed: comparisons, and the rollout's own values of the layers;
-    the names that could not be observed, and those that no time was left for."""
+    """Results of the tapped programs: comparisons (`rows`, `logits`), the rollout's own values, the
+    names that could not be observed or were left out for lack of time, the number of programs."""
 
     rows: list[dict] = dataclasses.field(default_factory=list)
     logits: dict | None = None
@@ -64,7 +64,7 @@ class Observed:
 
 
 def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
-    """Runs sampler and train step, nothing tapped."""
+    """Runs sampler and train step without taps."""
     began = budget.clock()
     rollout = programs.rollout()
     batch = programs.batch(rollout)
@@ -73,8 +73,8 @@ def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
 
 
 def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarray) -> dict:
-    """How far the log-probabilities of a rollout and the learner's differ, and where: the part of
-    an analysis that looks at nothing else."""
+    """Compares the log-probabilities of rollout and learner: metrics, by slot, length and row, and
+    the worst tokens."""
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
     return {
@@ -92,13 +92,13 @@ def analyse(
     budget: Budget = NO_END,
     ran: Ran | None = None,
 ) -> dict:
-    """Everything that `fp8rl drift` reports, as a dict that `json.dumps` accepts.
+    """The report of `fp8rl drift`, as a dict that `json.dumps` accepts.
 
     Args:
       programs: the two sides.
-      note: told what is being done, a line at a time.
-      budget: of time; 'left_out' of the result names what it ended before.
-      ran: of `run_both`, if that was called before.
+      note: called with a line for each part.
+      budget: of time; 'left_out' of the result names the parts that it excluded.
+      ran: the result of `run_both`, if it exists already.
     """
     runtime = programs.runtime
     if ran is None:
@@ -173,9 +173,9 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
 def observe(
     programs, rollout: Host, batch: Host, logp: np.ndarray, note, budget=NO_END, seconds=0.0
 ) -> Observed:
-    """Taps everything; fewer values at a time where tapping all changes the log-probabilities, as
-    long as the budget allows what takes as long as the longest pair of programs so far; `seconds`
-    for the first."""
+    """Compares all intermediate values, tapping half of them at a time where tapping all changes
+    the log-probabilities. Stops if the budget excludes a pair of programs as slow as the slowest so
+    far (`seconds` for the first)."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
@@ -226,12 +226,11 @@ def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nda
 def _contributions(
     programs: Programs, batch: Host, rollout: Host, seen: Observed, budget: Budget
 ) -> dict:
-    """What each operation and each layer adds to mean |dlogp|.
+    """What each operation and each layer adds to mean |dlogp|, as far as the budget allows.
 
-    An operation's `local` difference is that of its output when its inputs are the rollout's, in
-    every layer: 0 for all that are not at fault. What it `adds` is the drift that is left with the
-    rollout's values of its inputs, less what is left with those of its output too. What the budget
-    ends before is not in the lists.
+    An operation's `local` difference is that of its output given the rollout's inputs, in every
+    layer: 0 unless it is at fault. It `adds` the drift with the rollout's values for its inputs
+    minus the drift with those for its output, too.
     """
     mask = np.asarray(rollout.mask)
     layers = programs.runtime.model.num_hidden_layers
@@ -281,10 +280,10 @@ def _contributions(
 
 
 def compare_weights(rollout: dict, learner: dict) -> dict:
-    """Leaves of two weight trees: how many there are and the names of those that differ.
+    """Compares two trees of weights: the number of leaves, and the names of those that differ.
 
-    Where the two sides store a leaf differently (FP8 against bf16), the dequantised values are
-    compared; where the trees are cut into different runs of layers, nothing is (comparable: False).
+    A leaf that the sides store differently (FP8 and bf16) is compared dequantised. Trees with
+    different stacks of layers are not compared (comparable: False).
     """
     one, other = (_leaves(tree) for tree in (rollout, learner))
     if set(one) != set(other):
@@ -313,11 +312,11 @@ def _leaves(tree: dict) -> dict:
 
 
 def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> dict:
-    """Which definition of the log-probability each side follows, if its logits tell.
+    """Which definition of the log-probability each side follows.
 
     Returns:
-      {'rollout' | 'learner': one of 'full vocabulary', 'without temperature', 'renormalised', or
-      'another'}; {} where the logits were not seen or differ.
+      {'rollout' | 'learner': 'full vocabulary', 'without temperature', 'renormalised', 'another'};
+      {} if the logits were not observed, or differ.
     """
     logits = seen.rollout_logits
     if logits is None or seen.logits is None or seen.logits["differ"]:

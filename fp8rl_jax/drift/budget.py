@@ -1,4 +1,4 @@
-"""How long an analysis may take."""
+"""The time limit of an analysis."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A time until which parts of an analysis may begin; without end by default.
+    """A deadline, by default none.
 
-    A part, such as compiling and running a program, cannot be interrupted: it is begun if one that
-    takes as long as the longest of its kind so far would end in time.
+    Parts of an analysis (compiling and running a program) cannot be interrupted: one begins only if
+    it would end in time when it takes as long as the longest part of its kind so far.
 
     Attributes:
-      ends: a time of `clock`, in seconds.
-      clock: of the time that passes.
+      ends: the deadline, in seconds of `clock`.
+      clock: returns the time in seconds.
     """
 
     ends: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
     def allows(self, seconds: float) -> bool:
-        """Whether what takes so many seconds would end in time."""
+        """Whether a part of this many seconds would end in time."""
         return self.clock() + seconds <= self.ends
 
 
 NO_END = Budget()
-
-
-def budget_of(seconds: float, clock: Callable[[], float] = time.monotonic) -> Budget:
-    """The budget of so many seconds from now on."""
-    return Budget(clock() + seconds, clock)

@@ -22,14 +22,14 @@ def analyse_drift(
     prompts: int | None = None,
     note: Note = lambda text: None,
 ) -> dict:
-    """`drift.analyse` of a config's sampler and learner, on its training questions; or of the step
-    with the largest drift that a run has kept, if nothing of its configuration is changed.
+    """Analyses the kept step of a run with the largest drift, if its configuration is unchanged;
+    else sampler and learner of the configuration on its training questions (`drift.analyse`).
 
     Args:
       config: recipes, model and batch; a run's own recipes may be changed.
-      checkpoint: a run directory whose newest weights to take; random weights without one.
-      prompts: how many questions of the newest weights; those of one RL step by default.
-      note: told what is being done, a line at a time.
+      checkpoint: directory of a run, whose newest weights are taken; None for random weights.
+      prompts: number of questions for the newest weights; by default those of one RL step.
+      note: called with a line for each part.
 
     Raises:
       UserError: the checkpoint is missing, damaged, or of another model.
@@ -62,7 +62,7 @@ def analyse_drift(
 
 
 def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
-    """The step that the run in a directory has kept, where it ran with this configuration."""
+    """The kept step of the run in `checkpoint`; None if it ran with another configuration."""
     directory, config = pathlib.Path(checkpoint or ""), runtime.config
     if checkpoint is None or not (directory / "config.json").is_file():
         return None

@@ -1,4 +1,4 @@
-"""From evidence to a culprit, a sentence that says why, and one that says what to do."""
+"""From the results of an analysis to a verdict: the culprit, the reason, and advice."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fp8rl_jax.quant import Recipe, same_forward
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What an analysis found.
+    """The results of an analysis.
 
     Attributes:
       rollout_recipe, learner_recipe: of the two sides.
-      drifts: whether any log-probability's bits differ.
+      drifts: whether the bits of any log-probability differ.
       result: of `analyse`, without the verdict.
-      alternatives: which definition of the log-probability each side follows, if known.
+      alternatives: the definition of the log-probability that each side follows, if known.
     """
 
     rollout_recipe: Recipe
@@ -103,7 +103,7 @@ def _same(evidence: Evidence) -> bool:
 
 
 def _layers(evidence: Evidence) -> dict | None:
-    """Recipes that differ in which layers or modules are quantised, and in nothing else."""
+    """The verdict if the recipes differ only in the layers or modules that they quantise."""
     one, other = evidence.rollout_recipe, evidence.learner_recipe
     elsewhere = (
         dataclasses.replace(r, first_layers=0, last_layers=0, bf16_modules=()) for r in (one, other)
@@ -128,7 +128,7 @@ def _layers(evidence: Evidence) -> dict | None:
 
 
 def _recipes(evidence: Evidence) -> dict | None:
-    """Recipes that differ in the numbers themselves."""
+    """The verdict if the recipes differ in another way."""
     if _same(evidence):
         return None
     one, other = evidence.rollout_recipe, evidence.learner_recipe
@@ -232,7 +232,7 @@ def _operation(evidence: Evidence) -> dict | None:
 
 
 def _logprob(evidence: Evidence) -> dict | None:
-    """All values equal up to the logits: the log-probability itself is defined differently."""
+    """The verdict if all values before the log-probability, or before the logits, are equal."""
     logits = evidence.result["logits"]
     if logits is None:
         return None

@@ -1,12 +1,12 @@
-"""An RL step whose drift was not zero, whole: kept by the run, and analysed.
+"""An RL step with drift: written by the run, read and analysed later.
 
-What a drift follows from is the policy before the step's update, the step's questions and the key
-of its random bits. Of the policy the run holds a copy until the comparison is done (monitor.py); of
-the steps that drift, the largest is written to RUN_DIR/drift_step, where `fp8rl drift` finds it.
+The step is reproduced from the policy before its update (of which the run holds a copy until the
+comparison is done, monitor.py), its questions and its random key. The step with the largest drift
+is written to RUN_DIR/drift_step, where `fp8rl drift` reads it.
 
-First both programs run again as they ran in the step, and are compared with what they recorded
-then. So it is told apart whether the drift follows from what they were given, and can be traced to
-an operation, or whether a program gave other numbers from the same input.
+An analysis first runs both programs again on the inputs of the step and compares the results with
+those recorded. If the drift comes back, it is traced to an operation; if not, a program has given
+two results for one input.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 
 _NAME = "drift_step"
-_RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
-# Of a step whose drift did not come back.
+RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
+# The parts of `analyse` for a step whose drift did not come back.
 _NOT_ANALYSED: dict[str, Any] = {
     "operations": [],
     "first": None,
@@ -54,8 +54,7 @@ _NOT_ANALYSED: dict[str, Any] = {
 
 @contextlib.contextmanager
 def _opened(directory: pathlib.Path) -> Iterator[tuple[Checkpoints, int] | None]:
-    """The step that is kept in a run's directory, as a checkpoint with its number, if there is
-    one."""
+    """The kept step in a run's directory, as checkpoints and number; None if there is none."""
     if not (directory / _NAME).is_dir():
         yield None
         return
@@ -66,14 +65,14 @@ def _opened(directory: pathlib.Path) -> Iterator[tuple[Checkpoints, int] | None]
 
 @dataclasses.dataclass(frozen=True)
 class KeptStep:
-    """A step that drifted.
+    """A step with drift.
 
     Attributes:
       step: from 1 on.
-      policy: before the update, as `policy_of` gives it; arrays on the host.
-      questions, first_ids, key: of the rollout, as `training.sample_step.Samples` has them.
+      policy: `policy_of` the state before the update; arrays on the host.
+      questions, first_ids, key: of the rollout, as in `training.sample_step.Samples`.
       rollout: {tokens, mask, logprobs: (B, R)}, as recorded.
-      logp: (N, R) of the first update, whose rows are the first N.
+      logp: (N, R), the learner's in the first update, which takes the first N rows.
     """
 
     step: int
@@ -100,7 +99,7 @@ class KeptStep:
         return np.where(self.rollout["mask"][self.first], np.abs(d), 0.0)
 
     def save(self, runtime: Runtime, directory: pathlib.Path) -> None:
-        """Writes the step to a run's directory, in the place of another one."""
+        """Writes the step to a run's directory, replacing an earlier one."""
         places = {id(q): index for index, q in enumerate(runtime.questions["train"])}
         meta = {
             "step": self.step,
@@ -122,7 +121,7 @@ class KeptStep:
 
     @staticmethod
     def remove_after(step: int, directory: pathlib.Path) -> None:
-        """Removes the step that is kept in a run's directory, if it is after this one."""
+        """Removes the kept step from a run's directory if it is later than `step`."""
         number = 0
         with contextlib.suppress(UserError), _opened(directory) as found:
             number = found[1] if found else 0
@@ -131,7 +130,7 @@ class KeptStep:
 
     @staticmethod
     def drift_of(directory: pathlib.Path) -> float:
-        """The drift of the step that is kept in a run's directory; 0 if none is, or is readable."""
+        """The drift of the kept step in a run's directory; 0 if there is no readable one."""
         with contextlib.suppress(UserError), _opened(directory) as found:
             if found:
                 checkpoints, number = found
@@ -140,7 +139,7 @@ class KeptStep:
 
     @classmethod
     def load(cls, runtime: Runtime, directory: pathlib.Path) -> KeptStep | None:
-        """The step that a run with this configuration has kept; None if there is none.
+        """The kept step of a run with this configuration and data; None if there is none.
 
         Raises:
           UserError: it is damaged.
@@ -164,17 +163,17 @@ class KeptStep:
             [runtime.questions["train"][index] for index in meta["questions"]],
             np.asarray(meta["first_ids"]),
             jax.random.wrap_key_data(jnp.asarray(meta["key"], np.uint32), impl="threefry2x32"),
-            {name: found[name] for name in _RECORDED} | {"mask": found["mask"].astype(bool)},
+            {name: found[name] for name in RECORDED} | {"mask": found["mask"].astype(bool)},
             found["logp"][: meta["rows"]],
         )
 
     def recorded(self, like: Host) -> Host:
-        """The rollout as recorded, of the rows of the first update; `like` is any Rollout."""
+        """The recorded rollout, with the rows of the first update; `like` is any Rollout."""
         rows = {name: values[self.first] for name, values in self.rollout.items()}
         return dataclasses.replace(like, **rows)
 
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
-        """The two sides before the update, on the questions of some of the groups."""
+        """Both sides before the update, on the questions of `groups`."""
         optimizer, _ = optimizer_of_phase(runtime.config, "rl")
         state = runtime.engine.new_state(
             self.policy["params"], optimizer, self.policy["scaling_state"]
@@ -189,7 +188,7 @@ class KeptStep:
         return Programs(runtime, state, weights, questions, self.key, first_ids=firsts)
 
     def groups(self, runtime: Runtime) -> np.ndarray:
-        """Those of the first update whose values can be kept, the largest drift first; sorted."""
+        """The groups of the first update with the largest drift, as many as fit; sorted."""
         config, devices = runtime.config, batch_divisor(runtime.mesh)
         size, parts = config.rollout.group_size, config.learner.gradient_accumulation_steps
         worst = self._differences().max(axis=1)
@@ -206,10 +205,10 @@ def analyse_step(
     note: Callable[[str], None] = lambda text: None,
     budget: Budget = NO_END,
 ) -> dict:
-    """`analyse` of a step that a run has kept, with the run's own numbers as its headline.
+    """`analyse` of a kept step, with the run's own log-probabilities in the headline.
 
-    The result also holds `step`, `drift` (the largest |dlogp| that the run saw), `again` (what
-    `_run_again` found) and how many questions were looked into, `questions`, `of` all.
+    The result also holds `step`, `drift` (the run's largest |dlogp|), `again` (of `_run_again`),
+    and the number of `questions` that were analysed, `of` all.
     """
     every, groups = np.arange(len(kept.questions)), kept.groups(runtime)
     whole = kept.programs(runtime, every)
@@ -234,20 +233,20 @@ def analyse_step(
 
 
 def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran, dict]:
-    """Both programs on what they were given in the step.
+    """Runs both programs again on the inputs of the step.
 
     Returns:
-      What they gave, of the rows of the first update, and {'sampler', 'learner': how many of the
-      `tokens` log-probabilities have other bits than the step recorded; 'drift': the largest
-      |dlogp| between the two now}.
+      Their results, for the rows of the first update, and {'tokens': number of log-probabilities;
+      'sampler', 'learner': how many of them have other bits than recorded; 'drift': the largest
+      |dlogp| between both sides now}.
     """
     began = budget.clock()
     out = programs.rollout()
-    # The learner gets the tokens of the step, also where the sampler draws others now.
+    # The learner gets the step's tokens, even where the sampler draws others now.
     batch = programs.batch(dataclasses.replace(out, **kept.rollout))
     batch = jax.tree.map(lambda x: x[kept.first], batch)
     logp, _ = programs.learner(batch)
-    cut = {name: getattr(out, name)[kept.first] for name in _RECORDED}
+    cut = {name: getattr(out, name)[kept.first] for name in RECORDED}
     ran = Ran(dataclasses.replace(out, **cut), batch, logp, budget.clock() - began)
     recorded = kept.recorded(out)
     mask = np.asarray(recorded.mask)
@@ -263,7 +262,7 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
 
 
 def _verdict(result: dict) -> dict:
-    """The verdict on a step: of the analysis, if what it analysed is the drift that was seen."""
+    """The verdict on a step: that of the analysis if it reproduced the drift."""
     again, step = result["again"], result["step"]
     if again["drift"] and result["verdict"]["culprit"] != "none":
         return result["verdict"]

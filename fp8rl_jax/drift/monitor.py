@@ -1,16 +1,15 @@
-"""What a run does about drift that should not be: keeps the step that shows it, and analyses it.
+"""Watches a run that requires zero drift: keeps a step that drifts, and analyses it.
 
-A train step gives the memory of its state to the next one, so what a drift follows from would be
-lost before the two sides are compared. Therefore the policy is copied to the host's memory before
-the update, where that is cheap: parameters up to 1 GiB (0.2 s) before every update, up to 8 GiB
-once a step of the run has drifted. Moments, which no log-probability depends on, are not copied;
-questions and log-probabilities of a step are small.
+A train step donates its state, so the policy before the update would be lost before both sides are
+compared. It is therefore copied to the host before the update: parameters up to 1 GiB (0.2 s)
+always, up to 8 GiB after a step of the run has drifted. The optimiser's moments are not copied, as
+no log-probability depends on them.
 
-The first step that drifts is analysed at once, and at the end the largest one, each within a
-budget of time. The largest also goes to RUN_DIR/drift_step, a third of a checkpoint, from which
-`fp8rl drift` analyses it without a budget.
+The first step that drifts is analysed at once and the one with the largest drift at the end, each
+within a budget of time. The largest is also written to RUN_DIR/drift_step (a third of a
+checkpoint), from which `fp8rl drift` analyses it without a budget.
 
-Not done: with several processes nothing is kept, as the arrays are not in one of them.
+Not done: with several processes nothing is kept, since no process has all arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.drift.budget import Budget
-from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
+from fp8rl_jax.drift.kept_step import RECORDED, KeptStep, analyse_step
 from fp8rl_jax.drift.render import write_json
 from fp8rl_jax.drift.self_check import note_drift
 from fp8rl_jax.learner import TrainState, policy_of
@@ -39,7 +38,7 @@ _COPIED, _COPIED_ONCE_DRIFTED = 1 << 30, 8 << 30  # bytes of parameters
 
 
 class DriftMonitor:
-    """The monitor of one execution of a run."""
+    """The drift monitor of one execution of a run."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class DriftMonitor:
           runtime: of the run.
           directory: of the run.
           note: shows a line.
-          stopping: whether something waits for the run to end: then no part of an analysis begins.
+          stopping: true once the run has been asked to stop; then no part of an analysis begins.
           budget: seconds of an analysis.
           clock: of the budget.
         """
@@ -67,8 +66,7 @@ class DriftMonitor:
         self._command = f"`fp8rl drift --checkpoint {directory}`"
 
     def keep(self, state: TrainState, drifted: bool) -> None:
-        """Copies what the log-probabilities of a step follow from, before its update; `drifted` is
-        whether an earlier step has."""
+        """Copies the policy before a step's update; `drifted`: whether an earlier step did."""
         self._policy = None
         if not self._runtime.zero_drift or processes.count() > 1:
             return
@@ -78,27 +76,27 @@ class DriftMonitor:
             self._policy = jax.tree.map(np.array, policy)
 
     def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
-        """Keeps and analyses a step that drifts, if it is the first or the largest.
+        """Writes a step that drifted if its drift is the largest; analyses it if it is the first.
 
         Args:
           step: from 1 on.
           samples: of the step.
-          logp: of its first update, (N, R).
-          seconds: that its rollout and update took.
+          logp: (N, R), the learner's in the step's first update.
+          seconds: duration of its rollout and update.
         """
         note_drift(self._runtime, f"RL step {step} of {self._directory}")
         if self._policy is None:
-            return self._say_once(self._why_not(step))
-        rollout = {
-            n: np.asarray(getattr(samples.rollout, n)) for n in ("tokens", "mask", "logprobs")
-        }
+            if (reason := self._why_not(step)) not in self._said:
+                self._said.add(reason)
+                self._note(reason)
+            return
         kept = KeptStep(
             step,
             self._policy,
             samples.questions,
             samples.prompts.first_ids,
             samples.prompts.key,
-            rollout,
+            {name: np.asarray(getattr(samples.rollout, name)) for name in RECORDED},
             logp,
         )
         self._policy = None
@@ -109,8 +107,8 @@ class DriftMonitor:
             self._analyse(kept, seconds)
 
     def forget_after(self, step: int) -> None:
-        """Removes what the directory says about steps after this one: the run does them again, and
-        they may drift no more."""
+        """Removes the records of later steps from the directory: a resumed run repeats them, and
+        they may not drift again."""
         if not processes.first():
             return
         if any(verdict["step"] > step for verdict in step_verdicts(self._directory)):
@@ -119,7 +117,7 @@ class DriftMonitor:
         KeptStep.remove_after(step, self._directory)
 
     def finish(self) -> None:
-        """Analyses the largest drift of the run, if it was not."""
+        """Analyses the step with the run's largest drift, unless that is done already."""
         if processes.count() > 1 or not self._runtime.zero_drift:
             return
         try:
@@ -131,7 +129,7 @@ class DriftMonitor:
             self._analyse(kept, 0.0)
 
     def _largest_kept(self) -> float:
-        """The drift of the step that is kept, by this execution or an earlier one."""
+        """The drift of the kept step, of this execution or an earlier one."""
         if not self._largest:
             self._largest = KeptStep.drift_of(self._directory)
         return self._largest
@@ -150,11 +148,6 @@ class DriftMonitor:
             f"{self._command} looks for the operation at the newest checkpoint"
         )
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._note(text)
-
     def _save(self, kept: KeptStep) -> None:
         try:
             kept.save(self._runtime, self._directory)
@@ -165,7 +158,7 @@ class DriftMonitor:
         return math.inf if self._stopping() else self._clock()
 
     def _analyse(self, kept: KeptStep, seconds: float) -> None:
-        """Writes drift.json, and says what was found."""
+        """Analyses a step, writes drift.json, and notes the verdict."""
         minutes, step = f"{self._budget / 60:g} minutes", f"RL step {kept.step}"
         budget = Budget(self._clock() + self._budget, self._now)
         if not budget.allows(seconds):

@@ -1,4 +1,4 @@
-"""The operations of a model as an analysis names them: their inputs, and what goes wrong there."""
+"""The operations of a model that an analysis can name: their inputs, and advice for each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One tapped value.
+    """A tapped value.
 
     Attributes:
-      inputs: tapped values of the same layer that it is computed from, of every kind of layer; the
-        residual stream, which carries everything before it, is left out.
-      what: what it is.
-      advice: what to look at when it differs although its inputs are equal.
+      inputs: the tapped values of the same layer that it is computed from, of any kind of layer,
+        without the residual stream (which depends on everything before it).
+      what: its name in a sentence.
+      advice: what to check if it differs although its inputs are equal.
     """
 
     inputs: tuple[str, ...]
@@ -53,7 +53,7 @@ _RESIDUAL = ("a residual addition", "round it to the compute dtype on both sides
 
 
 def _linear(name: str) -> dict[str, Operation]:
-    """A linear layer: its input, as quantised, and its output."""
+    """A linear layer: its quantised input, and its output."""
     array = array_of((*name.split("/"), "kernel"))
     return {
         f"{name}/input": Operation(array.reads, *_QUANTISED),
@@ -79,7 +79,7 @@ def _attention(*inputs: str) -> tuple[str, ...]:
     return tuple(f"self_attn/{name}" for name in inputs)
 
 
-# Name -> operation, in the order of computation; a model has some of them.
+# Name -> operation, in the order of computation; a model has a subset.
 OPERATIONS: dict[str, Operation] = {
     "embed": Operation(
         (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
@@ -144,13 +144,13 @@ OPERATIONS: dict[str, Operation] = {
     "norm/output": Operation((), *_NORM),
 }
 LAYER_TAPS = tuple(name for name in OPERATIONS if name not in MODEL_TAPS)
-# Values through which everything flows: swapping one swaps all that came before it.
+# Everything flows through these values: swapping one swaps all that came before it.
 CUTS = ("residual_attention", "residual_mlp")
 
 
 def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape} of what a model has of `OPERATIONS`, for one sequence of `slots` tokens in
-    float32, in the order of computation."""
+    """{name: shape} of the `OPERATIONS` of a model, for one sequence of `slots` tokens in float32,
+    in the order of computation."""
 
     def run(params):
         tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
@@ -161,5 +161,5 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
 
 
 def tap_names(config: ModelConfig) -> tuple[str, ...]:
-    """All names that a model has, 'logits' too, in the order of computation."""
+    """The names of a model's tapped values and 'logits', in the order of computation."""
     return (*tapped_values(config, 1), LOGITS)

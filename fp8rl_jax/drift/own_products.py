@@ -1,4 +1,4 @@
-"""The products of a run's own programs, tried at their own sizes on this machine."""
+"""Probes the matrix products of a run's own programs, at their own sizes, on this machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp8rl_jax.training.runtime import Runtime
 
 @dataclasses.dataclass(frozen=True)
 class OwnProducts:
-    """What was tried of a run's products.
+    """The result of the probe.
 
     Attributes:
       tried: number of sizes.
-      most_rows: of any of them.
-      way: in which this machine multiplies; '' where no order is tried, on other platforms.
-      threads: that it multiplies with.
-      wrong: descriptions of the first that do not keep to the order.
+      most_rows: the largest number of rows among them.
+      way: how this machine multiplies; '' on platforms where no order is promised.
+      threads: number of threads.
+      wrong: descriptions of the first products that break the order.
     """
 
     tried: int
@@ -42,7 +42,7 @@ class OwnProducts:
 
     @property
     def sentence(self) -> str:
-        """What was tried, and what came of it."""
+        """What was probed, and the result."""
         if self.wrong:
             return f"of {self}, the order does not hold at least for {', '.join(self.wrong)}"
         return f"{self}: the order holds" if self.tried else str(self)
@@ -55,8 +55,8 @@ def _described(dot: Dot) -> str:
 
 
 def own_dots(runtime: Runtime) -> set[Dot]:
-    """The products whose order is promised in the rollout, score and train step of a run, with the
-    rows that each device has."""
+    """The products with a promised order in a run's rollout, score and train step, with the global
+    number of rows and with that of each device."""
     devices = runtime.mesh.size
     found = set()
     for program in traced_programs(runtime).values():
@@ -68,7 +68,7 @@ def own_dots(runtime: Runtime) -> set[Dot]:
 
 
 def try_own_products(runtime: Runtime) -> OwnProducts:
-    """Compares every product of `own_dots` with the order of this machine's way."""
+    """Compares every product of `own_dots` with the order that `cpu_way` promises."""
     way = cpu_way()
     if runtime.learner_recipe.kernels == EXACT.name or way.exact:
         return OwnProducts(0, 0, EXACT.name, threads())

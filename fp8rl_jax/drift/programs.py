@@ -1,8 +1,7 @@
 """The two programs that a drift analysis compares, with or without taps.
 
-They are the run's own: its sampler, its train step, its refit, over its mesh. With taps they return
-intermediate values as well, and may then compile to other bits; `attribute` checks that they do
-not.
+They are the run's own sampler, train step and refit, on its mesh. With taps they also return
+intermediate values, which may change the bits; `attribute` checks that it does not.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ from fp8rl_jax.training.runtime import Runtime
 Host = Any  # a Rollout or a Batch whose arrays are numpy's
 Taps = dict[str, np.ndarray]
 
-
-# Tapped values are kept for both sides, and for the swaps.
-_COPIES = 4
+_COPIES = 4  # of the tapped values: of both sides, and for the swaps
 _MOST_BYTES = 4 << 30
 
 
 def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
-    """As many of the questions as an analysis can keep all tapped values of, within 4 GiB."""
+    """As many of the questions as have all their tapped values within 4 GiB, at least one batch."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
     slots = config.max_prompt_tokens + config.max_new_tokens
     values = tapped_values(runtime.model, slots).values()
@@ -55,9 +52,9 @@ class Programs:
       runtime: the run.
       state: what the learner holds.
       weights: what the sampler holds.
-      questions: one prompt each; a multiple of the devices that share a batch.
+      questions: P prompts; a multiple of the devices that share a batch.
       key: of the rollout.
-      first_ids: the number of each question's first sample, (P,); counted from 0 on if left out.
+      first_ids: (P,), the id of each question's first sample; None to count from 0.
     """
 
     runtime: Runtime
@@ -69,7 +66,7 @@ class Programs:
 
     @classmethod
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
-        """The run's two sides at a state whose KV scales are calibrated on the questions first."""
+        """Both sides at a state, after calibrating its KV scales on the questions."""
         engine = runtime.engine
         state = engine.calibrate(state, *runtime.text.prompts(questions))
         weights = engine.refit(state).weights
@@ -77,7 +74,7 @@ class Programs:
 
     @property
     def prompts(self) -> Prompts:
-        """What the sampler is asked for."""
+        """The sampler's input."""
         config, tokens = self.runtime.config.rollout, self.runtime.text.prompts(self.questions)
         rows = len(self.questions) * config.group_size
         temperature = np.full(rows, config.temperature, np.float32)
@@ -86,7 +83,7 @@ class Programs:
         return Prompts(*tokens, self.key, temperature, self.first_ids)
 
     def rollout(self, taps: Sequence[str] = ()) -> Host:
-        """Samples: the rollout on the host."""
+        """Samples; returns the rollout on the host."""
         engine, config = self.runtime.engine, self.runtime.config.rollout
         sampler = engine.sampler
         if taps:
@@ -96,13 +93,13 @@ class Programs:
         return processes.fetch(engine.sample(self.weights, self.prompts, sampler=sampler))
 
     def batch(self, rollout: Host) -> Host:
-        """The rollout as the learner takes it; every other response with a negative advantage."""
+        """The learner's batch of a rollout, with advantages +1 and -1 in turn."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
         return self.runtime.engine.batch(rollout, self.prompts, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
-        """Log-probabilities (B, R) of one train step on `batch`, and its taps; the state stays."""
+        """Log-probabilities (B, R) and taps of one train step, which does not change the state."""
         rt = self.runtime
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
@@ -119,24 +116,23 @@ class Programs:
         return processes.fetch((logp, metrics.get("taps", {})))
 
     def learner_weights(self) -> dict:
-        """What the learner's forward pass multiplies by: its own refit."""
+        """The weights of the learner's forward pass, by a refit under its own recipe."""
         refit = make_refit(self.runtime.learner_recipe)
         state = self.state
         return refit(state.params, state.scaling_state, state.kv_scales)[0]
 
     def swapper(self, batch: Host, taps: Taps):
-        """The learner with values of the rollout in place of its own.
+        """Makes a learner that takes some values from the rollout.
 
         Args:
           batch: the sequences.
           taps: {name of LAYER_TAPS: (L, B, T, ...)}, of the rollout.
 
         Returns:
-          ``swapped(chosen) -> (logp (B, R), {name: (L, B, T, ...)})``, chosen being {name: (L,)
-          bool}; what is not named keeps its own value. The values returned are the learner's own,
-          before they are swapped. One program, with gradients as a train step has them (XLA
-          rewrites some operations in forward-only programs); its log-probabilities are to be
-          compared with each other.
+          ``swapped(chosen) -> (logp (B, R), {name: (L, B, T, ...)})`` with chosen = {name: (L,)
+          bool}; values that are not named are not swapped. It returns the learner's own values,
+          before the swap. All choices run one program, so their log-probabilities can be compared;
+          it computes gradients, since XLA rewrites some operations in forward-only programs.
         """
         rt, state = self.runtime, self.state
         recipe, layers = rt.learner_recipe, rt.model.num_hidden_layers

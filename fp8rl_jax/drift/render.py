@@ -1,4 +1,4 @@
-"""An analysis as tables for a terminal, and as files."""
+"""Writes an analysis as files, and prints it as tables."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SHOWN = 8
 
 
 def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
-    """Writes directory/drift.json, whole or not at all, and returns its path. Of analyses of other
-    steps of the run, which that file held, the verdicts stay, as 'earlier'."""
+    """Writes directory/drift.json atomically, and returns its path. The verdicts that the file held
+    on other steps of the run are kept under 'earlier'."""
     step = result.get("step")
     earlier = [found for found in step_verdicts(directory) if found["step"] != step]
     write_whole(directory / NAME, json.dumps(result | {"earlier": earlier}, indent=1) + "\n")
@@ -28,7 +28,7 @@ def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
 
 
 def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Writes drift.json and drift.html, and the report again where the directory is a run's.
+    """Writes drift.json and drift.html, and in a run's directory its report again.
 
     Raises:
       OSError: the directory cannot be written.
@@ -40,7 +40,7 @@ def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def print_analysis(result: dict, console: Console | None = None) -> None:
-    """Prints headline, verdict and, where something differs, what adds how much."""
+    """Prints headline, verdict, and the operations, layers and tokens with the largest drift."""
     console = console or Console(highlight=False)
     verdict = result["verdict"]
     figures = headline(result["headline"], result["logits"])
@@ -102,7 +102,7 @@ def print_analysis(result: dict, console: Console | None = None) -> None:
 def _print_table(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]
 ) -> None:
-    """Prints rows under a title, if there are any."""
+    """Prints a table, unless it is empty."""
     if not rows:
         return
     table = Table(box=None, pad_edge=False)

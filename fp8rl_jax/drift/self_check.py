@@ -1,13 +1,11 @@
-"""The promise, tried on this machine before a run begins: on a cut of the model, and product by
-product at the run's own sizes.
+"""Tests zero drift on this machine before a run begins.
 
-XLA promises nothing of the kind: that decode and train step give the same bits was measured, for
-some versions and some processors. So a run that relies on it tries it first, on a cut of its own
-model: the same widths, heads, vocabulary, cache length and recipe; two layers (three if both ends
-stay in bf16); few sequences of few tokens. The cut does not have the run's numbers of rows: so the
-run's own programs are traced, and every product in them whose order is promised is compared with
-that order. A check that the promise passed is kept, and not made again for the same configuration
-by the same code on the same kind of machine.
+XLA does not promise that decode and train step give the same bits: it was measured for some
+versions and processors. So a run that relies on it first runs a cut of its own model: the same
+widths, heads, vocabulary, cache length and recipe; two layers (three if both ends stay in bf16);
+few sequences of few tokens. The cut has other numbers of rows than the run, so the run's own
+programs are traced as well, and each product in them with a promised order is compared with that
+order. A check that passed is cached for the configuration, the code and the kind of machine.
 """
 
 from __future__ import annotations
@@ -42,15 +40,16 @@ _NEW_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class SelfCheck:
-    """What the check saw.
+    """The result of the check.
 
     Attributes:
-      tokens: compared, of a cut of so many `layers`.
-      differing: log-probabilities among them.
-      largest: |dlogp|.
-      products: what was tried of the run's own products.
-      kept: whether it was kept from an earlier run.
-      drifted: the step of an earlier run of this configuration that drifted nevertheless.
+      tokens: number of log-probabilities compared.
+      differing: number of them whose bits differ.
+      largest: the largest |dlogp|.
+      layers: of the cut.
+      products: the probe of the run's own products.
+      kept: whether it is the cached result of an earlier run.
+      drifted: the step of an earlier run of this configuration that drifted all the same.
     """
 
     tokens: int
@@ -82,7 +81,7 @@ class SelfCheck:
 
 
 def self_check(runtime: Runtime) -> SelfCheck:
-    """Runs sampler and train step of a cut of the run's model on a few of its questions."""
+    """Runs sampler and train step of the cut on a few questions, and probes the run's products."""
     cut = _cut(runtime)
     config = cut.config
     state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl")[0])
@@ -99,8 +98,8 @@ def self_check(runtime: Runtime) -> SelfCheck:
 
 
 def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
-    """`self_check`, or what it said when it held for this configuration before; `note` is called
-    with a line before it begins."""
+    """The cached result of a check that passed for this configuration, else `self_check`, before
+    which `note` is called with a line."""
     path = _place(runtime)
     if path and (kept := processes.decided(lambda: _read(path))):
         return kept
@@ -112,15 +111,15 @@ def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
 
 
 def note_drift(runtime: Runtime, where: str) -> None:
-    """Has a check that is kept say that `where`, a step with its configuration, drifted."""
-    with contextlib.suppress(OSError):  # a file of the user's that is gone
+    """Records in the cached check of a run's configuration that the step `where` drifted."""
+    with contextlib.suppress(OSError):  # a file of the user no longer exists
         path = _place(runtime)
         if path and processes.first() and (kept := _read(path)):
             _keep(dataclasses.replace(kept, drifted=where), path)
 
 
 def _place(runtime: Runtime) -> pathlib.Path | None:
-    """The file of a check for this configuration, code and machine; None without a cache."""
+    """The file of the cached check for this configuration, code and machine; None for none."""
     config = runtime.config
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
@@ -140,7 +139,7 @@ def _keep(checked: SelfCheck, path: pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> SelfCheck | None:
-    """What is kept; None if nothing is, or it is damaged."""
+    """The cached check; None if there is none, or it is damaged."""
     try:
         fields = json.loads(path.read_text())
         products = OwnProducts(**fields.pop("products"))
@@ -150,7 +149,7 @@ def _read(path: pathlib.Path) -> SelfCheck | None:
 
 
 def _cut(runtime: Runtime) -> Runtime:
-    """The runtime with few layers, prompts and new tokens, and otherwise unchanged."""
+    """The runtime with fewer layers, prompts and new tokens, otherwise unchanged."""
     recipes = (runtime.rollout_recipe, runtime.learner_recipe)
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)

@@ -1,4 +1,17 @@
-"""Questions, their rewards, and the form of an environment."""
+"""Questions, their rewards, and the form of an environment.
+
+    env.task -> sources -> tasks (reasoning_gym), or rows of a data set:
+                           files (text_rows, arrow_rows), tfds (tfds_prepare), a user's function
+                   |
+                   v
+                load: rows -> Question, split by `question` and `splits`, counted, hashed (digest)
+                   |
+                   v
+    responses -> rewards.scoring -> (B,) rewards, nan where a response is not scored
+
+Read `question`, `load` and `rewards` first. `step` has the form of an environment of several
+replies, which no run calls yet. Not done: streaming data sets, several turns, images.
+"""
 
 from fp8rl_jax.envs.load import Data, load_questions
 from fp8rl_jax.envs.question import SPLITS, Question, split_of

@@ -1,15 +1,13 @@
 """Answers of any type as the text that a response is compared with.
 
-A whole number is written without a point, whatever type a file has for it: pandas turns a column
-of integers with a gap into floats. What is not finite is no answer, and neither is a list or a
-mapping without any value in it. A list of one value is that value; other lists, and mappings, are
-their JSON.
+Whole numbers are written without a point, since pandas turns a column of integers with a gap into
+floats. Numbers that are not finite, and lists and mappings without a value, count as no answer. A
+list of one value becomes that value; other lists, and mappings, become JSON.
 """
 
 from __future__ import annotations
 
 import decimal
-import fractions
 import json
 import math
 import numbers
@@ -20,8 +18,8 @@ _MOST_DIGITS = 400  # of a whole number that is written out
 
 
 def has_value(value: Any) -> bool:
-    """Whether there is anything in a value: not in None, blank texts, numbers that are not finite,
-    and lists and mappings of these alone."""
+    """Whether a value is not empty. Empty are None, blank texts, numbers that are not finite, and
+    lists and mappings of empty values."""
     try:
         if isinstance(value, Mapping):
             return any(map(has_value, value.values()))
@@ -37,7 +35,7 @@ def has_value(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> Any:
-    """An answer as text; a value that is neither number nor list nor mapping is as it was.
+    """An answer as text, if it is a number, a list or a mapping; any other value unchanged.
 
     Raises:
       ValueError, RecursionError: it is too large, or too deeply nested, for a text.
@@ -53,7 +51,7 @@ def answer_text(value: Any) -> Any:
 
 
 def text_of_json(value: Any) -> str:
-    """A value as JSON, other types in it as their texts."""
+    """A value as JSON, with types that JSON lacks as texts."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -67,8 +65,7 @@ def _number_text(value: Any) -> str:
         text = text.rstrip("0").rstrip(".") if "." in text else text
         return "0" if text in ("-0", "") else text
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Real):
-        whole = isinstance(value, fractions.Fraction) and value.denominator == 1
-        return str(value.numerator if whole else value)
+        return str(value)
     if not math.isfinite(value):
         return ""
     text = str(value)  # the shortest decimal of its own type

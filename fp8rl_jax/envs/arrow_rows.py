@@ -1,21 +1,23 @@
-"""Rows of Arrow's columns, whatever else is in them: a column that nobody asked for ends no run.
+"""Rows of parquet and Arrow files.
 
-Each type has one kind of Python's values, with pandas installed or not. Times are kept to the
-microsecond, as Python has them. A float32 or float16 becomes the float with the same shortest
-decimal: 0.1, not 0.10000000149011612. What Python cannot hold (a year after 9999, bytes that are
-no UTF-8 in a text, two columns of one name) is an `Unreadable`, which is an error where a question
-or an answer is in it, and is missing in the row that a reward gets.
+A column that no question needs cannot stop a run: what Python cannot hold (a year after 9999, a
+text that is not UTF-8, two columns of one name) becomes an `Unreadable`, which is an error in a
+question or an answer, and is left out of the row that a reward gets.
+
+Python's types do not depend on pandas being installed. Times are cut to microseconds, as Python has
+them. A float32 or float16 becomes the float64 with the same shortest decimal: 0.1, not
+0.10000000149011612.
 """
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
-from fp8rl_jax.envs.tfds import first_line
+from fp8rl_jax.base.errors import raised, refused
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 _BATCH = 1024  # rows
 PARQUET = ".parquet"
@@ -27,19 +29,11 @@ def read(path: pathlib.Path) -> Rows:
     Raises:
       UserError: the file is damaged.
     """
-    number, parquet = 0, _is_parquet(path)
-    batches = _batches(path)
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = [] if batch is None else _rows(batch, trusted=parquet)
-        except Exception as error:  # damage: Arrow's own errors, and Python's of what it has read
-            raise UserError(f"{path} cannot be read ({first_line(error)})") from None
-        if batch is None:
-            return
-        for row in rows:
-            number += 1
-            yield f"{path}, row {number}", row
+    numbers, parquet = itertools.count(1), _is_parquet(path)
+    with refused(f"{path} cannot be read", "save the data anew"):
+        for batch in _batches(path):
+            for row in _rows(batch, trusted=parquet):
+                yield f"{path}, row {next(numbers)}", row
 
 
 def _is_parquet(path: pathlib.Path) -> bool:
@@ -60,42 +54,32 @@ def _batches(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
-    """The rows of a record batch.
-
-    Args:
-      batch: of pyarrow.
-      trusted: the buffers are known to fit together, as what a parquet reader made: Arrow's files
-        hold the buffers themselves, and a damaged one would be read outside of its bounds.
-    """
+    """The rows of a record batch of pyarrow. `trusted`: its buffers come from the parquet reader
+    and are consistent; Arrow files hold raw buffers, which could be read out of bounds."""
     names = batch.schema.names
-    columns, whole = [], True
-    for index, name in enumerate(names):
-        if names.count(name) > 1:
-            twice = Unreadable("the file has several columns of that name")
-            values, readable = [twice] * batch.num_rows, False
-        else:
-            values, readable = _values(batch.column(index), trusted)
-        columns.append(values)
-        whole = whole and readable
-    make = dict if whole else PartlyReadable
-    return [make(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
+    columns = [
+        twice if names.count(name) > 1 else _values(batch.column(index), trusted)
+        for index, name in enumerate(names)
+    ]
+    return [marked(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
-def _values(column: Any, trusted: bool) -> tuple[list[Any], bool]:
-    """Python's values of a column, and whether all of them can be read."""
+def _values(column: Any, trusted: bool) -> list[Any]:
+    """The values of a column as Python's types, or `Unreadable`."""
     try:
         if not trusted:
             _with_bytes(column).validate(full=True)
-    except Exception as error:  # damage, or a text within another column that is no UTF-8
-        return [Unreadable(first_line(error))] * len(column), False
+    except Exception as error:  # damaged, or a nested text is not UTF-8
+        return [Unreadable(raised(error))] * len(column)
     try:
-        return _cast(column).to_pylist(), True
-    except Exception:  # whatever conversions to Python's types raise
-        return [_value(scalar) for scalar in column], False
+        return _cast(column).to_pylist()
+    except Exception:  # conversions to Python's types raise many types
+        return [_value(scalar) for scalar in column]
 
 
 def _with_bytes(column: Any) -> Any:
-    """A column of texts as one of bytes: whether they are UTF-8 is asked of each by itself."""
+    """A column of texts as one of bytes, since each text is checked for UTF-8 separately."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type):
@@ -104,21 +88,26 @@ def _with_bytes(column: Any) -> Any:
 
 
 def _cast(column: Any) -> Any:
-    """The column in types that Python has, where Arrow can make them."""
+    """Casts the column to types that Python has; raises where Arrow cannot."""
     import pyarrow as pa
 
-    if _holds_half(column.type):
-        raise NotImplementedError("Arrow has no shortest decimal of it")
-    # A float32's shortest decimal by way of a text.
-    texts = _mapped(column.type, lambda t: pa.string() if pa.types.is_float32(t) else _micro(t))
-    plain = _mapped(column.type, lambda t: pa.float64() if pa.types.is_float32(t) else _micro(t))
+    def with_floats(float32: Any) -> Any:
+        def leaf(kind: Any) -> Any:
+            if pa.types.is_float16(kind):
+                raise NotImplementedError("Arrow has no shortest decimal of it")
+            return float32 if pa.types.is_float32(kind) else _micro(kind)
+
+        return _mapped(column.type, leaf)
+
+    # Through text, so that a float32 becomes the float64 with the same shortest decimal.
+    texts, plain = with_floats(pa.string()), with_floats(pa.float64())
     if texts != column.type:
         column = column.cast(texts, safe=False)
     return column if plain == texts else column.cast(plain)
 
 
 def _micro(kind: Any) -> Any:
-    """A type of nanoseconds in microseconds."""
+    """The type, with microseconds for nanoseconds."""
     import pyarrow as pa
 
     if getattr(kind, "unit", "") != "ns":
@@ -129,40 +118,26 @@ def _micro(kind: Any) -> Any:
 
 
 def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The type with `leaf` applied to what it is made of, as far as Arrow casts it."""
+    """The type with `leaf` applied to the primitive types in it, as far as Arrow can cast them."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_mapped(field.type, leaf)) for field in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(kind.value_field.with_type(_mapped(kind.value_type, leaf)))
-    if pa.types.is_fixed_size_list(kind):
-        field = kind.value_field.with_type(_mapped(kind.value_type, leaf))
-        return pa.list_(field, kind.list_size)
     if pa.types.is_map(kind):
         return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf))
-    if pa.types.is_dictionary(kind):
-        inner = _mapped(kind.value_type, leaf)
-        return kind if inner == kind.value_type else inner
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        inner = _mapped(kind.value_type, leaf)
-        return kind if inner == kind.value_type else pa.large_list(inner)
+    inner = _mapped(kind.value_type, leaf) if hasattr(kind, "value_type") else None
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(inner))
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(inner), getattr(kind, "list_size", -1))
+    if inner is not None and inner != kind.value_type:  # Arrow casts these to no type of their kind
+        return inner if pa.types.is_dictionary(kind) else pa.large_list(inner)
     return leaf(kind) if pa.types.is_primitive(kind) else kind
 
 
-def _holds_half(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        return _holds_half(kind.value_type)
-    fields = [kind.field(i).type for i in range(kind.num_fields)]
-    return pa.types.is_float16(kind) or any(map(_holds_half, fields))
-
-
 def _value(scalar: Any) -> Any:
-    """One value, with an `Unreadable` in the place of each part that Python cannot hold."""
-    import numpy as np  # late, and so is pyarrow: workers of rewards do without
+    """One value, with each part that Python cannot hold replaced by an `Unreadable`."""
+    import numpy as np  # imported late, like pyarrow: reward workers need neither
     import pyarrow as pa
 
     kind = scalar.type
@@ -185,5 +160,5 @@ def _value(scalar: Any) -> Any:
             type_ = np.float16 if pa.types.is_float16(kind) else np.float32
             return float(str(type_(scalar.as_py())))
         return scalar.cast(_micro(kind), safe=False).as_py()
-    except Exception as error:  # what Python's types say of values that they cannot hold
-        return Unreadable(first_line(error))
+    except Exception as error:  # Python's types cannot hold it
+        return Unreadable(raised(error))

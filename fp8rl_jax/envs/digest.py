@@ -1,6 +1,6 @@
-"""A hash of the questions of a run, to notice that a data set has changed.
+"""A hash of the questions of a run, which shows that a data set has changed.
 
-It covers what the policy is asked, what it is compared with, and the rows, which a reward may read.
+It covers prompts, answers, and the rows, which a reward may read.
 """
 
 from __future__ import annotations
@@ -18,26 +18,22 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # in the text of an object: another 
 
 
 def digest_of(questions: Mapping[str, Iterable[Question]]) -> str:
-    """The hash of all that training and evaluation take from a data set."""
+    """The hash of all questions, {split: questions}."""
     digest = hashlib.sha256()
     for split in SPLITS:
         for q in questions[split]:
             line = [split, q.text, q.answer, q.solution, q.messages, q.tools, q.row]
             try:
                 text = json.dumps(line, default=lambda value: _plain(value, ()))
-            except (TypeError, ValueError, RecursionError):  # keys, huge numbers, circles
+            except (TypeError, ValueError, RecursionError):  # keys, huge numbers, cycles
                 text = json.dumps(_plain(line, ()))
             digest.update(text.encode())
     return digest.hexdigest()
 
 
 def _plain(value: Any, within: tuple[int, ...]) -> Any:
-    """A value as JSON has it, the same in each process; an object of a user's as its text.
-
-    Args:
-      value: anything that a row holds.
-      within: ids of the lists and mappings that it is in, for one that holds itself.
-    """
+    """A value of a row as JSON types, the same in each process; a user's object becomes its text.
+    `within`: ids of the enclosing lists and mappings, to detect cycles."""
     if value is None or isinstance(value, str | bool | float):
         return value
     if isinstance(value, int):

@@ -1,9 +1,9 @@
-"""Data sets in local files: which files there are, and which split each is.
+"""Finds the files of a local data set, and the split of each.
 
 A file is JSONL, a JSON list, CSV (`text_rows`) or parquet (`arrow_rows`). A directory is laid out
-as on the Hub (such files, whose names say their split) or as `save_to_disk` writes it (Arrow
-files). Files of others are read within limits: regular files alone, names that stay in their
-directory. Links are followed, since Hugging Face's cache is made of them.
+as on the Hub (such files, named after splits) or as by `save_to_disk` (Arrow files). Only regular
+files are read, and only names within the directory. Links are followed, since Hugging Face's cache
+consists of links.
 """
 
 from __future__ import annotations
@@ -27,55 +27,16 @@ from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 
 _ARROW = ".arrow"
 _TEXTS = (*text_rows.JSONL, *text_rows.CSV, *text_rows.JSON)
-_HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # in a directory; without them CSV, else JSON
+_HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # read in a directory; without them CSV, else JSON
 _FORMS = "a .jsonl, .parquet, .csv or .json file, or a directory of such files"
-# Data in kinds of files that are not read: they are named where they lie beside others, as is
-# whatever a split's name is in.
-_OTHER_KINDS = (
-    ".json",
-    ".ndjson",
-    ".jsonlines",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".xml",
-    ".arrow",
-    ".feather",
-    ".pq",
-    ".parq",
-    ".orc",
-    ".avro",
-    ".tfrecord",
-    ".zst",
-    ".xz",
-    ".bz2",
-    ".lz4",
-    ".br",
-    ".zip",
-    ".7z",
-    ".tar",
-    ".tgz",
-    ".gz",
-    ".pkl",
-    ".pickle",
-    ".npy",
-    ".npz",
-    ".h5",
-    ".hdf5",
-    ".pt",
-    ".db",
-    ".sqlite",
-    ".xls",
-    ".xlsx",
+# Kinds of data files that are not read, unless they are (see `_HUB`): a note names such files, and
+# any file whose name speaks of a split.
+_OTHER_KINDS = re.compile(
+    r"\.(json|ndjson|jsonlines|csv|tsv|txt|xml|arrow|feather|pq|parq|orc|avro|tfrecord|zst|xz|bz2|lz4|"
+    r"br|zip|7z|tar|tgz|gz|pkl|pickle|npy|npz|h5|hdf5|pt|db|sqlite|xls|xlsx)\Z"
 )
-_ABOUT = (
-    "dataset_dict.json",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "features.json",
-    "state.json",
-)
-_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`
+_ABOUT = re.compile(r"(dataset_(dict|infos?)|features|state)\.json")  # metadata
+_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # written by `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
 _NO_NAME = re.compile(  # of a shard in its split's folder
@@ -93,8 +54,8 @@ class Found:
 
     Attributes:
       splits: {split: files}.
-      named: the split that the name which the user wrote speaks of; '' for none.
-      unread: names of data files beside them that are not read.
+      named: the held-out split in the name that the user wrote; '' for none.
+      unread: names of data files in the directory that are not read.
     """
 
     splits: dict[str, list[pathlib.Path]]
@@ -103,7 +64,7 @@ class Found:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether the text is the name of a file or a directory, there or not."""
+    """Whether the text has the form of a path; the file need not exist."""
     return "/" in name or name.startswith((".", "~")) or _suffix(name) != ""
 
 
@@ -112,10 +73,10 @@ def _suffix(name: str) -> str:
 
 
 def find(name: str) -> Found:
-    """The files of a file or a directory; a single file is the split 'train'.
+    """Finds the files of a path; a single file is the split 'train'.
 
     Raises:
-      UserError: it does not exist, or holds no data, or several data sets.
+      UserError: it does not exist, holds no data, or holds several data sets.
     """
     path = pathlib.Path(expanded(name, "the path"))
     if os.path.isdir(path):
@@ -129,7 +90,7 @@ def find(name: str) -> Found:
     else:
         stem = _stem(path)
         folder = path.parent.name
-        # The folder of a file with any name may be that of a project, as my_test_of_x is.
+        # A folder of several words may be a project, such as my_test_of_x.
         alone = _ANY_NAME.fullmatch(stem) and _ONE_WORD.fullmatch(folder)
         words = folder if alone or _NO_NAME.fullmatch(stem) else stem
         found = Found({TRAIN: [path]}, _held_out_name(words))
@@ -142,7 +103,7 @@ def find(name: str) -> Found:
 
 
 def _beside(path: pathlib.Path) -> list[str]:
-    """Some of what is in the directory of a path."""
+    """At most 1,000 entries of the directory of a path."""
     try:
         with os.scandir(path.parent) as entries:
             return [str(path.parent / entry.name) for entry in itertools.islice(entries, 1000)]
@@ -155,7 +116,7 @@ def _stem(path: pathlib.Path) -> str:
 
 
 def _held_out_name(name: str) -> str:
-    """'test' or 'validation' where a name speaks of that, and not of 'train'."""
+    """'test' or 'validation' if the name has that word and not 'train'; else ''."""
     words = splits_named(name)
     return next((word for word in words if word in HELD_OUT and TRAIN not in words), "")
 
@@ -185,7 +146,7 @@ def _find_in_directory(root: pathlib.Path) -> Found:
         return Found(splits, named, _unread(root, files, itertools.chain(*splits.values())))
     for kind in () if data else (text_rows.CSV, text_rows.JSON):
         found = [path for path in files if path.name.lower().endswith(kind)]
-        data = data or [path for path in found if path.name not in _ABOUT]
+        data = data or [path for path in found if not _ABOUT.fullmatch(path.name)]
     unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
@@ -199,20 +160,19 @@ def _find_in_directory(root: pathlib.Path) -> Found:
 def _unread(
     root: pathlib.Path, files: Iterable[pathlib.Path], read: Iterable[pathlib.Path]
 ) -> tuple[str, ...]:
-    """The names of files that may hold data of this data set and are not among those that are
-    read: of known kinds, and of any kind where name or folder speak of a split."""
-    read = set(read)
-    rest = [_in(path, root) for path in files if path not in read]
+    """The names of files that are not read and may hold data: files of known kinds, and any file
+    with the name of a split in its path."""
+    names = [_in(path, root) for path in sorted({*files} - {*read})]
     return tuple(
         name
-        for name in rest
-        if (name.lower().endswith(_OTHER_KINDS) or any(map(splits_named, name.split("/"))))
-        and not (os.path.basename(name) in _ABOUT or _CACHE.fullmatch(os.path.basename(name)))
+        for name in names
+        if (_OTHER_KINDS.search(name.lower()) or any(map(splits_named, name.split("/"))))
+        and not (_ABOUT.fullmatch(last := os.path.basename(name)) or _CACHE.fullmatch(last))
     )
 
 
 def _walk(root: pathlib.Path) -> list[pathlib.Path]:
-    """What is below a directory and is no directory, hidden entries aside, in order of names."""
+    """All entries below a directory except directories and hidden entries, sorted."""
     found: list[pathlib.Path] = []
     seen: set[tuple[int, int]] = set()
     entries = 0
@@ -225,7 +185,7 @@ def _walk(root: pathlib.Path) -> list[pathlib.Path]:
                     f"{root} holds more than {_MOST_ENTRIES:,} files: name the directory of one "
                     "data set"
                 )
-            if (status.st_dev, status.st_ino) in seen:  # links in a circle
+            if (status.st_dev, status.st_ino) in seen:  # a cycle of links
                 folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
@@ -254,10 +214,10 @@ def _some(names: Iterable[str]) -> str:
 def _by_split(
     root: pathlib.Path, files: list[pathlib.Path]
 ) -> tuple[dict[str, list[pathlib.Path]], bool]:
-    """{split: files}, and whether a name below the directory says one.
+    """{split: files}, and whether any name below the directory has the name of a split.
 
     Raises:
-      UserError: one split has files of several data sets, or one file has two splits' names.
+      UserError: a split has files of several data sets, or a file has the names of two splits.
     """
     splits: dict[str, list[pathlib.Path]] = {}
     names: dict[str, set[str]] = {}
@@ -287,7 +247,7 @@ def _by_split(
 
 
 def _saved_splits(path: pathlib.Path) -> list[str]:
-    """The names in dataset_dict.json, each of a directory beside it."""
+    """The names of the splits in dataset_dict.json; each is a directory next to it."""
     names = _of_json(path, "splits")
     if not (isinstance(names, list) and names and all(map(is_file_name, names))):
         raise UserError(f"{path} is damaged: save the data set again")
@@ -295,7 +255,7 @@ def _saved_splits(path: pathlib.Path) -> list[str]:
 
 
 def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
-    """The files of a data set that `save_to_disk` wrote, in their order, and its split's name."""
+    """The files that `save_to_disk` wrote, in order, and the name of their split."""
     state = directory / "state.json"
     files = _of_json(state, "_data_files")
     if any(_of_json(state, key) for key in _INDICES):
@@ -314,7 +274,7 @@ def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
 
 
 def _of_json(path: pathlib.Path, key: str) -> Any:
-    """A key's value in an object in a file; None if it is not there."""
+    """The value of a key in a JSON file; None if the key is missing."""
     try:
         return read_json(path).get(key)
     except (OSError, ValueError, AttributeError):
@@ -325,7 +285,7 @@ def read(paths: list[pathlib.Path]) -> Rows:
     """The rows of files, each with its place.
 
     Raises:
-      UserError: a file cannot be read, or a line is no JSON object in UTF-8.
+      UserError: a file cannot be read, or a row is not what the file's name promises.
     """
     for path in paths:
         try:

@@ -1,9 +1,8 @@
 """The questions of a run: read or generated, split, and counted.
 
-A data set's own split 'test' (else 'validation') is held out, and never trained on unasked; without
-one its questions are split by the hash of their text. A prompt counts once: two that differ in
-white space, roles or tools are two. A question that is held out is never trained on, whatever its
-white space.
+A data set's own split 'test' (else 'validation') is held out, and trained on only if the user names
+it; without one, questions are held out by the hash of their text. Equal prompts (text, roles and
+tools) count once. A held-out question is never trained on, even with other white space.
 
 All rows are read at the start and kept in memory. Not done: streaming data sets that do not fit.
 """
@@ -25,8 +24,8 @@ from fp8rl_jax.envs.sources import DataSet, about, eval_tasks, is_generated, rea
 from fp8rl_jax.envs.splits import roles
 from fp8rl_jax.envs.tasks import make_questions
 
-_AHEAD = 1000  # rows by which the form of a data set is recognised
-_MOST_ROWS = 1_000_000  # of a user's function, and ten for each of `env.max_questions`
+_AHEAD = 1000  # rows from which the form of a data set is recognised
+_MOST_ROWS = 1_000_000  # of a user's function, and ten more for each of `env.max_questions`
 Fits = Callable[[str, Question], bool]
 
 
@@ -34,10 +33,9 @@ class Data(NamedTuple):
     """The questions of a run.
 
     Attributes:
-      questions: by split, no question in two of them.
-      note: what was read and left out, in one line; '' where all questions were generated.
-      digest: of the questions and their rows, to notice that a data set has changed; ''
-        likewise.
+      questions: by split; the splits are disjoint.
+      note: a line on what was read and left out; '' if all questions were generated.
+      digest: hash of the questions and their rows; '' if all questions were generated.
     """
 
     questions: dict[str, list[Question]]
@@ -52,20 +50,20 @@ def load_questions(
 
     Args:
       env: the section of a checked configuration.
-      counts: number of questions by split. Of a data set the training split is complete (at most
-        `env.max_questions`) if its number is above 0, and the others may be smaller.
-      seed: other seeds give other questions of a generator.
-      fits: says of a split's question whether it is short enough; without it all are. It is asked
-        where a data set is among the sources.
+      counts: number of questions by split. From a data set, a training split with a number above
+        0 is complete (at most `env.max_questions`), and other splits may be smaller.
+      seed: of a generator.
+      fits: whether a split's question is short enough; None if all are. Only called if a data set
+        is among the sources.
 
     Raises:
-      UserError: a source cannot be read, or gives no or too few questions.
+      UserError: a source cannot be read, or has too few questions.
     """
     return _Loader(env, counts, seed, fits or (lambda split, question: True)).load()
 
 
 class _Loader:
-    """`load_questions`, with what it counts on the way."""
+    """The state of `load_questions`: what it has counted and noted so far."""
 
     def __init__(self, env: Any, counts: Mapping[str, int], seed: int, fits: Fits):
         self._env, self._seed, self._fits = env, seed, fits
@@ -73,8 +71,8 @@ class _Loader:
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
         self._forms: dict[str, list[RowForm]] = {}  # by source
         self._not_shown: dict[str, dict[str, None]] = {}  # columns, by source
-        self._said: list[str] = []  # what else the first line says
-        self._held_out_of: list[str] = []  # of each evaluation set
+        self._said: list[str] = []  # further parts of the note
+        self._held_out_of: list[str] = []  # where each evaluation set comes from
 
     def load(self) -> Data:
         env, own = self._env, dict(self._counts)
@@ -119,7 +117,7 @@ class _Loader:
         return Data(questions, visible(note), digest_of(questions))
 
     def _own_held_out(self, source: DataSet) -> list[Question]:
-        """The questions of the split of `env.task` that is held out; [] without one."""
+        """The questions of the held-out split of `env.task`; [] without one."""
         split = roles(self._env.task, source.rows).held_out
         if not split:
             return []
@@ -129,8 +127,8 @@ class _Loader:
     def _training(
         self, source: DataSet, held_out: Collection[str], separate: bool
     ) -> dict[str, list[Question]]:
-        """The questions of `env.task` to train on, and under 'eval' the share of them that is held
-        out where there is nothing else to evaluate on."""
+        """The questions of `env.task` to train on, and under 'eval' the share that is held out if
+        there is no other evaluation set."""
         task, env = self._env.task, self._env
         main, own, unused = roles(task, source.rows)
         if not main:
@@ -154,8 +152,7 @@ class _Loader:
         return found
 
     def _separate(self, task: str) -> list[Question]:
-        """The questions of a source for evaluation: its own held-out split if it has one, else
-        all of it."""
+        """The questions of an evaluation source: its held-out split if it has one, else all."""
         if is_generated(task):
             self._held_out_of.append(task)
             return make_questions(task, {}, {"eval": self._counts["eval"]}, self._seed)["eval"]
@@ -173,7 +170,7 @@ class _Loader:
         return list(self._distinct(task, source, split, "evaluation"))
 
     def _distinct(self, task: str, source: DataSet, split: str, use: str) -> Iterator[Question]:
-        """The questions of a split with text and answer, each prompt once, in order."""
+        """The questions of a split that have text and answer, each prompt once, in order."""
         rows, most = source.rows[split], self._env.max_questions
         ahead = min(_AHEAD, most) if source.a_function and most else _AHEAD
         head = list(itertools.islice(rows, ahead))
@@ -224,8 +221,8 @@ class _Loader:
     def _kept(
         self, split: str, questions: Iterable[Question], held_out: Collection[str] = ()
     ) -> list[Question]:
-        """The questions in `env.prompt_template` that are not held out and, where there are data
-        sets, short enough."""
+        """The questions, in `env.prompt_template`, that are not held out and (if any source is a
+        data set) short enough."""
         use = "evaluation" if split == "eval" else "training"
         kept = []
         for question in questions:
@@ -239,7 +236,7 @@ class _Loader:
         return kept
 
     def _drawn(self, split: str, questions: list[Question]) -> list[Question]:
-        """At most as many as are asked for, where there are data sets."""
+        """The questions, reduced to the requested number if any source is a data set."""
         count = self._counts[split]
         if split == "train" and count:
             count = self._env.max_questions or len(questions)
@@ -251,15 +248,11 @@ class _Loader:
         questions: dict[str, list[Question]],
         evaluated: list[list[Question]],
     ) -> str:
-        counted = {split: f"{len(questions[split]):,}" for split in SPLITS}
-        parts = []
-        if self._counts["sft"]:
-            parts.append(f"{counted['sft']} to fine-tune on")
-        if self._counts["train"]:
-            parts.append(f"{counted['train']} to train on")
+        uses = {"sft": "to fine-tune on", "train": "to train on"}
+        parts = [f"{len(questions[s]):,} {use}" for s, use in uses.items() if self._counts[s]]
         if self._counts["eval"]:
-            for part, source in zip(evaluated, self._held_out_of, strict=False):
-                parts.append(f"{len(part):,} held out ({source})")
+            sets = zip(evaluated, self._held_out_of, strict=False)
+            parts += [f"{len(part):,} held out ({source})" for part, source in sets]
         read = [task for task in dict.fromkeys(tasks) if task in self._forms]
         note = "; ".join(
             f"{task}: {' and '.join(dict.fromkeys(map(str, self._forms[task])))}" for task in read
@@ -276,7 +269,7 @@ class _Loader:
 
 
 def _no_training_split(task: str, source: DataSet, held_out: str) -> UserError:
-    """Why a data set without a split to train on is not trained on."""
+    """The error for a data set without a split to train on."""
     beside = f", and {names_of(source.unread)}, which is not read" if source.unread else ""
     if not held_out or len(source.rows) > 1:
         return UserError(
@@ -294,5 +287,5 @@ def _no_training_split(task: str, source: DataSet, held_out: str) -> UserError:
 
 
 def _key(text: str) -> str:
-    """A question's text without differences in white space, by which it is held out."""
+    """A question's text with white space normalised, by which it is held out."""
     return " ".join(text.split())

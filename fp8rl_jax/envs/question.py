@@ -1,7 +1,6 @@
-"""A question with its reference answer, and the split that its text belongs to.
+"""A question with its reference answer, and its split.
 
-A question's split is a hash of its text, so no question can be in two splits, whatever seed or
-file it comes from.
+The split is a hash of the text, so no question is in two splits, whatever its seed or file.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ class Question:
     """One question with its reference answer.
 
     Attributes:
-      text: what is asked; of a conversation, the contents of its messages.
-      answer: what rewards compare with.
-      solution: the row's whole answer, where `answer` is a part of it.
-      messages: a conversation that is more than one plain message of the user's: {'role',
-        'content'} each, with what else the source says of it (tool_calls, name, ...).
-      row: all that the source says of the question, for rewards that ask for it.
-      set: the held-out source that it is of, where there are several.
+      text: the question; of a conversation, the contents of its messages.
+      answer: what rewards compare responses with.
+      solution: the row's full answer, if `answer` is only a part of it.
+      messages: a conversation, unless it is one plain user message: {'role', 'content'} each, with
+        the source's further fields (tool_calls, name, ...).
+      row: all columns of the source, for rewards that take them.
+      set: the evaluation source, if there are several.
       tools: function schemas for the chat template.
     """
 
@@ -41,8 +40,8 @@ class Question:
 
     @property
     def prompt(self) -> str | Sequence[Mapping[str, Any]] | Mapping[str, Any]:
-        """What the policy is given: a text, or messages for a chat template, or {'messages',
-        'tools'} for one."""
+        """The prompt of the policy: a text, or for a chat template messages, or {'messages',
+        'tools'}."""
         if self.tools:
             messages = self.messages or [{"role": "user", "content": self.text}]
             return {"messages": messages, "tools": self.tools}
@@ -50,19 +49,19 @@ class Question:
 
     @property
     def identity(self) -> str:
-        """Equal for two questions whose prompts are."""
+        """A text that is equal for equal prompts."""
         if not (self.messages or self.tools):
             return self.text
         return json.dumps([self.text, self.messages, self.tools], default=repr)
 
     @property
     def demonstration(self) -> str:
-        """What supervised fine-tuning teaches."""
+        """The answer that supervised fine-tuning trains on."""
         return self.solution or self.answer
 
 
 def split_of(text: str, eval_fraction: float = 0.1) -> str:
-    """'eval' for this share of all texts, 'sft' for three tenths, 'train' for the rest.
+    """The split of a text: 'eval' for this share of all texts, 'sft' for 0.3, else 'train'.
 
     Example:
       >>> {split_of("What is 7 + 9?") for _ in range(3)}
@@ -76,7 +75,7 @@ def split_of(text: str, eval_fraction: float = 0.1) -> str:
 
 
 def subset(questions: Sequence[Question], count: int) -> list[Question]:
-    """At most `count` of the questions, drawn by a hash of their texts; their order is kept."""
+    """At most `count` of the questions, chosen by a hash of their texts, in their order."""
     if len(questions) <= count:
         return list(questions)
     digests = [hashlib.sha256(b"subset" + q.text.encode()).digest() for q in questions]
@@ -85,8 +84,8 @@ def subset(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def with_template(question: Question, template: str) -> Question:
-    """The question within `template`, in the place of '{question}'; of a conversation the user's
-    last message."""
+    """The question with its text (in a conversation the user's last message) put into `template`
+    in place of '{question}'."""
     if template == "{question}":
         return question
     if not question.messages:
@@ -99,5 +98,5 @@ def with_template(question: Question, template: str) -> Question:
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The contents of a conversation, one paragraph each."""
+    """The contents of the messages, as paragraphs."""
     return "\n\n".join(m["content"] for m in messages if m.get("content") is not None)

@@ -1,11 +1,11 @@
-"""Rows of a data set become questions: which form they have, and where question and answer are.
+"""Turns rows of a data set into questions.
 
-Four forms are known. Plain columns: a text and its answer. The instruction form: `instruction`,
-and `input` below it where there is one. verl's: `prompt` is a conversation and
-`reward_model.ground_truth` the answer. TRL's: `prompt` is a conversation, and the answer a column.
-Messages keep all their fields, and a column `tools` of function schemas goes to the chat template.
+Four forms are known. Plain: a column of texts and one of answers. Instruction: `instruction`, with
+`input` below it if there is one. verl: `prompt` is a conversation, `reward_model.ground_truth` the
+answer. TRL: `prompt` is a conversation, the answer a column. Messages keep all their fields; a
+column `tools` of function schemas is passed to the chat template.
 
-Not done: pictures in a conversation; a question in several other columns.
+Not done: images in a conversation; a question in several other columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
@@ -22,7 +22,7 @@ from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
 from fp8rl_jax.envs.question import Question, joined
 from fp8rl_jax.envs.rewards.written_number import whole_number
 
-Rows = Iterator[tuple[str, Mapping[str, Any]]]  # where a row is, for an error, and the row
+Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (place of a row for error messages, row)
 
 _INSTRUCTION, _INPUT = "instruction", "input"
 QUESTION_KEYS = ("question", "prompt", "problem", _INSTRUCTION, _INPUT)
@@ -40,22 +40,18 @@ ANSWER_KEYS = (
 )
 NO_ANSWER = "-"  # the value of env.answer_key for rows without an answer
 _TOOLS = "tools"
-_VERL_COLUMNS = ("data_source", "ability", "reward_model", "extra_info")  # no part of a prompt
+_VERL_COLUMNS = ("data_source", "ability", "reward_model", "extra_info")  # not in a prompt
 _MARK = "####"
 _GROUPED_DIGITS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _MISSING = object()
-_PLAIN = {"role", "content"}  # what any message has
-_MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # ShareGPT's, too
-_LAST_ROLES = ("user", "tool")  # of a prompt
+_PLAIN = {"role", "content"}  # the fields of a plain message
+_MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # last: ShareGPT
+_LAST_ROLES = ("user", "tool")  # of the last message of a prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A value that Python cannot hold, in its place in a row.
-
-    Attributes:
-      reason: of it.
-    """
+    """Replaces a value of a row that Python cannot hold, for this reason."""
 
     reason: str
 
@@ -64,19 +60,29 @@ class PartlyReadable(dict):
     """A row with an `Unreadable` somewhere in it."""
 
 
+def marked(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, as `PartlyReadable` if it holds an `Unreadable` at any depth."""
+    return PartlyReadable(row) if _holds_unreadable(row) else row
+
+
+def _holds_unreadable(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_holds_unreadable, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Unreadable)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowForm:
-    """Where the rows of a data set have question and answer.
+    """Where the rows of a data set hold question and answer.
 
     Attributes:
-      question_key, answer_key: names of columns; a dot goes into a column; '-' for no answer.
-      input_key: a column whose text is put below the question's; '' for none.
-      conversation: the first question is a list of messages.
-      pattern: finds the answer in its column; None for the text after the last '####', if that
-        is one.
-      mark: what the text behind the last '####' has to be: 'line', as the rows all end with a line
-        that the mark begins; 'number', as some rows do; '' where none was seen, which is as
-        'number'.
+      question_key, answer_key: names of columns; 'a.b' is key b in column a; '-' for no answer.
+      input_key: a column whose text is put below the question; '' for none.
+      conversation: whether the first question is a list of messages.
+      pattern: finds the answer in its column; None to take the text after the last '####'.
+      mark: which text after the last '####' is the answer: 'line', any line that begins with the
+        mark, if all first rows end with one; 'number', a number only, if some do; '' for no mark
+        in the first rows, then as 'number'.
     """
 
     question_key: str
@@ -88,7 +94,7 @@ class RowForm:
 
     @property
     def has_answer(self) -> bool:
-        """Whether rows have an answer at all."""
+        """Whether rows have an answer."""
         return self.answer_key != NO_ANSWER
 
     def __str__(self) -> str:
@@ -105,18 +111,18 @@ class RowForm:
 
     @functools.cached_property
     def _used(self) -> set[str]:
-        """The columns that are shown, are the answer, or are none that a prompt shows."""
+        """The columns of the prompt and the answer, and those of verl that no prompt needs."""
         used = {self.question_key, self.answer_key, self.input_key}
         used |= {key.partition(".")[0] for key in (self.question_key, self.answer_key)}
         return used.union(_VERL_COLUMNS if self.answer_key == _VERL_ANSWER else ())
 
     def has_input(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a text that is put below the question's."""
+        """Whether a row has a text to put below the question."""
         return bool(self.input_key) and has_value(_find(row, self.input_key))
 
     def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
-        """The columns of a row, beside those that are known, that have a value and are neither in
-        the prompt nor the answer; of an answer that is a conversation what is not its last text."""
+        """The names, except `known` ones, of columns with a value that are in neither prompt nor
+        answer; and of an answer that is a conversation, the parts other than its last text."""
         found = [
             str(key)
             for key, value in row.items()
@@ -216,29 +222,29 @@ class RowForm:
 
 
 def _behind_mark(whole: str) -> str | None:
-    """What is behind the last mark, if that is one line; None if not, or without a mark."""
+    """The text after the last mark, if it is one line; None otherwise, and without a mark."""
     _, mark, tail = whole.rpartition(_MARK)
     tail = tail.strip()
     return tail if mark and len(tail.splitlines()) <= 1 else None
 
 
 def _begins_line(whole: str) -> bool:
-    """Whether the last mark begins a line."""
+    """Whether the last mark is at the beginning of a line."""
     before = whole.rpartition(_MARK)[0]
     return not before or before.endswith("\n")
 
 
 def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowForm:
-    """The form of a data set.
+    """Recognises the form of a data set.
 
     Args:
       place: of the first row, for errors.
-      rows: the first rows. Of the usual columns the first with a value in any of them counts; if
-        there is none, the first that is there.
+      rows: the first rows. The first of the usual columns with a value in one of them is taken;
+        without a value, the first that exists.
       env: the section of a configuration.
 
     Raises:
-      UserError: no column for the question or the answer.
+      UserError: there is no column for the question or the answer.
     """
     question = env.question_key or _first(rows, QUESTION_KEYS, place, "question")
     with_input = question == _INSTRUCTION and not env.question_key
@@ -265,11 +271,11 @@ def _last_or_text(value: Any) -> Any:
 
 
 def _answer_or_none(value: Any) -> str | None:
-    """An answer as text; None where it is no text, or blank."""
+    """An answer as text; None if it is not a text, or blank."""
     try:
         text = _last_or_text(value)
         text = text.decode() if isinstance(text, bytes) else text
-    except (ValueError, RecursionError):  # said where the row is read
+    except (ValueError, RecursionError):  # an error where the row is read
         return None
     return text if isinstance(text, str) and text.strip() else None
 
@@ -297,15 +303,15 @@ def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, w
 
 
 def names_of(names: Any) -> str:
-    """The names of columns, at most twelve of them."""
+    """The names of columns, at most twelve, for a message."""
     shown = [str(name)[:60] for name in names]
     more = f" and {len(shown) - 12:,} more" if len(shown) > 12 else ""
     return (", ".join(shown[:12]) + more) or "nothing"
 
 
 def _find(row: Mapping[str, Any], key: str, missing: Any = None) -> Any:
-    """The value of a column, or of 'column.key' in it; `missing` if there is none. What is in a
-    column that is None is None."""
+    """The value of a column, or of key b of column a for 'a.b'; `missing` if there is none. A key
+    in a column that is None is None."""
     if key in row:
         return row[key]
     head, dot, rest = key.partition(".")
@@ -338,7 +344,7 @@ def _refuse_unreadable(value: Any, place: str, key: str) -> None:
 
 
 def _readable(value: Any) -> Any:
-    """A value without what cannot be read: no such key in a mapping, None elsewhere."""
+    """A value without `Unreadable` parts: keys of mappings are removed, other parts are None."""
     if isinstance(value, Mapping):
         return {k: _readable(v) for k, v in value.items() if not isinstance(v, Unreadable)}
     if type(value) in (list, tuple):
@@ -347,12 +353,12 @@ def _readable(value: Any) -> Any:
 
 
 def without_unreadable(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row with the values alone that could be read."""
+    """A row without its unreadable values."""
     return _readable(row) if isinstance(row, PartlyReadable) else row
 
 
 def _text(value: Any, place: str, key: str) -> str:
-    """A column as text."""
+    """The value of a column as text."""
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -373,27 +379,23 @@ def _text(value: Any, place: str, key: str) -> str:
 
 def _is_conversation(value: Any) -> bool:
     """Whether an answer is a list of messages."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, Mapping) and "role" in message for message in value)
-    )
+    return _is_list_of(value, lambda part: isinstance(part, Mapping) and "role" in part)
+
+
+def _is_list_of(value: Any, good: Callable[[Any], Any]) -> bool:
+    """Whether a value is a list, not empty, whose elements all are good."""
+    return isinstance(value, list) and bool(value) and all(map(good, value))
 
 
 def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
-    """A conversation: [{'role', 'content', ...}, ...], not empty. Other fields than these two are
-    kept where they have a value; a message of tool calls need not have a content."""
-    good = (
-        isinstance(value, list | tuple)
-        and value
-        and all(
-            isinstance(m, Mapping)
-            and isinstance(m.get("role"), str)
-            and ("content" in m or m.get("tool_calls"))
-            for m in value
-        )
-    )
-    if not good:
+    """A conversation [{'role', 'content', ...}, ...] with at least one message. Further fields with
+    a value are kept; a message with tool calls needs no content."""
+
+    def good(message: Any) -> Any:
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        return has_role and ("content" in message or message.get("tool_calls"))
+
+    if not _is_list_of(list(value) if isinstance(value, tuple) else value, good):
         raise UserError(
             f"{place}: {key!r} is {_kind(value)}; write a conversation, [{{'role': 'user', "
             "'content': TEXT}}]"
@@ -415,15 +417,15 @@ def _message(message: Mapping[str, Any], place: str, key: str) -> dict[str, Any]
 
 
 def without_none(value: Any) -> Any:
-    """A value without the keys whose value is None: Arrow's files give each message, and each
-    tool, the keys of all others."""
+    """A value without keys whose value is None: in Arrow files each message, and each tool, has the
+    keys of all of them."""
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The function schemas in the column `tools`, a list or its JSON; [] if there are none."""
+    """The function schemas in the column `tools` (a list or its JSON); [] for none."""
     tools = row.get(_TOOLS)
     if isinstance(tools, list | tuple):
         tools = without_none(_readable(list(tools)))
@@ -438,25 +440,19 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_json_of_messages(question: Question) -> bool:
-    """Whether a question is a text that is the JSON of a conversation, alone or in an object."""
+    """Whether a question's text is the JSON of a conversation, or of an object with one."""
     if question.messages or not question.text.lstrip().startswith(("[", "{")):
         return False
     try:
         value = parse_json(question.text)
     except ValueError:
         return False
+
+    def is_message(part: Any) -> bool:
+        return isinstance(part, dict) and any(part.keys() >= keys for keys in _MESSAGE_KEYS)
+
     parts = [value, [value], *(value.values() if isinstance(value, dict) else ())]
-    return any(map(_looks_like_messages, parts))
-
-
-def _looks_like_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and any(m.keys() >= keys for keys in _MESSAGE_KEYS) for m in value
-        )
-    )
+    return any(_is_list_of(part, is_message) for part in parts)
 
 
 def _kind(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""What `env.task` names: a generator of reasoning_gym, or a data set, and the rows of a data set.
+"""The sources that `env.task` can name, and the rows of a data set.
 
-A data set is a file, a directory, a prepared or downloadable data set of tensorflow-datasets, or a
-user's function that returns rows.
+A source is a generator of reasoning_gym, or a data set: a file, a directory, a prepared or
+downloadable data set of tensorflow-datasets, or a user's function that returns rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DataSet:
 
     Attributes:
       rows: by split, each row with its place.
-      named: the held-out split that the name which the user wrote speaks of; '' for none.
-      unread: names of data files that lie beside those that are read.
+      named: the held-out split in the name that the user wrote; '' for none.
+      unread: names of data files in the directory that are not read.
       a_function: rows come from a user's function, and may never end.
     """
 
@@ -58,13 +58,13 @@ def _kind(task: str) -> str:
 
 
 def is_generated(task: str) -> bool:
-    """Whether the task is one of reasoning_gym's, by its name alone."""
+    """Whether the task is a generator of reasoning_gym, by its name alone."""
     return _kind(task) == "generated"
 
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """Errors within it begin with the name of a field."""
+    """Within it errors begin with the name of this field."""
     try:
         yield
     except UserError as error:
@@ -72,8 +72,8 @@ def about(field: str) -> Iterator[None]:
 
 
 def check_source(env: Any) -> None:
-    """Raises UserError if questions cannot come from where section `env` of a configuration says;
-    reads no rows."""
+    """Raises UserError if section `env` of a configuration names a source that cannot work; reads
+    no rows."""
     if "{question}" not in env.prompt_template:
         raise UserError(
             f"env.prompt_template is {env.prompt_template!r}; write a text with {{question}} in it"
@@ -89,20 +89,20 @@ def check_source(env: Any) -> None:
         check_task(env.task, plain(env.task_options.to_dict()))
     else:
         with about("env.task"):
-            _check_data_set(env.task, env)
+            _found(env.task, env)
     for task in eval_tasks(env):
         with about("env.eval_task"):
             if is_generated(task):
                 check_task(task, {})
             else:
-                _check_data_set(task, env)
+                _found(task, env)
 
 
 def eval_tasks(env: Any) -> list[str]:
     """The sources in `env.eval_task`.
 
     Raises:
-      UserError: one is there twice.
+      UserError: one is named twice.
     """
     tasks = [task.strip() for task in env.eval_task.split(",") if task.strip()]
     for task in tasks:
@@ -111,50 +111,41 @@ def eval_tasks(env: Any) -> list[str]:
     return tasks
 
 
-def _check_data_set(task: str, env: Any) -> None:
-    kind = _kind(task)
-    if kind == "function":
-        _function(task)
-    elif kind == "path":
-        if not tfds.is_prepared(_path(task)):
-            files.find(task)
-    else:
-        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
-        directory = tfds.find(name, root)
-        if directory is not None:
-            tfds.check_format(directory)
-        elif env.download:
-            tfds_prepare.check_known(name)
-        else:
-            raise UserError(
-                f"{name} is not prepared in {root}, and env.download is False: "
-                f"{tfds_prepare.ways(name)}"
-            )
-
-
-def _path(task: str) -> pathlib.Path:
-    return pathlib.Path(expanded(task, "the path"))
-
-
 def read_rows(task: str, env: Any) -> DataSet:
     """The rows of a data set; downloads what is missing.
 
     Raises:
       UserError: of `check_source`, or there is no network.
     """
-    _check_data_set(task, env)
+    return _found(task, env)()
+
+
+def _found(task: str, env: Any) -> Callable[[], DataSet]:
+    """Checks that a data set is there, or can be downloaded; returns the function that reads it."""
     kind = _kind(task)
     if kind == "function":
-        return DataSet(_rows_of_function(task), a_function=True)
-    if kind == "tfds":
-        name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
-        rows = tfds.read(tfds.find(name, root) or tfds_prepare.prepare(name, root))
-        return DataSet(rows, unread=(f"./{task}",) if os.path.exists(task) else ())
-    if tfds.is_prepared(_path(task)):
-        return DataSet(tfds.read(_path(task)))
-    found = files.find(task)
-    rows = {split: files.read(paths) for split, paths in found.splits.items()}
-    return DataSet(rows, found.named, found.unread)
+        function = _function(task)
+        return lambda: DataSet(_rows_of_function(task, function), a_function=True)
+    if kind == "path":
+        path = pathlib.Path(expanded(task, "the path"))
+        if tfds.is_prepared(path):
+            return lambda: DataSet(tfds.read(path))
+        found = files.find(task)
+        rows = {split: files.read(paths) for split, paths in found.splits.items()}
+        return lambda: DataSet(rows, found.named, found.unread)
+    name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
+    directory = tfds.find(name, root)
+    if directory is not None:
+        tfds.check_format(directory)
+    elif env.download:
+        tfds_prepare.check_known(name)
+    else:
+        raise UserError(
+            f"{name} is not prepared in {root}, and env.download is False: "
+            f"{tfds_prepare.ways(name)}"
+        )
+    unread = (f"./{task}",) if os.path.exists(task) else ()
+    return lambda: DataSet(tfds.read(directory or tfds_prepare.prepare(name, root)), unread=unread)
 
 
 def _function(task: str) -> Callable:
@@ -164,14 +155,13 @@ def _function(task: str) -> Callable:
     return function
 
 
-def _rows_of_function(task: str) -> dict[str, Rows]:
+def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:
     """What a user's function returns: rows, or {split: rows}."""
-    function = _function(task)
     try:
         value = function()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's code raises, SystemExit too
+    except BaseException as error:  # user code may raise anything, SystemExit too
         raise UserError(
             f"{task!r} fails with {raised(error)}; it takes no argument and returns rows"
         ) from None

@@ -1,4 +1,4 @@
-"""The splits of a data set: which one a name speaks of, which is trained on, which is held out.
+"""The splits of a data set by their names, and their roles: training, evaluation, unused.
 
 The words are those that Hugging Face's `datasets` finds in the names of files and directories.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fp8rl_jax.base.errors import UserError
 
 TRAIN = "train"
-HELD_OUT = ("test", "validation")  # the first that there is
+HELD_OUT = ("test", "validation")  # in this order
 _WORDS = {
     "train": "train",
     "training": "train",
@@ -34,13 +34,7 @@ def splits_named(name: str) -> list[str]:
 
 
 class Roles(NamedTuple):
-    """What the splits of a data set are for, each by its own name; '' if there is none.
-
-    Attributes:
-      train: is trained on.
-      held_out: is for evaluation.
-      unused: neither.
-    """
+    """Names of the splits to train on and to evaluate on ('' for none), and of the other splits."""
 
     train: str
     held_out: str
@@ -48,10 +42,10 @@ class Roles(NamedTuple):
 
 
 def roles(task: str, names: Iterable[str]) -> Roles:
-    """The roles of splits; a data set of one split that has no such name is trained on.
+    """The roles of splits; a single split of another name is trained on.
 
     Raises:
-      UserError: two splits are for the same.
+      UserError: two splits have the same role.
     """
     names = list(names)
     found: dict[str, list[str]] = {}

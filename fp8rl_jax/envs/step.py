@@ -1,14 +1,12 @@
-"""The form of an environment: a pure function from what the policy replied to what happens next.
+"""The form of an environment: a pure function from the policy's reply to the next step.
 
     step(state, reply, row) -> Step(state, observation, reward, done)
 
-The first call of an episode has the state None, each later one the state that the call before it
-returned. A function keeps nothing else from call to call: one that is called again with the same
-arguments returns the same.
+The first call of an episode gets the state None, each later call the state that the previous one
+returned. The result depends on the arguments alone.
 
-A question with a reward is the environment of one reply, `one_reply`. That is all that a run asks
-today: it scores the replies of a step together (`rewards.scoring`), and no run calls a function of
-this form yet.
+A question with a reward is an environment of one reply (`one_reply`). No run calls a function of
+this form yet: runs have one reply, and score the replies of a step together (`rewards.scoring`).
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from fp8rl_jax.envs.rewards.terms import Term, module_file, weighted_sum
 
 
 class Step(NamedTuple):
-    """What an environment answers to a reply of the policy.
+    """The environment's answer to a reply.
 
     Attributes:
-      state: what the next call is given; of any type that can be pickled, since calls are made in
-        worker processes. It is a new value, and the one that was given is not changed.
-      observation: text that the policy reads next; '' for nothing. It is not read if `done`.
-      reward: of this reply, a finite number of float32; an episode's reward is the sum over its
-        replies. nan: the episode is not scored, as where a reward function fails.
+      state: for the next call, of any picklable type, since calls are made in worker processes. It
+        is a new value; the given state is not changed.
+      observation: text that the policy reads next; '' for nothing. Ignored if `done`.
+      reward: of this reply, finite in float32; an episode's reward is the sum over its replies.
+        nan: the episode is not scored, as when a reward function fails.
       done: whether the episode ends with this reply.
     """
 
@@ -43,10 +41,10 @@ StepFunction = Callable[[Any, str, Mapping[str, Any]], Step]  # (state, reply, r
 
 
 def one_reply(question: Question, terms: Sequence[Term]) -> StepFunction:
-    """A question with rewards as an environment: done after the first reply, without observation.
+    """A question with rewards as an environment of one reply, without observation.
 
-    The step's reward is that of `Scoring`: the weighted sum of the terms, and nan where a call
-    fails or none applies. The functions are called in the process that calls the step.
+    The reward is that of `Scoring`: the weighted sum of the terms; nan if a call fails or no term
+    applies. The reward functions are called in the process that calls the step.
     """
 
     def step(state: Any, reply: str, row: Mapping[str, Any]) -> Step:

@@ -1,7 +1,7 @@
 """Questions from reasoning_gym, split into fine-tuning, training and evaluation by their text.
 
-Seeds alone do not separate: neighbouring seeds of reasoning_gym overlap, and small tasks repeat
-their questions.
+Different seeds would not separate them: neighbouring seeds of reasoning_gym overlap, and small
+tasks repeat their questions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
 
-_ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: seeds this far apart are apart
+_ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: these ranges do not overlap
 
 
 def check_task(name: str, options: dict) -> None:
@@ -29,13 +29,13 @@ def check_task(name: str, options: dict) -> None:
         )
     try:
         reasoning_gym.create_dataset(name, size=1, seed=0, **options)[0]
-    except Exception as error:  # tasks check their options with exceptions of many types
+    except Exception as error:  # tasks raise many types for wrong options
         raise UserError(f"env.task_options: task {name!r} refuses {options}: {error}") from None
 
 
 def has_scorer(name: str) -> bool:
-    """Whether reasoning_gym has a task of this name, with a scorer of its own: another answer than
-    the one that it gives may be right too."""
+    """Whether reasoning_gym has a task of this name with its own scorer: several answers may be
+    right."""
     from reasoning_gym.factory import DATASETS, ProceduralDataset
 
     if name not in DATASETS:
@@ -50,17 +50,17 @@ def make_questions(
 
     Args:
       name: a task of reasoning_gym.
-      options: keywords of that task.
+      options: keyword arguments of the task.
       counts: number of questions by split.
-      seed: other seeds give other questions.
+      seed: selects the questions.
 
     Returns:
       {split: questions}, disjoint by text.
 
     Raises:
-      UserError: the task's space is too small for the counts.
+      UserError: the task has too few distinct questions.
     """
-    import reasoning_gym  # all tasks at once: a second, and not every command asks questions
+    import reasoning_gym  # slow: it imports all tasks
 
     check_task(name, options)
     data = reasoning_gym.create_dataset(

@@ -1,9 +1,8 @@
 """Rows of text files: JSON Lines, a JSON list of objects, CSV with a header; each also as .gz.
 
-Limits keep a file from deciding how a command ends: bytes of a line and of a JSON list, and JSON's
-depth (base/json_file.py). A cell of CSV is the text that is written there: '007' and '24.0' stay,
-and an empty cell is an empty text. Python's csv reads quotes and line breaks within them; Arrow's
-reader would need the types of all columns beforehand, and blocks as long as the longest row.
+The length of a line and of a JSON list, and the depth of JSON (base/json_file.py), are limited. A
+cell of CSV is its text: '007' and '24.0' stay, and an empty cell is an empty text. (Arrow's CSV
+reader would need the types of all columns in advance, and blocks as long as the longest row.)
 
 A '.json' file may also hold one object a line, as for Hugging Face's `datasets`. Not read: an
 object of columns, a list below a key, CSV with another separator than the comma.
@@ -17,15 +16,15 @@ import gzip
 import io
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
-_LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed at once
+_LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed in one piece
 _File = io.BufferedReader | gzip.GzipFile
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 
@@ -34,7 +33,7 @@ def read(path: pathlib.Path) -> Rows:
     """The rows of a file whose name ends with one of JSONL, JSON or CSV, each with its place.
 
     Raises:
-      UserError: something in it is not what its name says, or is not UTF-8, or is too long.
+      UserError: the content is not what the name promises, not UTF-8, or too long.
       OSError, EOFError, zlib.error: it cannot be read.
     """
     name = path.name.lower()
@@ -48,7 +47,7 @@ def read(path: pathlib.Path) -> Rows:
 
 
 def _lines(path: pathlib.Path, file: _File) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, decoded, without a byte order mark."""
+    """(number, text) of the lines of a file, without a byte order mark."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         place = f"{path}:{number}"
         if len(line) > LONGEST:
@@ -69,10 +68,10 @@ def _read_jsonl(path: pathlib.Path, file: _File, form: str = "one object a line"
         if not (text := line.strip()):
             continue
         try:
-            row, partly = _parsed(text)
+            row = _parsed(text)
         except ValueError as error:
             raise UserError(f"{place} is not JSON ({error}): write {form}") from None
-        yield place, _checked(place, row, partly, form)
+        yield place, _checked(place, row, form)
 
 
 def _read_json(path: pathlib.Path, file: _File) -> Rows:
@@ -82,7 +81,7 @@ def _read_json(path: pathlib.Path, file: _File) -> Rows:
     if not head.startswith(b"["):
         lines = _read_jsonl(path, file, form)
         first = list(itertools.islice(lines, 2))
-        if len(first) == 1:  # of columns, or with the rows below a key
+        if len(first) == 1:  # an object of columns, or rows below a key
             raise UserError(f"{path} holds one object: write {form}")
         yield from itertools.chain(first, lines)
         return
@@ -93,51 +92,50 @@ def _read_json(path: pathlib.Path, file: _File) -> Rows:
             "into a .jsonl file"
         )
     try:
-        rows, partly = _parsed(content.decode("utf-8-sig"))
+        rows = _parsed(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): write {form}") from None
     for number, row in enumerate(rows, 1):
         place = f"{path}, row {number}"
-        yield place, _checked(place, row, partly, "a list of objects")
+        yield place, _checked(place, row, "a list of objects")
 
 
-def _parsed(text: str) -> tuple[Any, bool]:
-    """The value of a JSON text, and whether an `Unreadable` may be in it."""
-    partly = False
-
-    def as_int(digits: str) -> int | Unreadable:
-        nonlocal partly
-        try:
-            return int(digits)
-        except ValueError:  # Python's limit
-            partly = True
-            return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
-
-    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal partly
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = collections.Counter(key for key, _ in pairs)
-            twice = [key for key, count in counts.items() if count > 1]
-            found |= dict.fromkeys(twice, Unreadable("the key stands there twice"))
-            partly = True
-        return found
-
-    return parse_json(text, as_object, as_int), partly
+def _parsed(text: str) -> Any:
+    """The value of a JSON text, with an `Unreadable` for a value that Python cannot hold."""
+    return parse_json(text, _object, _integer)
 
 
-def _checked(place: str, row: Any, partly: bool, form: str) -> dict[str, Any]:
+def _integer(digits: str) -> int | Unreadable:
+    try:
+        return int(digits)
+    except ValueError:  # Python's limit
+        return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        again = Unreadable("the key stands there twice")
+        found |= dict.fromkeys(_repeated(key for key, _ in pairs), again)
+    return found
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in collections.Counter(names).items() if count > 1]
+
+
+def _checked(place: str, row: Any, form: str) -> dict[str, Any]:
     """The row, if it is an object."""
     if isinstance(row, dict):
-        return PartlyReadable(row) if partly else row
+        return marked(row)
     kind = "int" if isinstance(row, Unreadable) else type(row).__name__
     raise UserError(f"{place} is {kind}; write {form}")
 
 
 def _read_csv(path: pathlib.Path, file: _File) -> Rows:
-    csv.field_size_limit(LONGEST)  # of the process; without it a cell of 128 KiB is an error
+    csv.field_size_limit(LONGEST)  # for the process; the default is 128 KiB
     lines = (line for _, line in _lines(path, file))
     head = next(lines, "")
     for separator, name in ((";", "';'"), ("\t", "tabs")):
@@ -148,31 +146,24 @@ def _read_csv(path: pathlib.Path, file: _File) -> Rows:
             )
     reader = csv.reader(itertools.chain([head], lines), strict=True)
     names, begin = list[str](), 1
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path}:{begin} is not CSV ({error}): put texts that hold commas, quotes or line "
-                'breaks in quotes, and write a quote in them twice ("")'
-            ) from None
-        if cells is None:
-            return
-        place, begin = f"{path}:{begin}", reader.line_num + 1
-        if not cells:
-            continue
-        if not names:  # the header; a column without a name has one as pandas would give it
-            names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
-            continue
-        if len(cells) > len(names):
-            raise UserError(
-                f"{place} has {len(cells)} cells, and the header {len(names)}: put texts that hold "
-                "commas in quotes"
-            )
-        row: dict[str, Any] = dict(itertools.zip_longest(names, cells, fillvalue=""))
-        if len(row) == len(names):
-            yield place, row
-            continue
-        twice = [name for name, count in collections.Counter(names).items() if count > 1]
-        again = Unreadable("the file has several columns of that name")
-        yield place, PartlyReadable(row | dict.fromkeys(twice, again))
+    twice: dict[str, Any] = {}
+    try:
+        for cells in reader:
+            place, begin = f"{path}:{begin}", reader.line_num + 1
+            if len(cells) > len(names) > 0:
+                raise UserError(
+                    f"{place} has {len(cells)} cells, and the header {len(names)}: put texts that "
+                    "hold commas in quotes"
+                )
+            if names and cells:
+                row = dict(itertools.zip_longest(names, cells, fillvalue=""))
+                yield place, marked(row | twice)
+            elif cells:  # the header; columns without a name are named as in pandas
+                names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
+                again = Unreadable("the file has several columns of that name")
+                twice = dict.fromkeys(_repeated(names), again)
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{begin} is not CSV ({error}): put texts that hold commas, quotes or line "
+            'breaks in quotes, and write a quote in them twice ("")'
+        ) from None

@@ -1,6 +1,6 @@
 """Prepared data sets of tensorflow-datasets, read from array_record files without TensorFlow.
 
-One is found by its directory, DATA_DIR/NAME[/CONFIG]/VERSION, without importing anything.
+They are found by their directories, DATA_DIR/NAME[/CONFIG]/VERSION, without importing a library.
 `tfds_prepare` makes them.
 """
 
@@ -12,20 +12,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, raised, refused
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
 from fp8rl_jax.base.paths import expanded, tfds_home
-from fp8rl_jax.envs.rows import PartlyReadable, Rows, Unreadable
+from fp8rl_jax.envs.rows import Rows, Unreadable, marked
 
 FORMAT = "array_record"
-JSON_COLUMNS = "fp8rl_json_columns"  # of the metadata: columns that are kept as JSON
+JSON_COLUMNS = "fp8rl_json_columns"  # key of the metadata: columns that are stored as JSON
 _NAME = re.compile(
     r"(?P<name>[a-z][a-z0-9_]*)(/(?P<config>[\w.+-]+))?(:(?P<version>\d+\.\d+\.\d+))?"
 )
 
 
 def data_dir(setting: str) -> pathlib.Path:
-    """Where prepared data sets are: `env.data_dir`, else $TFDS_DATA_DIR, else
+    """The directory of prepared data sets: `env.data_dir`, else $TFDS_DATA_DIR, else
     ~/tensorflow_datasets."""
     return pathlib.Path(expanded(setting or tfds_home(), "env.data_dir"))
 
@@ -33,7 +33,7 @@ def data_dir(setting: str) -> pathlib.Path:
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
     """{NAME or NAME/CONFIG: directory of the newest version} of all data sets below `root`."""
     found: dict[str, pathlib.Path] = {}
-    if not os.path.isdir(root):  # False for a name that cannot be
+    if not os.path.isdir(root):  # False for an impossible name, too
         return found
     for depth in ("*/*", "*/*/*"):
         for info in root.glob(f"{depth}/dataset_info.json"):
@@ -44,13 +44,13 @@ def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def _version(directory: pathlib.Path | None) -> tuple[int, ...]:
-    """(1, 0, 0) of '.../1.0.0'; () of anything else."""
+    """(1, 0, 0) for '.../1.0.0'; () for any other name."""
     parts = directory.name.split(".") if directory else [""]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def is_prepared(directory: pathlib.Path) -> bool:
-    """Whether this is the directory of a prepared data set: DATA_DIR/NAME[/CONFIG]/VERSION."""
+    """Whether this is the directory of a version of a prepared data set."""
     return all(os.path.isfile(directory / name) for name in ("dataset_info.json", "features.json"))
 
 
@@ -58,7 +58,7 @@ def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
     """The directory of a prepared data set; None if there is none.
 
     Raises:
-      UserError: the name is malformed, or there are several configs and none is named.
+      UserError: the name is malformed, or names none of several configs.
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
@@ -80,7 +80,7 @@ def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
 
 
 def check_format(directory: pathlib.Path) -> None:
-    """Raises UserError if a prepared data set is in a format that only TensorFlow reads."""
+    """Raises UserError if a prepared data set needs TensorFlow, or is damaged."""
     try:
         form = read_json(directory / "dataset_info.json").get("fileFormat")
     except (OSError, ValueError, AttributeError):
@@ -88,7 +88,7 @@ def check_format(directory: pathlib.Path) -> None:
     for path in sorted(directory.iterdir()):
         try:
             if not os.path.isdir(path):
-                check_regular(path)  # tensorflow-datasets would wait for a FIFO
+                check_regular(path)  # tensorflow-datasets would block on a FIFO
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): prepare it again") from None
     if form != FORMAT:
@@ -100,7 +100,7 @@ def check_format(directory: pathlib.Path) -> None:
 
 
 def read(directory: pathlib.Path) -> dict[str, Rows]:
-    """{split: rows} of a prepared data set; texts are decoded.
+    """{split: rows} of a prepared data set, with bytes decoded to texts.
 
     Raises:
       UserError: of `check_format`, or a row cannot be read.
@@ -108,14 +108,10 @@ def read(directory: pathlib.Path) -> dict[str, Rows]:
     check_format(directory)
     import tensorflow_datasets as tfds
 
-    try:
+    with refused(f"{directory} cannot be read", "prepare it again"):
         builder = tfds.builder_from_directory(str(directory))
         encoded = list((builder.info.metadata or {}).get(JSON_COLUMNS, ()))
         splits = list(builder.info.splits)
-    except Exception as error:  # whatever a damaged file makes protobuf and others raise
-        raise UserError(
-            f"{directory} cannot be read ({first_line(error)}): prepare it again"
-        ) from None
     return {split: _rows(builder, split, encoded) for split in splits}
 
 
@@ -126,27 +122,19 @@ def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
         for number in range(len(source)):
             place = f"{builder.data_dir} {split}, row {number + 1}"
             row = _plain(source[number])
-            row = {k: parse_json(v) if k in encoded else v for k, v in row.items()}
-            yield place, row if _is_whole(row) else PartlyReadable(row)
-    except Exception as error:  # array_record raises RuntimeError and others on a damaged file
-        raise UserError(f"{place} cannot be read ({first_line(error)}): prepare it again") from None
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether all of a value could be read."""
-    if isinstance(value, Mapping | list):
-        return all(map(_is_whole, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, Unreadable)
+            yield place, marked({k: parse_json(v) if k in encoded else v for k, v in row.items()})
+    except Exception as error:  # a damaged file: array_record raises many types
+        raise UserError(f"{place} cannot be read ({raised(error)}): prepare it again") from None
 
 
 def _plain(value: Any) -> Any:
-    """Python's own types for numpy's, text for bytes; a float32 is the float with the same
+    """A value in Python's types: text for bytes; a float32 becomes the float64 with the same
     shortest decimal."""
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError as error:
-            return Unreadable(first_line(error))
+            return Unreadable(raised(error))
     if isinstance(value, Mapping):
         return {name: _plain(v) for name, v in value.items()}
     if hasattr(value, "tolist"):
@@ -155,9 +143,3 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
         return _plain(value) if isinstance(value, bytes | list) else value
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def first_line(error: Exception) -> str:
-    """The type of an error and what it says first."""
-    said = str(error).strip().splitlines()[:1]
-    return ": ".join([type(error).__name__, *said])[:200]

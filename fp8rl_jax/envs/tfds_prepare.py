@@ -1,9 +1,10 @@
-"""Data sets of tensorflow-datasets are downloaded or made of local files, without TensorFlow.
+"""Prepares data sets of tensorflow-datasets, by download or from local files, without TensorFlow.
 
-Before a download the network is tried for seconds: tensorflow-datasets itself tries for minutes.
+Before a download the network is probed for seconds: tensorflow-datasets itself would try for
+minutes.
 
-array_record keeps rows as tf.train.Example, which has no float64 and no None: what is neither text
-nor a whole number is kept as JSON, and the metadata say which columns that are.
+array_record stores rows as tf.train.Example, which has no float64 and no None: columns that are
+neither texts nor int64 are stored as JSON, and named in the metadata.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import contextlib
 import difflib
 import http.client
 import io
-import json
 import pathlib
 import re
 import threading
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS, first_line
+from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.envs.answers import text_of_json
+from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS
 
 GSM8K = "gsm8k"
 CATALOGUE = "https://www.tensorflow.org/datasets/catalog"
@@ -49,7 +51,7 @@ def _plain(name: str) -> str:
 
 
 def ways(name: str) -> str:
-    """Three ways to get a data set without a network."""
+    """A text with three ways to get a data set without a network."""
     return (
         f"copy a prepared directory {_plain(name)} there, or name a local file "
         f"(--config.env.task=train.jsonl), or run `fp8rl data prepare {name}` on a machine with a "
@@ -61,7 +63,7 @@ def prepare(name: str, root: pathlib.Path) -> pathlib.Path:
     """Downloads and prepares a data set by its builder; returns its directory.
 
     Raises:
-      UserError: the name is not known, or there is no network, or the builder fails.
+      UserError: the name is unknown, there is no network, or the builder fails.
     """
     check_known(name)
     url = _GSM8K_URL if _plain(name) == GSM8K else _OTHER_URL
@@ -77,31 +79,25 @@ def _builder(name: str, root: pathlib.Path) -> Any:
     import tensorflow_datasets as tfds
 
     if _plain(name) == GSM8K:
-        from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered by tfds itself
+        from tensorflow_datasets.text.gsm8k.gsm8k import Gsm8k  # not registered
 
         return Gsm8k(data_dir=str(root), file_format=FORMAT)
-    try:
+    with refused(f"tensorflow-datasets refuses {name!r}", "write tfds:NAME[/CONFIG]"):
         return tfds.builder(name, data_dir=str(root), file_format=FORMAT)
-    except Exception as error:  # configs that do not exist, packages that a builder needs
-        raise UserError(
-            f"tensorflow-datasets refuses {name!r} ({first_line(error)}); write tfds:NAME[/CONFIG]"
-        ) from None
 
 
 def _run(builder: Any, advice: str) -> pathlib.Path:
-    """Lets a builder write its files; returns their directory."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints beside its progress bars
-            builder.download_and_prepare()
-    except Exception as error:  # network, disk, rows, or a builder that needs TensorFlow
-        raise UserError(
-            f"{builder.data_dir} could not be prepared ({first_line(error)}): {advice}"
-        ) from None
+    """Runs a builder; returns the directory of its files."""
+    with (
+        refused(f"{builder.data_dir} could not be prepared", advice),
+        contextlib.redirect_stdout(io.StringIO()),  # it prints besides progress bars
+    ):
+        builder.download_and_prepare()
     return pathlib.Path(builder.data_dir)
 
 
 def _reachable(url: str) -> bool:
-    """Whether the host answers within seconds; also where looking up its name would hang."""
+    """Whether the host answers within seconds, even if the lookup of its name hangs."""
     answers = []
 
     def ask() -> None:
@@ -120,29 +116,12 @@ def _reachable(url: str) -> bool:
     return bool(answers)
 
 
-class _LocalFiles:
-    """What a builder downloads by, giving it files that are here.
-
-    Attributes:
-      downloaded_size: bytes that came over the network.
-    """
-
-    downloaded_size = 0
-
-    def __init__(self, files: Mapping[str, pathlib.Path]):
-        self._files = dict(files)
-
-    def download_and_extract(self, urls: Mapping[str, str]) -> dict[str, pathlib.Path]:
-        """The files of the splits that there are."""
-        return {split: self._files[split] for split in urls if split in self._files}
-
-
 def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
-    """GSM8K of its JSONL files, by tensorflow-datasets' own builder; returns its directory.
+    """Prepares GSM8K from its JSONL files, by tensorflow-datasets' builder; returns its directory.
 
     Args:
       files: {'train': ..., 'test': ...} as published.
-      root: of prepared data sets.
+      root: directory of prepared data sets.
 
     Raises:
       UserError: the builder cannot read them.
@@ -151,17 +130,20 @@ def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> path
 
     tfds.disable_progress_bar()
     builder = _builder(GSM8K, root)
-    builder._make_download_manager = lambda **_: _LocalFiles(files)
+    builder._make_download_manager = lambda **_: types.SimpleNamespace(
+        downloaded_size=0,  # bytes that came over the network
+        download_and_extract=lambda urls: {s: files[s] for s in urls if s in files},
+    )
     return _run(builder, "name its files as published, train.jsonl and test.jsonl")
 
 
 def prepare_rows(
     name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]], root: pathlib.Path
 ) -> pathlib.Path:
-    """A data set of that name with these rows by split, in their order; returns its directory.
+    """Prepares a data set from {split: rows}, in their order; returns its directory.
 
     Raises:
-      UserError: the name is none for a data set, or it cannot be written.
+      UserError: the name is not valid, or the files cannot be written.
     """
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise UserError(
@@ -179,12 +161,8 @@ def prepare_rows(
     encoded = [column for column, kind in types.items() if kind is None]
 
     def written(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            column: json.dumps(row.get(column), ensure_ascii=False, default=str)
-            if kind is None
-            else row[column]
-            for column, kind in types.items()
-        }
+        as_json = {column: text_of_json(row.get(column)) for column in encoded}
+        return {column: row.get(column) for column in types} | as_json
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         VERSION = tfds.core.Version("1.0.0")
@@ -208,7 +186,7 @@ def prepare_rows(
 
 
 def _types(rows: Sequence[Mapping[str, Any]]) -> dict[str, type | None]:
-    """{column: str or int, where all rows have one; None for what is kept as JSON}."""
+    """{column: str or int (int64) if all rows have that type, else None, for JSON}."""
     found: dict[str, type | None] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         kinds = {type(row.get(column)) for row in rows}

@@ -20,12 +20,12 @@ def evaluate_policy(
     """Accuracy of the policy in `run.dir` on held-out questions of `env.task`, or of each set of
     `env.eval_task`.
 
-    Prompt slots are as many as the questions need. Of a run, the random bits are those of the
-    evaluation at its newest checkpoint.
+    Prompt slots fit the questions. A run's evaluation has the random bits of the one at its newest
+    checkpoint.
 
     Args:
-      config: of `load_config` or `directory_config`.
-      note: told what is being done.
+      config: from `load_config` or `directory_config`.
+      note: called with a line on each part.
 
     Returns:
       The records of `evaluate`, with the names of checkpoint, task and recipe.
@@ -39,9 +39,9 @@ def evaluate_policy(
     if data.note:
         note(data.note)
     asked = data.questions["eval"]
-    with load_policy(runtime, [q.prompt for q in asked], note, as_questions=True) as policy:
-        runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
-        found = evaluate(runtime, policy.weights, policy.phase, policy.step)
+    policy = load_policy(runtime, [q.prompt for q in asked], note, as_questions=True)
+    runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
+    found = evaluate(runtime, policy.weights, policy.phase, policy.step)
     about = {
         "checkpoint": config.run.dir,
         "task": config.env.task,

@@ -25,7 +25,7 @@ from fp8rl_jax.training.runtime import make_runtime
 
 
 def is_run(directory: str | pathlib.Path) -> bool:
-    """Whether this is the directory of a run."""
+    """Whether this is a run's directory."""
     is_theirs = pretrained_config(directory) is not None
     return os.path.isdir(os.path.join(directory, "checkpoints")) and not is_theirs
 
@@ -38,16 +38,16 @@ def export_run(
     permitted: Collection[str],
     note: Callable[[str], None],
 ) -> pathlib.Path:
-    """Writes the parameters of a run's newest checkpoint, and the tokenizer of the run.
+    """Writes the parameters of a run's newest checkpoint, and the run's tokenizer.
 
-    One array of parameters is in memory at a time, and nothing of the optimiser.
-    Under 'fp8' the file's bytes are those that the sampler serves under the recipe `fp8`.
+    Only one array of parameters is in memory at a time, and none of the optimiser. Under 'fp8' the
+    file holds the bytes that the sampler uses under the recipe `fp8`.
 
     Args:
       directory: of the run.
       target, dtype, max_shard_gb: as for `hf.convert`.
       permitted: for `run_config`.
-      note: told which weights they are, and what is missing.
+      note: called with a line on the weights, and on what is missing.
 
     Returns:
       The target.
@@ -66,7 +66,7 @@ def export_run(
     begun = config.model.checkpoint
     fields = pretrained_config(begun) if begun else None
     tokenizer = tokenizer_path(config.data.tokenizer, begun)
-    also = functools.partial(_copy_tokenizer, tokenizer, config.data)
+    also: Callable | None = functools.partial(_copy_tokenizer, tokenizer, config.data)
     if tokenizer == "byte":
         also = None
         note(
@@ -95,8 +95,8 @@ def export_run(
 
 
 def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:
-    """Copies the files of a tokenizer; of a single one writes a tokenizer.json that puts
-    `data.bos_token` in front, as the run did, and a file with the names that `data` gives."""
+    """Copies a tokenizer's directory; for a single file, writes a tokenizer.json that puts
+    `data.bos_token` before a text, as the run did, and a file with `data`'s special tokens."""
     if os.path.isdir(tokenizer):
         copy_tokenizer(pathlib.Path(tokenizer), directory)
         return

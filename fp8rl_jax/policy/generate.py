@@ -1,8 +1,8 @@
-"""Text of a policy, shown while it is made.
+"""Streams text of a policy.
 
-Tokens come in parts of a few decode steps (`make_stream`), with the bits of the sampler that
-training uses; after each part the text that is settled is handed on. The parts are compiled before
-the clock starts.
+Tokens come in chunks of a few decode steps (`make_stream`), with the bits of the training sampler;
+after each chunk, the text that is final is passed on. Programs are compiled before the clock
+starts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,12 +22,12 @@ from fp8rl_jax.training.runtime import Runtime
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What a generation took.
+    """Size and duration of a generation.
 
     Attributes:
-      prompt_tokens, new_tokens: of all prompts together, padding not counted.
+      prompt_tokens, new_tokens: sums over all prompts, without padding.
+      rows: number of responses.
       compiling, prefill, decode: seconds; prefill includes each response's first token.
-      rows: responses.
     """
 
     prompt_tokens: int
@@ -54,20 +55,23 @@ def generate(
     """Answers the prompts of a policy, with `rollout.max_new_tokens`, top-k and top-p.
 
     Args:
-      policy: of `load_policy`.
+      policy: from `load_policy`.
       temperature: 0 for greedy.
-      show: show(row, text) for every piece of text, in order within a row.
-      finished: finished(row, by_itself) after a row's last piece; False if it was cut.
+      show: called as show(row, text) for every piece of text, in order within a row.
+      finished: called as finished(row, ended) after a row's last piece; ended is False if the
+        response was cut.
 
     Returns:
-      How long it took.
+      Size and duration.
     """
     runtime, rows = policy.runtime, policy.rows
     config, tokenizer = runtime.config.rollout, runtime.tokenizer
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
-    stream = make_stream(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
+    stream: Any = make_stream(
+        runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel
+    )
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)
 
@@ -103,13 +107,14 @@ def generate(
 
 
 def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
-    """Prompt tokens and Requests, laid out over the mesh; more rows so that they divide over it."""
+    """Prompt tokens and Requests on the mesh, padded to rows that divide over it."""
     prompts, lengths = pad(runtime, rows)
     sample_ids = np.arange(len(lengths), dtype=np.int32)
     temperatures = np.full(len(lengths), temperature, np.float32)
     new, engine = runtime.config.rollout.max_new_tokens, runtime.engine
     limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
-    prompts, lengths, *fields = jax.device_put(
+    prompts, lengths, sample_ids, temperatures, limits = jax.device_put(
         (prompts, lengths, sample_ids, temperatures, limits), runtime.layout.rows
     )
-    return prompts, Requests(lengths, engine.keys["rollout"], *fields, engine.rope)
+    key = engine.keys["rollout"]
+    return prompts, Requests(lengths, key, sample_ids, temperatures, limits, engine.rope)

@@ -1,15 +1,14 @@
-"""A policy by its configuration: the newest checkpoint in `run.dir`, or a released model.
+"""Loads a policy by its configuration: the newest checkpoint in `run.dir`, or a released model.
 
-Both go through a Runtime and refit, so they are sampled by the program that training samples with.
+Both are refitted under a Runtime, so the training sampler's own program samples from them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -28,19 +27,19 @@ from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.run_directory import as_saved, first_difference, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-_ROUND = 16  # prompt slots come in multiples of this, so that fewer programs are compiled
+_ROUND = 16  # prompt slots are multiples of this, so that fewer programs are compiled
 Note = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What `generate` and `evaluate` take.
+    """A policy with its prompts, for `generate` and `evaluate`.
 
     Attributes:
       runtime: with prompt slots for the prompts.
       weights: rollout weights, from refit.
       rows: token ids of each prompt.
-      phase, step: of training; 'rl' and 0 of a released model.
+      phase, step: of training; 'rl' and 0 for a released model.
     """
 
     runtime: Runtime
@@ -50,31 +49,30 @@ class Policy:
     step: int
 
 
-@contextlib.contextmanager
 def load_policy(
     runtime: Runtime,
     prompts: Sequence[Prompt],
     note: Note = lambda text: None,
     as_questions: bool = False,
-) -> Iterator[Policy]:
-    """The policy in `run.dir`, ready for some prompts.
+) -> Policy:
+    """Loads the policy in `run.dir` for some prompts.
 
     Args:
-      runtime: made from the configuration of the policy (`load_config` or `directory_config`).
-      prompts: texts; of a task also conversations.
-      note: told where the weights come from.
-      as_questions: prompts are a task's questions; else those of a released model are text to go
-        on with.
+      runtime: made from the policy's configuration (`load_config` or `directory_config`).
+      prompts: texts, or questions of a task, which may be conversations.
+      note: called with a line on the source of the weights.
+      as_questions: whether prompts are a task's questions; otherwise, for a released model without
+        a chat template, they are texts to continue.
 
     Raises:
-      UserError: something in the checkpoint or a prompt cannot work.
+      UserError: the checkpoint or a prompt cannot work.
     """
     config = runtime.config
     released = is_released(config)
     plain = released and runtime.chat is None and not as_questions
     rows = [
         encode_text(text, runtime.tokenizer)
-        if plain
+        if plain and isinstance(text, str)
         else encode_prompt(text, runtime.tokenizer, runtime.chat)
         for text in prompts
     ]
@@ -90,15 +88,15 @@ def load_policy(
         few = rows[: config.eval.batch_size]
         state = runtime.engine.calibrate(state, *pad(runtime, few))
     weights = runtime.engine.refit(state).weights
-    yield Policy(runtime, weights, rows, phase, int(state.step))
+    return Policy(runtime, weights, rows, phase, int(state.step))
 
 
 class Trained(NamedTuple):
     """The newest checkpoint of a run.
 
     Attributes:
-      runtime: of the run's own configuration, on the mesh that was asked for.
-      checkpoints: of the run; to be closed.
+      runtime: of the run's own configuration, on the requested mesh.
+      checkpoints: of the run; the caller closes them.
       number: of the checkpoint.
       phase, step: of training.
     """
@@ -115,7 +113,7 @@ class Trained(NamedTuple):
 
 
 def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
-    """The newest checkpoint of a run, before its arrays are read.
+    """Opens the newest checkpoint of a run, without reading its arrays.
 
     Raises:
       UserError: there is none, or it is of another model.
@@ -126,7 +124,7 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
             "--checkpoint or --config.run.dir"
         )
     config = runtime.config
-    # What the configuration of this program names was permitted, or it would not be here.
+    # The functions that this configuration names were permitted already.
     saved_as = run_config(directory, named_functions(config))
     sides = as_saved(saved_as), as_saved(config)
     difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
@@ -147,10 +145,10 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
 
 
 def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
-    """The state in the newest checkpoint of a run, without its optimiser's, and its phase.
+    """The state in the newest checkpoint of a run, without the optimiser's state, and its phase.
 
-    Recipes and mesh of `runtime` may be others than the run's: what depends on the recipe is then
-    as at the start of training.
+    `runtime` may have other recipes and another mesh than the run; state that depends on the recipe
+    is then as at the start of training.
 
     Raises:
       UserError: as for `open_trained`, or it is damaged.
@@ -164,7 +162,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     scaling_state = state.scaling_state if same else None
     loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
     kept = {"step": state.step}
-    # Between two evaluations of the supervised stage scales are of older weights.
+    # Between two evaluations of the supervised stage, scales belong to older weights.
     same = runtime.rollout_recipe == saved.rollout_recipe
     if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
         kept["kv_scales"] = state.kv_scales
@@ -172,12 +170,12 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
 
 
 def round_slots(length: int) -> int:
-    """Prompt slots for prompts of up to `length` tokens."""
+    """The number of prompt slots for prompts of up to `length` tokens."""
     return -(-length // _ROUND) * _ROUND
 
 
 def pad(runtime: Runtime, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded (B, slots) int32 and lengths (B,) of rows of tokens; the last row is repeated
+    """Rows of tokens as right-padded (B, slots) int32 and lengths (B,); the last row is repeated
     until B divides over the mesh."""
     count = len(rows) + -len(rows) % batch_divisor(runtime.mesh)
     rows = rows + rows[-1:] * (count - len(rows))

@@ -1,7 +1,7 @@
-"""The configuration that a directory is used under: a run's own, or a released model's.
+"""The configuration for a directory: a run's own, or one for a released model.
 
-A run has saved its configuration; for a Hugging Face directory the defaults hold, with the shapes,
-the tokenizer and the sampling settings that it has. `config.run.dir` names the directory.
+A run has saved its configuration. A Hugging Face directory gets the defaults with its own shapes,
+tokenizer and sampling settings. `config.run.dir` is the directory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NEW_TOKENS = 256
 def directory_config(
     directory: str, permitted: Collection[str] = (), needed: Collection[str] = ("precision",)
 ) -> ml_collections.ConfigDict:
-    """The configuration of a run, for which `permitted` and `needed` are those of `run_config`, or
-    of a Hugging Face model.
+    """The configuration of a run (`permitted` and `needed` as for `run_config`) or of a Hugging
+    Face model.
 
     Raises:
       UserError: the directory is neither.
@@ -53,7 +53,7 @@ def _released_config(directory: str, released: dict) -> ml_collections.ConfigDic
     most = released.get("max_position_embeddings")
     known = most if isinstance(most, int) else 2 * _NEW_TOKENS
     config.rollout.max_new_tokens = max(min(_NEW_TOKENS, known // 2), 1)
-    config.rollout.max_prompt_tokens = 2  # the least; `load_policy` makes room for the prompts
+    config.rollout.max_prompt_tokens = 2  # the minimum; `load_policy` sets it for the prompts
     file = path / "generation_config.json"
     settings = read_object(file)
     if settings.get("do_sample"):
@@ -65,14 +65,14 @@ def _released_config(directory: str, released: dict) -> ml_collections.ConfigDic
 
 
 def is_released(config: ml_collections.ConfigDict) -> bool:
-    """Whether `run.dir` is a Hugging Face directory, and not that of a run (which may have begun
-    from one)."""
+    """Whether `run.dir` is a Hugging Face directory rather than that of a run (which may have
+    started from one)."""
     return pretrained_config(config.run.dir) is not None
 
 
 def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """The default temperature of a policy: a run at `rollout.temperature`, a Hugging Face
-    model as its generation_config.json says, which is greedily (0) without do_sample."""
+    """The default temperature of a policy: `rollout.temperature` for a run; for a Hugging Face
+    model that of its generation_config.json, or greedy (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature
     file = pathlib.Path(config.model.checkpoint) / "generation_config.json"

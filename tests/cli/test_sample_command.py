@@ -67,30 +67,30 @@ def test_sample_is_the_sampler(model, capsys):
     config.rollout.max_new_tokens, config.run.seed = 20, 3
     config.precision.rollout = config.precision.learner = "f32"
     assert source.usual_temperature(config) == 0.0, "generation_config.json has no do_sample"
-    with load.load_policy(make_runtime(config, with_questions=False), prompts) as policy:
-        runtime, rows = policy.runtime, policy.rows
-        tokens, lengths = load.pad(runtime, rows)
-        ones = np.ones(3, np.float32)
-        rollout = runtime.engine.make_sampler(1, 0, 1.0)(
-            policy.weights,
-            tokens,
-            lengths,
-            runtime.engine.keys["rollout"],
-            np.arange(3, dtype=np.int32),
-            ones,
-            np.full(3, 20, np.int32),
-            runtime.engine.rope,
-        )
-        rollout = jax.device_get(rollout)
-        expected = runtime.text.decode(rollout.tokens, rollout.mask)
-        pieces: dict[int, list[str]] = {row: [] for row in range(3)}
-        ended: list[int] = []
-        timing = generate.generate(
-            policy,
-            1.0,
-            lambda row, text: pieces[row].append(text),
-            lambda row, by_itself: ended.append(row),
-        )
+    policy = load.load_policy(make_runtime(config, with_questions=False), prompts)
+    runtime, rows = policy.runtime, policy.rows
+    tokens, lengths = load.pad(runtime, rows)
+    ones = np.ones(3, np.float32)
+    rollout = runtime.engine.make_sampler(1, 0, 1.0)(
+        policy.weights,
+        tokens,
+        lengths,
+        runtime.engine.keys["rollout"],
+        np.arange(3, dtype=np.int32),
+        ones,
+        np.full(3, 20, np.int32),
+        runtime.engine.rope,
+    )
+    rollout = jax.device_get(rollout)
+    expected = runtime.text.decode(rollout.tokens, rollout.mask)
+    pieces: dict[int, list[str]] = {row: [] for row in range(3)}
+    ended: list[int] = []
+    timing = generate.generate(
+        policy,
+        1.0,
+        lambda row, text: pieces[row].append(text),
+        lambda row, by_itself: ended.append(row),
+    )
     assert len(set(expected)) == 3
     assert ["".join(texts) for texts in pieces.values()] == expected
     assert any(len([t for t in texts if t]) > 1 for texts in pieces.values()), pieces

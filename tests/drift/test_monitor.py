@@ -16,7 +16,7 @@ from tiny_run import CONFIG, overrides
 from fp8rl_jax import cli
 from fp8rl_jax.config import default_config
 from fp8rl_jax.drift import DriftMonitor, attribute, kept_step, monitor
-from fp8rl_jax.drift.budget import Budget, budget_of
+from fp8rl_jax.drift.budget import Budget
 from fp8rl_jax.drift.kept_step import KeptStep
 from fp8rl_jax.envs import Question
 from fp8rl_jax.report.verdicts import step_verdicts
@@ -292,8 +292,8 @@ def test_groups_with_the_largest_drift(fit, parts, rows, groups, monkeypatch):
 
 
 def test_a_budget_ends():
-    time = iter((10.0, 69.0, 69.0, 71.0))
-    budget = budget_of(60.0, lambda: next(time))
+    time = iter((69.0, 69.0, 71.0))
+    budget = Budget(70.0, lambda: next(time))
     assert budget.allows(0.0) and not budget.allows(2.0) and not budget.allows(0.0)
     assert Budget().allows(1e9)
 

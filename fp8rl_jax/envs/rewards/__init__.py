@@ -1,19 +1,20 @@
 """Rewards of responses. A user's function is called in a worker process, by `form.Form.call`.
 
     the run's process                           a worker process, one of several
-    terms      what `env.reward` names          worker     the program: reads requests, answers
+    terms      parses `env.reward`              worker     the program: reads requests, answers
     scoring    a step's responses in,             form     the function's arguments, by their names
                rewards and failures out           call     the call: a value, or how it failed
-      pool     which worker gets which call;
+      pool     assigns calls to workers;
                starts, replaces and ends them
           |                                         |
           +-- channel: Load, Calls -------------->--+
                        an answer for each call --<--+
 
-`pool` keeps `env.reward_timeout`: it waits so long for an answer, then ends the worker. `worker`
-sets `env.reward_memory_gb` for itself, and ends with the run's process, however that ends.
+`pool` enforces `env.reward_timeout`: a worker that does not answer in time is ended. `worker` sets
+`env.reward_memory_gb` for itself, and ends when the run's process ends, however it ends.
 `terms.PLAIN` rewards, which only compare texts, are called by `scoring` in the run's process.
 
-What a right answer is: `final_number` (gsm8k) and `math_answer` (math_equal), which both read
-numbers by `written_number`. Importing this room loads no JAX, which workers do without.
+The built-in rules are `final_number` (gsm8k) and `math_answer` (math_equal); both read numbers by
+`written_number`. Read `terms` and `scoring` first. Importing this package does not load JAX, which
+workers do not need. Not done: functions that compare the responses of a batch with each other.
 """

@@ -1,7 +1,6 @@
 """One call of a reward or of its `extract`: the value that it returned, or how it failed.
 
-Used in the run's own process and in the worker processes (`worker`), so it imports neither JAX nor
-numpy.
+Runs in the run's process and in workers, so it imports neither JAX nor numpy.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class Failure(NamedTuple):
     """How a call failed.
 
     Attributes:
-      kind: name of the exception's type; 'time limit'; of a process that ended, how it did.
-      text: what happened, in one line.
-      place: 'FILE, line N, in NAME' of the user's code; '' if it is not known.
+      kind: name of the exception's type, 'time limit', or how the process ended.
+      text: a line that says what happened.
+      place: 'FILE, line N, in NAME' in the user's code; '' if unknown.
       traceback: of the user's code, in several lines.
     """
 
@@ -31,23 +30,26 @@ class Failure(NamedTuple):
     place: str = ""
     traceback: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.text} ({self.place})" if self.place else self.text
+
 
 def attempt(function: Callable, arguments: tuple, named: dict[str, Any], file: str) -> Any:
-    """What the function returns, or a Failure for whatever it raises, SystemExit included.
+    """Calls a user's function. Returns its result, or a Failure for any exception, even SystemExit.
 
     Args:
-      function: of a user.
+      function: of the user.
       arguments, named: of the call.
-      file: where the user's code is, for `Failure.place`.
+      file: of the user's code, for `Failure.place`.
     """
     try:
         return function(*arguments, **named)
-    except BaseException as error:  # a user's function may raise anything; the run goes on
+    except BaseException as error:  # the run continues
         return failure_of(error, file)
 
 
 def failure_of(error: BaseException, file: str) -> Failure:
-    """The failure for an exception that was caught in the function that called user code."""
+    """The failure for an exception; the caller must be the function that called user code."""
     of_user = error.__traceback__ and error.__traceback__.tb_next
     frames = traceback.extract_tb(of_user)
     own = [frame for frame in frames if frame.filename == file] or frames
@@ -63,26 +65,25 @@ def failure_of(error: BaseException, file: str) -> Failure:
 
 
 def _printable(text: str) -> str:
-    """The text without what a terminal may obey: an exception may quote a response."""
+    """The text with control characters escaped: an exception may quote a response."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def definition(function: Any) -> str:
-    """'FILE, line N, in NAME' where a function is defined; '' of one that is not written in
-    Python."""
+    """'FILE, line N, in NAME' of a function's definition; '' if it is not written in Python."""
     function = inspect.unwrap(function)
-    if not hasattr(function, "__code__"):  # an object that can be called
+    if not hasattr(function, "__code__"):  # a callable object
         function = vars(type(function)).get("__call__")
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}, in {code.co_name}" if code else ""
 
 
 def as_number(value: Any) -> float | Failure:
-    """What a reward returned as a float, not necessarily a finite one. What float() would read as
-    text is no number, nor what it would take the real part of."""
+    """A reward's result as a float, perhaps not finite. Texts and complex numbers, which float()
+    would accept in part, are no numbers."""
     try:
         if isinstance(value, (str, complex)) or not hasattr(type(value), "__float__"):
-            value = operator.index(value)  # a whole number of another class has no __float__
+            value = operator.index(value)  # an integer class without __float__
         elif dtype := getattr(value, "dtype", None):  # of numpy, JAX or torch
             if getattr(dtype, "kind", "f") in "SUO":
                 return as_number(value.item())

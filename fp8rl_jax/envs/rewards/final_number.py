@@ -1,9 +1,9 @@
-r"""The reward of GSM8K and data sets like it: does a response end with the right number?
+r"""The reward of GSM8K and similar data sets: does a response end with the right number?
 
-The number is what is marked as the answer: the line after the last `####`, else what is in the last
-`\boxed{}`, else in the last `<answer>`, if that is a number and nothing else (`whole_number`). A
-response with marks and no such number has none; one without marks has its last number. The strict
-form takes the line after `#### ` alone, within the last 300 characters, as verl's does.
+The final number is the first of these marked parts that is a number and nothing else
+(`whole_number`): the line after the last `####`, the content of the last `\boxed{}`, the content of
+the last `<answer>`. Without any mark it is the last number of the response. The strict form takes
+only the line after the last `#### `, within the last 300 characters, as verl does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
     """1 if the response's final number is the answer's; else 0.
 
     Raises:
-      ValueError: the answer is no number, nor marks one.
+      ValueError: the answer is not a number, and marks none.
     """
     return _score(final_number(response), answer)
 
 
 def gsm8k_strict(prompt: str, response: str, answer: str) -> float:
-    """The same, where a response counts only with its number after '#### '."""
-    return _score(_strict(response), answer)
+    """`gsm8k`, with the strict form of the final number."""
+    return _score(strict_number(response), answer)
 
 
 def _score(given: Number | None, answer: str) -> float:
@@ -42,28 +42,20 @@ def _score(given: Number | None, answer: str) -> float:
     return float(given is not None and right.equals(given))
 
 
-def gsm8k_answer(response: str) -> str | None:
-    """The final number as text, the same for all ways to write it; None if there is none."""
-    return _text(final_number(response))
-
-
-def gsm8k_strict_answer(response: str) -> str | None:
-    """The same for the strict form."""
-    return _text(_strict(response))
-
-
-def _text(number: Number | None) -> str | None:
+def number_text(number: Number | None) -> str | None:
+    """The number's value as text; None for None."""
     return None if number is None else str(number.value)
 
 
-def _strict(response: str) -> Number | None:
+def strict_number(response: str) -> Number | None:
+    """The number on the line after the last '#### ', within the last 300 characters."""
     _, mark, rest = response[-_STRICT_CHARACTERS:].rpartition(f"{_MARK} ")
     return whole_number(rest.partition("\n")[0]) if mark else None
 
 
 def final_number(text: str) -> Number | None:
-    """The number that a text ends with, marked or not; None if it has none. What is behind a last
-    </think> counts first."""
+    """The final number of a text; None for none. What follows the last </think> is tried before the
+    full text."""
     for part in behind_reasoning(text):
         parts = list(marked(part))
         found = _first_number(parts) if parts else last_number(part)
@@ -73,7 +65,7 @@ def final_number(text: str) -> Number | None:
 
 
 def behind_reasoning(text: str) -> list[str]:
-    """What is behind the last </think>, if there is one, and the whole text."""
+    """[what follows the last </think>, the full text]; [the full text] without one."""
     _, thought, rest = text.rpartition("</think>")
     return [rest, text] if thought and rest.strip() else [text]
 
@@ -83,8 +75,8 @@ def _first_number(parts: Iterator[str] | list[str]) -> Number | None:
 
 
 def marked(text: str) -> Iterator[str]:
-    """What a text marks as its answer: the line after the last '####', what is in the last box,
-    and in the last <answer>."""
+    """The marked parts of a text: the line after the last '####', the content of the last box, that
+    of the last <answer>."""
     _, mark, rest = text.rpartition(_MARK)
     if mark:
         yield rest.lstrip().partition("\n")[0].partition("<")[0]
@@ -95,18 +87,18 @@ def marked(text: str) -> Iterator[str]:
 
 
 def last_tagged(text: str) -> str | None:
-    """What is in the last <answer> of a text; None without one."""
+    """The content of the last <answer> of a text; None without one."""
     before, end, _ = text.rpartition("</answer>")
     _, begin, inside = before.rpartition("<answer>")
     return inside if end and begin else None
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""(begin, end, what is inside) of each complete \boxed{} or \fbox{} of a text, in order; of
-    nested ones the innermost, with the place of the outermost."""
+    r"""(begin, end, content) of each complete \boxed{} or \fbox{} of a text, in order; for nested
+    boxes, the place of the outermost and the content of the innermost."""
     found: list[tuple[int, int, str]] = []
     open_: list[re.Match] = []
-    inner: list[str | None] = []  # of each open brace: what a box within it holds
+    inner: list[str | None] = []  # for each open brace, the content of a box in it
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             open_.append(brace)

@@ -1,4 +1,4 @@
-"""The forms that a user's reward function may have, told apart by the names of its parameters.
+"""The forms that a user's reward function may have, distinguished by the names of its parameters.
 
     (prompt, response, answer)                                    this project's
     (prompt, response, answer, row)                               with the row of the data set
@@ -8,10 +8,10 @@
     (data_source, solution_str, ground_truth, extra_info=None)    verl's
     (data_sources, solution_strs, ground_truths, extra_infos)     verl's, of a batch
 
-So a function that was written for TRL or verl is called as there: by those names, and with lists of
-one response where it takes a batch. A function that compares the responses of a batch is not
-supported: each is called by itself. One whose names stand in another order than its arguments
-would, as in (completion, answer, prompt=None), is refused.
+A function written for TRL or verl is called with their argument names, and with lists of one
+response if it takes a batch. Not supported: functions that compare the responses of a batch, since
+each response is a call of its own. A function whose names contradict the order of the arguments, as
+in (completion, answer, prompt=None), is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt
 
-# What TRL gives, and no data set or response has.
+# Arguments of TRL that no data set or response can supply.
 _OF_TRAINERS = {"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 _OURS = ("prompt", "response", "answer", "row")
-# What the first, second and third parameter may be called; other names may stand anywhere.
+# Known names of the first, second and third parameter; unknown names may have any place.
 _PLACES = (
     {"prompt", "question", "problem", "query"},
     {"response", "completion", "prediction", "output", "generation"},
@@ -38,12 +38,12 @@ _OF_VERL = {*_VERL, *(f"{name}s" for name in _VERL)}
 
 
 class Response(NamedTuple):
-    """What a reward may be told of one response.
+    """The inputs of a reward for one response.
 
     Attributes:
       prompt, response, answer: texts.
-      row: of the data set, with all its columns, or the item of reasoning_gym; {} for a function
-        that is not given it.
+      row: all columns of the data set's row, or the item of reasoning_gym; {} for a function that
+        does not take it.
     """
 
     prompt: str
@@ -53,11 +53,11 @@ class Response(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a function is called, and how what it returns is read.
+    """How a function is called, and how its result is read.
 
     Attributes:
-      convention: 'TRL' or 'verl', whose names and lists it takes; '' for this project's.
-      by_place: whether prompt, response and answer are given by position.
+      convention: 'TRL' or 'verl' for their names and lists; '' for this project's.
+      by_place: whether prompt, response and answer are positional.
       names: the parameters that are given by name.
       any_name: whether it takes all names of its convention.
     """
@@ -69,7 +69,7 @@ class Form(NamedTuple):
 
     @property
     def takes_row(self) -> bool:
-        """Whether the function is given the row, by itself or by its columns."""
+        """Whether the function takes the row, or its columns."""
         return bool(self.convention) or "row" in self.names
 
     def call(self, function: Callable, about: Response, file: str) -> float | Failure | None:
@@ -77,12 +77,12 @@ class Form(NamedTuple):
 
         Args:
           function: of the user.
-          about: what it is told.
-          file: where the user's code is, for `Failure.place`.
+          about: its inputs.
+          file: of the user's code, for `Failure.place`.
 
         Returns:
-          The reward; None where it returned None, which says that it does not apply; a Failure
-          where it raised something, or returned no number.
+          The reward; None if it returned None, which means that it does not apply; a Failure if it
+          raised an exception, or returned no number.
         """
         positional, named = self.arguments(about)
         value = attempt(function, positional, named, file)
@@ -108,27 +108,20 @@ class Form(NamedTuple):
             named = {name: getattr(about, name) for name in self.names}
             return about[:3] if self.by_place else (), named
         if self.convention == "TRL":
-            prompt = row.get("prompt")
-            conversation = isinstance(prompt, (list, tuple))
+            prompt: Any = about.prompt
             completion: Any = about.response
-            if conversation:
+            if isinstance(row.get("prompt"), (list, tuple)):  # a conversation
+                prompt = row["prompt"]
                 completion = [{"role": "assistant", "content": about.response}]
-            given = {
-                "answer": about.answer,
-                **row,
-                "prompts": prompt if conversation else about.prompt,
-                "completions": completion,
-            }
-            given = {k: [v] for k, v in given.items() if k not in ("prompt", "completion")}
+            columns = {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+            given = {"answer": about.answer, **columns}
+            given |= {"prompts": prompt, "completions": completion}
+            given = {name: [value] for name, value in given.items()}
         else:
             own = row.get("reward_model")
             right = own.get("ground_truth") if isinstance(own, Mapping) else None
-            values = (
-                row.get("data_source"),
-                about.response,
-                about.answer if right is None else right,
-                row.get("extra_info"),
-            )
+            answer = about.answer if right is None else right
+            values = row.get("data_source"), about.response, answer, row.get("extra_info")
             given = dict(zip(_VERL, values, strict=True))
             if self._lists:
                 given = {f"{name}s": [value] for name, value in given.items()}
@@ -136,7 +129,7 @@ class Form(NamedTuple):
 
     @property
     def _lists(self) -> bool:
-        """Whether it takes and returns lists, here of one."""
+        """Whether it takes and returns lists."""
         return self.convention == "TRL" or "solution_strs" in self.names
 
 
@@ -152,7 +145,7 @@ def form_of(function: Callable, name: str) -> Form:
         raise UserError(f"env.reward: {name!r} is asynchronous; write a plain function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some written in C
+    except (TypeError, ValueError):  # some functions written in C
         return Form("", True, ())
     parameters = signature.parameters.values()
     names = tuple(signature.parameters)
@@ -201,7 +194,7 @@ def form_of(function: Callable, name: str) -> Form:
 
 
 def _contradicts(names: Sequence[str]) -> bool:
-    """Whether a name says that a function which is called by position means another argument."""
+    """Whether a name contradicts the place of its parameter."""
     for place, name in enumerate(names[:3]):
         if name == "row" or any(name in own for i, own in enumerate(_PLACES) if i != place):
             return True

@@ -1,9 +1,9 @@
 r"""The reward `math_equal`: is a response's answer mathematically the right one?
 
-math-verify reads and compares formulas. Here it is decided what it is given: which part of a
-response is its answer, and that an answer may be bare LaTeX (`2\sqrt{5}`, as MATH-500 has it), a
-number as people write it (`whole_number`), or words ('Monday', 'A', `\text{east}`), which
-math-verify would read as products of letters.
+math-verify parses and compares formulas. This module selects its input: the part of a response that
+is the answer. An answer may also be bare LaTeX (`2\sqrt{5}`, as in MATH-500), a number as people
+write it (`whole_number`), or words ('Monday', 'A', `\text{east}`), which math-verify would read as
+products of letters.
 
 Not done: numbers in words; units (5 m is 5 cm, as for math-verify); bases (12_7 is 12).
 """
@@ -26,7 +26,7 @@ _CHOICE = re.compile(
     re.DOTALL,
 )
 _CHOICES = re.compile(r"\(?[A-Za-z]\)?(?:\s*,\s*\(?[A-Za-z]\)?)+")
-# Dates and telephone numbers, which would be differences.
+# Dates and telephone numbers, which math-verify would read as differences.
 _CODE = re.compile(r"\d+[-/]\d+[-/]\d[\d/-]*|\d{3}-\d{4}")
 _RELATION = re.compile(
     r"[<>≤≥≠]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|not)(?![a-zA-Z])"
@@ -64,17 +64,17 @@ _FUNCTION = re.compile(
 )
 _EDGES = " \t\n.,;:!?()[]\"'“”$*`"
 _MOST_WORDS = 8
-_LONGEST_TEXT = 40  # characters of what is neither number, formula nor words
+_LONGEST_TEXT = 40  # characters of any other text
 
 
 class Answer(NamedTuple):
-    """An answer that has been read.
+    """A parsed answer.
 
     Attributes:
-      number: that it is; None if it is another formula, or words.
-      words: in lower case without punctuation; '' if it has none that count as an answer.
-      parsed: what math-verify read: a value and its text, or less.
-      text: that was read.
+      number: its value, if it is a number.
+      words: in lower case without punctuation, if it is words; else ''.
+      parsed: result of math-verify: a value and its text, or less.
+      text: as written.
     """
 
     number: Number | None
@@ -84,12 +84,12 @@ class Answer(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The value that math-verify read; None without one."""
+        """The value that math-verify parsed; None for none."""
         return next((x for x in self.parsed if not isinstance(x, str)), None)
 
     @property
     def plain(self) -> str:
-        """The text without spaces, in lower case: two that are equal are one answer."""
+        """The text in lower case without spaces: equal texts are equal answers."""
         text = re.sub(r"\\[,;:! ]|\\(?:left|right)(?![a-z])|[\s$]", "", self.text)
         return text.rstrip(".").casefold()
 
@@ -97,15 +97,15 @@ class Answer(NamedTuple):
 def math_equal(prompt: str, response: str, answer: str) -> float:
     """1 if math-verify finds the answers of response and row mathematically equal; else 0.
 
-    A percentage is equal to its value and to that without the sign: 50% to 0.5 and to 50. Where the
-    right answer is a number, the response must give a number: "7 + 8 =" is equal to 15, and a
-    policy that is rewarded for it learns to repeat the question (docs/smollm2.md). Words are
-    compared without case, punctuation and LaTeX around them.
+    A percentage equals its value with and without the sign: 50% is 0.5 and 50. If the right answer
+    is a number, the response's must be one too: "7 + 8 =" equals 15, and a policy rewarded for it
+    learns to repeat the question (docs/smollm2.md). Words are compared without case, punctuation
+    and surrounding LaTeX.
 
     Raises:
-      ValueError: the row's answer can be read neither as a formula nor as a few words.
+      ValueError: the row's answer is neither a formula nor a few words.
     """
-    import math_verify  # pulls in sympy: only when asked for
+    import math_verify  # slow: it imports sympy
 
     gold = _given(answer) if _DELIMITER.search(answer) else _bare(answer)
     if gold is None:
@@ -143,8 +143,8 @@ def _equal_numbers(gold: Answer, given: Answer) -> bool:
 
 
 def math_answer(response: str) -> str | None:
-    """The answer of a response as text, the same for many ways to write it: 5, x=5 and 5.0 are one
-    vote, so are 50% and 0.5. None if it has none."""
+    """The answer of a response as a canonical text, None for none: 5, x=5 and 5.0 are one vote, and
+    so are 50% and 0.5."""
     given = _given(response)
     if given is None:
         return None
@@ -155,9 +155,9 @@ def math_answer(response: str) -> str | None:
 
 
 def _given(response: str) -> Answer | None:
-    """The answer of a response, behind its last </think> if there is one: in its boxes, else in its
-    last <answer> or after its last '####', else after 'answer is', else where math-verify finds
-    one, else all of it."""
+    """The answer of a response, looked for after the last </think> first: in the boxes, in the last
+    <answer> or after the last '####', after 'answer is', where math-verify finds one, or all of the
+    text."""
     found = (_of_response(part) for part in behind_reasoning(response))
     return next((answer for answer in found if answer is not None), None)
 
@@ -186,12 +186,12 @@ def _of_response(response: str) -> Answer | None:
 
 
 def _of_part(part: str) -> Answer | None:
-    """The answer that a marked part is."""
+    """The answer in a marked part."""
     return _answer(*_parsed(part)) if _DELIMITER.search(part) else _bare(part)
 
 
 def _bare(text: str) -> Answer | None:
-    """The answer that a text is as a whole, without LaTeX's marks; None if it is prose."""
+    """A text without LaTeX delimiters as an answer; None if it is prose."""
     text = text.strip()
     if not text or len(text) > _LONGEST or _DELIMITER.search(text):
         return None
@@ -199,7 +199,7 @@ def _bare(text: str) -> Answer | None:
 
 
 def _boxed(text: str, prose: bool = False) -> Answer | None:
-    """The answer that a text is; words and `prose` are not read as formulas."""
+    """A text as an answer; words and `prose` are not parsed as formulas."""
     found = _plainly(text)
     if found.words or (prose and not found.number):
         return _readable(found)
@@ -211,25 +211,25 @@ def _answer(parsed: list, text: str) -> Answer | None:
 
 
 def _plainly(text: str) -> Answer:
-    """A text as a number or as words, before math-verify reads it."""
+    """A text as a number or words, without math-verify."""
     number = whole_number(text)
     return Answer(number, "" if number else _words(text), [], text)
 
 
 def _readable(answer: Answer) -> Answer | None:
-    """The answer, or None if there is nothing in it that could be compared."""
+    """The answer, or None if nothing in it can be compared."""
     if _RELATION.search(answer.text) and getattr(answer.value, "is_number", False):
-        answer = answer._replace(parsed=[])  # it has lost the relation
+        answer = answer._replace(parsed=[])  # the value lacks the relation
     if answer.number or answer.words or answer.value is not None:
         return answer
     plain = " ".join(answer.text.split())
     if not plain.strip(_EDGES) or len(plain) > _LONGEST_TEXT:
         return None
-    return answer._replace(words=plain.casefold())  # two that are equal are one answer
+    return answer._replace(words=plain.casefold())  # compared as text
 
 
 def _parsed(text: str) -> tuple[list, str]:
-    """What math-verify reads in a text, and the part that it read."""
+    """The result of math-verify for a text, and the part that it parsed."""
     import math_verify
 
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", in_ascii(text))
@@ -248,7 +248,7 @@ def _as_fraction(match: re.Match) -> str:
 
 
 def _words(text: str) -> str:
-    """A few words, or one letter, as they are compared; '' of anything else."""
+    """A few words or a letter in canonical form; '' for any other text."""
     plain = " ".join(_TEXT.sub(r"\1", text).split()).strip(_EDGES)
     if len(plain) == 1 and plain.isalpha():
         return plain.casefold()
@@ -266,19 +266,20 @@ def _words(text: str) -> str:
 
 
 def _is_word(token: str) -> bool:
-    """Whether a token has a word of three letters, which is no function, or of no Latin ones."""
+    """Whether a token holds a word: three letters that name no function, or two of another script
+    than Latin and Greek."""
     found = re.findall(r"[^\W\d_]{3,}|[^\W\d_a-zA-Zα-ωΑ-Ω]{2,}", token)
     return any(not _FUNCTION.fullmatch(word) for word in found)
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text has words that are neither LaTeX's commands nor in LaTeX's text."""
+    """Whether a text has words outside LaTeX's commands and \\text{}."""
     formula = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", " ", _TEXT.sub(" ", text))
     return any(map(_is_word, formula.split()))
 
 
 def _value(answer: Answer) -> Any:
-    """What math-verify read; of an equation its right side, as it compares them."""
+    """The parsed value; for an equation its right side, which math-verify compares."""
     return answer.value.rhs if _is_equation(answer) else answer.value
 
 
@@ -293,10 +294,8 @@ def _is_equation(answer: Answer) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether math-verify read a number, and not a calculation that has its value.
-
-    A fraction such as 1/2 or 50% is a number, and 8/2 is not: it is a division that is not done.
-    """
+    """Whether a parsed value is a number and not an unfinished calculation: 1/2 and 50% are
+    numbers, 8/2 is not."""
     if getattr(value, "is_Number", False):
         return True
     if not getattr(value, "is_Mul", False):
@@ -308,7 +307,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """The text of a value in one form: calculations done, decimals as fractions, sets in order."""
+    """A canonical text of a value: simplified, decimals as fractions, sets sorted."""
     import sympy
 
     if _is_large(value):
@@ -324,23 +323,13 @@ def _canonical(value: Any) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a calculation might take for ever: powers of powers, factorials, long sums."""
+    """Whether simplifying may not end: large powers, factorials, sums, integrals."""
     import sympy
 
     if not hasattr(value, "atoms"):
         return True
-    functions = (
-        sympy.factorial,
-        sympy.binomial,
-        sympy.gamma,
-        sympy.Sum,
-        sympy.Product,
-        sympy.Integral,
-        sympy.Limit,
-        sympy.Derivative,
-        sympy.Mod,
-    )
-    if value.atoms(*functions):
+    products = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Product, sympy.Mod)
+    if value.atoms(*products, sympy.Sum, sympy.Integral, sympy.Limit, sympy.Derivative):
         return True
     powers = value.atoms(sympy.Pow)
     return any(p.exp.is_number and not (p.exp.is_Rational and abs(p.exp) <= 32) for p in powers)

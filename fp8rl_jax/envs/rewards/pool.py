@@ -1,12 +1,12 @@
-"""The worker processes of this program: calls of rewards go in, results come in their order.
+"""The pool of worker processes that call rewards.
 
-There are at most as many workers as cores that this process may use. They start when there is work
-for them, stay for later calls, and end with the process (`worker` says how). Each is served by a
-thread, which takes some of the waiting calls at a time: many while many wait, one at the end.
+There are at most as many workers as cores that this process may use. They start when there is work,
+stay for later calls, and end with this process (`worker` says how). Each is served by a thread that
+takes waiting calls in batches, smaller ones as fewer calls wait.
 
-A worker is a new program in a session of its own: Ctrl-C at a terminal does not reach it, and it
-can be ended with the processes that a reward started. It is not forked, since a fork of a process
-that runs JAX may hang, and the main program is not imported.
+A worker is a new program in a session of its own, so that Ctrl-C does not reach it and it can be
+ended together with the processes that a reward started. It is not forked, since a fork of a process
+that runs JAX may hang; the main program is not imported.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _PROGRAM = (
     "import json, sys; path, *settings = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from fp8rl_jax.envs.rewards.worker import main; main(*settings)"
 )
-_LOAD_SECONDS = 600.0  # for the start of a process and all that a user's module imports
-_SEND_SECONDS = 60.0  # for a worker that has nothing to do to take a request
+_LOAD_SECONDS = 600.0  # for a process to start and import a user's module
+_SEND_SECONDS = 60.0  # for an idle worker to accept a request
 _DUMP_SECONDS = 1.0  # for the traceback of a call that takes too long
-_END_SECONDS = 1.0  # for a worker that ends by itself
-_MOST_DUMP = 2**20  # bytes of a traceback that are read
+_END_SECONDS = 1.0  # for a worker to end without a signal
+_MOST_DUMP = 2**20  # bytes of a traceback
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# In every traceback.
+# Files that are in every traceback.
 _OURS = [inspect.getfile(attempt), inspect.getfile(Form), inspect.getfile(main), "<string>"]
 TIME_LIMIT, EXIT, FOREIGN = "time limit", "exit", "foreign bytes"  # kinds of failures
-_MOST_CALLS = 64  # that a thread takes at a time
+_MOST_CALLS = 64  # in a batch of a thread
 _CLOSE_SECONDS = 3.0  # for all workers, when this process ends
 
 
@@ -78,10 +78,10 @@ class Pool:
     def submit(
         self, term: Term, extract: bool, arguments: Sequence[bytes]
     ) -> list[concurrent.futures.Future[float | str | Failure | None]]:
-        """A future for each call of a reward, or its `extract`; `arguments` as of `worker.Calls`.
+        """Queues calls of a reward, or of its `extract`; `arguments` as in `worker.Calls`.
 
-        The result of a future is what was returned, or a Failure; it raises RewardError if no
-        worker can be started, or none can load the reward.
+        Returns a future for each call. Its result is the value or a Failure; it raises RewardError
+        if no worker can be started, or none can load the reward.
         """
         task = term, extract
         calls = [_Call(task, content, concurrent.futures.Future()) for content in arguments]
@@ -95,12 +95,12 @@ class Pool:
         return [call.future for call in calls]
 
     def take(self) -> list[_Call]:
-        """Calls of one task, as soon as there are any; [] when the pool is closed."""
+        """Waits for calls and returns some of one task; [] when the pool is closed."""
         with self._changed:
             self._idle += 1
             while not self._closed:
                 while self._waiting and self._waiting[0].future.cancelled():
-                    self._waiting.popleft()  # nobody waits for it any more
+                    self._waiting.popleft()  # no caller waits for it
                 if self._waiting:
                     break
                 self._changed.wait()
@@ -114,13 +114,13 @@ class Pool:
             return taken
 
     def give_back(self, calls: Sequence[_Call]) -> None:
-        """Calls that were taken and not made."""
+        """Puts calls that were not made back into the queue."""
         with self._changed:
             self._waiting.extendleft(reversed(calls))
             self._changed.notify(len(calls))
 
     def close(self) -> None:
-        """Ends all workers; calls that wait are not made."""
+        """Ends all workers; waiting calls are not made."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -131,26 +131,26 @@ class Pool:
             server.join(_CLOSE_SECONDS / len(servers))
 
     def forget(self) -> None:
-        """In a forked process: the workers are its parent's, and end with that."""
+        """In a forked process: closes the pipe, since the workers belong to the parent."""
         for number in self._life:
             os.close(number)
 
 
 class _Server(threading.Thread):
-    """Gives calls of a pool to one worker, and replaces it when it ends."""
+    """A thread that sends calls to one worker, and replaces the worker when it ends."""
 
     def __init__(self, pool: Pool, life: int):
         super().__init__(name="rewards", daemon=True)
         self._pool, self._life = pool, life
         self._worker: WorkerProcess | None = None
-        self._calls: list[_Call] = []  # that this server has taken and not given back
+        self._calls: list[_Call] = []  # taken and not given back
 
     def run(self) -> None:
         while calls := self._pool.take():
             self._calls = calls
             try:
                 self._serve(calls)
-            except Exception as error:  # whoever waits for the results gets it
+            except Exception as error:  # raised where the results are read
                 for call in self._calls:
                     with contextlib.suppress(concurrent.futures.InvalidStateError):
                         call.future.set_exception(error)
@@ -164,11 +164,11 @@ class _Server(threading.Thread):
             self._worker.kill()
 
     def _serve(self, calls: list[_Call]) -> None:
-        """Makes calls of one task; those behind one that ended the worker go back to the pool."""
+        """Makes calls of one task; if one ends the worker, later ones go back to the pool."""
         worker = self._asked(calls)
         for index, call in enumerate(calls):
             if not call.future.set_running_or_notify_cancel():
-                worker.close()  # it has begun what nobody waits for
+                worker.close()  # it is running a cancelled call
                 self._pool.give_back(calls[index + 1 :])
                 return
             is_first = not worker.calls
@@ -178,21 +178,21 @@ class _Server(threading.Thread):
                 self._pool.give_back(calls[index + 1 :])
                 assert isinstance(result, Failure)
                 if not (is_first or result.kind in (TIME_LIMIT, EXIT)):
-                    # Perhaps what earlier calls left behind, such as memory, was the cause.
+                    # The cause may be what earlier calls left behind, such as memory.
                     result = self._asked([call]).answer()
             call.future.set_result(result)
             if worker.ended:
                 return
 
     def _asked(self, calls: list[_Call]) -> WorkerProcess:
-        """A worker that has been sent calls of one task."""
+        """Sends calls of one task to a worker; returns it."""
         term, extract = calls[0].task
         worker = self._loaded(term)
         worker.begin(Calls(term.name, extract, [call.arguments for call in calls]))
         return worker
 
     def _loaded(self, term: Term) -> WorkerProcess:
-        """A worker that has a reward."""
+        """A worker that has loaded a reward."""
         worker = self._worker
         if worker is not None and not worker.ended and worker.limits == term.limits:
             found = worker.load(term.name, term.digest)
@@ -223,16 +223,16 @@ class _Server(threading.Thread):
 
 
 class WorkerProcess:
-    """A worker as this process sees it: start, load a reward, call, end. It is used by one thread.
+    """A worker process: start, load a reward, call, end. Used by one thread.
 
     Attributes:
       limits: of its calls.
-      calls: that it has answered.
-      ended: whether it has ended, so that another must take its place.
+      calls: number of calls that it has answered.
+      ended: whether it has ended and must be replaced.
     """
 
     def __init__(self, limits: Limits, life: int):
-        """`life` is a pipe's reading end, whose writing end no other process holds.
+        """`life` is the reading end of a pipe whose writing end only this process holds.
 
         Raises:
           OSError: no process can be started.
@@ -244,15 +244,15 @@ class WorkerProcess:
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
         self._file = ""
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        # One thread, since there are as many workers as cores; the accelerator is the run's alone;
-        # and sets of texts have the same order in all.
+        # One thread, since there is a worker for each core; no accelerator; and a fixed hash seed,
+        # so that sets of texts have the same order in all workers.
         defaults = dict.fromkeys(_THREADS, "1") | {"PYTHONHASHSEED": "0"}
         environment = defaults | dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             numbers = []
             for number in (theirs.fileno(), life, self._dump.fileno()):
-                # Above those of standard input and output, which may be closed here.
+                # Above the standard descriptors, which may be closed here.
                 numbers.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))
                 stack.callback(os.close, numbers[-1])
             settings = json.dumps([path, *numbers, limits, token.hex()])
@@ -268,8 +268,8 @@ class WorkerProcess:
         """Imports a reward.
 
         Returns:
-          None; `worker.STALE` if the worker has imported other source than that of `digest`; a
-          Failure, also where the worker had ended while it had nothing to do.
+          None; `worker.STALE` if the worker has imported another source than that of `digest`; a
+          Failure, also if the worker ended while it was idle.
         """
         self._file = module_file(reward)
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -277,17 +277,17 @@ class WorkerProcess:
         return self._answer(_LOAD_SECONDS)
 
     def begin(self, request: Load | Calls) -> None:
-        """Sends a request: calls of a reward that has been loaded, whose results `answer` gives."""
+        """Sends a request; `answer` returns the result of each call of a loaded reward."""
         try:
             self._channel.send(pickle.dumps(request), _SEND_SECONDS)
         except TimeoutError:
             self.kill()
-        except OSError:  # it has ended, which the next answer says
+        except OSError:  # it has ended; the next answer says so
             pass
 
     def answer(self) -> float | str | Failure | None:
-        """The result of the next call; after a Failure, see `ended`. A call for which the memory
-        was too little ends the worker, since what it has left behind stays there."""
+        """The result of the next call; after a Failure, see `ended`. A MemoryError ends the worker,
+        to free what the call has left behind."""
         found = self._answer(self.limits.seconds)
         self.calls += not self.ended
         if isinstance(found, Failure) and found.kind == "MemoryError":
@@ -295,7 +295,7 @@ class WorkerProcess:
         return found
 
     def close(self) -> None:
-        """Ends the worker: at once if it is in a call, else by itself, as a program ends."""
+        """Ends the worker: at once in a call, else by letting the program end."""
         if self.ended:
             return
         self._channel.close()
@@ -310,7 +310,7 @@ class WorkerProcess:
         try:
             return pickle.loads(self._channel.receive(seconds))
         except TimeoutError:
-            # faulthandler writes where the call is, also where Python's lock is not given back.
+            # faulthandler writes the traceback even if the call holds Python's lock.
             with contextlib.suppress(OSError, EOFError):
                 os.kill(self._process.pid, signal.SIGABRT)
                 self._channel.receive(_DUMP_SECONDS)
@@ -321,13 +321,13 @@ class WorkerProcess:
             return self._end()
 
     def _end(self, kind: str = "", after: float = 0.0) -> Failure:
-        """Ends the worker, and says how it ended, or why it had to: `kind`, of a call that had
-        taken `after` seconds."""
+        """Ends the worker. Returns how it ended, or why it had to: `kind`, after a call of `after`
+        seconds."""
         self.ended = True
-        if not kind:  # what it is about to end with is to be known
+        if not kind:  # wait for its own status
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
-        with contextlib.suppress(OSError):  # the group, with all that the reward started
+        with contextlib.suppress(OSError):  # the group, with the processes of the reward
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
         self._channel.close()
@@ -346,7 +346,7 @@ class WorkerProcess:
         return Failure(kind, text, *self._where(dump))
 
     def _where(self, dump: str) -> tuple[str, str]:
-        """Place and traceback in what faulthandler wrote, which has the last call first."""
+        """Place and traceback from faulthandler's dump, which begins with the last call."""
         frames = _FRAME.findall(dump)
         theirs = [frame for frame in frames if frame[0] not in _OURS]
         own = [frame for frame in frames if frame[0] == self._file] or theirs
@@ -365,7 +365,7 @@ _lock = threading.Lock()
 
 
 def shared_pool() -> Pool:
-    """The one pool of this process."""
+    """The pool of this process."""
     global _pool
     with _lock:
         if _pool is None:

@@ -1,9 +1,9 @@
-"""Rewards of responses, whichever process calls them, and what becomes of calls that fail.
+"""Scores responses, and counts the calls that fail.
 
-Rewards that compare texts (`terms.PLAIN`) are called here; a user's own, `math_equal` and
-`task_score`, which may loop, end the process or take all memory, in worker processes
-(`pool`). A response with a call that fails is not scored: its reward is nan. Where all calls
-of a step or an evaluation fail, so does that.
+Rewards that only compare texts (`terms.PLAIN`) are called here. A user's own, `math_equal` and
+`task_score`, which may loop, end the process or take all memory, are called in worker processes
+(`pool`). A response with a failed call is not scored: its reward is nan. If all calls of a step or
+an evaluation fail, the step or evaluation fails.
 """
 
 from __future__ import annotations
@@ -26,83 +26,67 @@ from fp8rl_jax.envs.rewards.pool import TIME_LIMIT, shared_pool
 from fp8rl_jax.envs.rewards.terms import PLAIN, Term, weighted_sum
 
 _log = logging.getLogger(__name__)
-_HOPELESS = 8  # calls that take too long, before one that does not
-_named: set[tuple[str, str]] = set()  # (what failed, kind), of this process
+_GIVE_UP_AFTER = 8  # first calls in a row that take too long
+_named: set[tuple[str, str]] = set()  # (name, kind) of failures that were logged
 
 
 class Tally:
-    """The calls of an RL step or of an evaluation, and those that failed."""
+    """Counts the calls of an RL step or an evaluation, and those that failed."""
 
     def __init__(self, where: str):
         """`where` begins a sentence: 'RL step 3'."""
         self._where = where
-        self._calls: collections.Counter[str] = collections.Counter()
-        self._failed: collections.Counter[str] = collections.Counter()
-        self._too_long: collections.Counter[str] = collections.Counter()
+        # By what is counted ('calls', 'failed', 'too long') and the name of what is called.
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._first: dict[str, Failure] = {}
 
     @property
     def errors(self) -> int:
-        """Calls that failed, of all rewards."""
-        return self._failed.total()
+        """Number of failed calls of all rewards."""
+        return sum(count for (what, _), count in self._counts.items() if what == "failed")
 
     def value(self, name: str, result: Any) -> Any:
-        """Counts a call of `name`: its result, or None if that is a Failure.
+        """Counts a call of `name`; returns its result, or None for a Failure.
 
         Raises:
-          RewardError: the first calls all took too long, so that the others would take hours.
+          RewardError: the first calls all took too long, so that the rest would take hours.
         """
-        self._calls[name] += 1
+        self._counts["calls", name] += 1
         if not isinstance(result, Failure):
             return result
         if (name, result.kind) not in _named:
             _named.add((name, result.kind))
-            place = f" ({result.place})" if result.place else ""
-            _log.warning(
-                "%s failed: %s%s; such a call counts as an error, and more of this kind are not "
-                "named",
-                name,
-                result.text,
-                place,
-            )
-        self._failed[name] += 1
-        self._too_long[name] += result.kind == TIME_LIMIT
+            counts = "such a call counts as an error, and more of this kind are not named"
+            _log.warning("%s failed: %s; %s", name, result, counts)
+        self._counts["failed", name] += 1
+        self._counts["too long", name] += result.kind == TIME_LIMIT
         self._first.setdefault(name, result)
-        if self._too_long[name] == self._calls[name] == _HOPELESS:
-            raise self._error(name, f"the first {_HOPELESS} calls", " or raise the limit")
+        if self._counts["too long", name] == self._counts["calls", name] == _GIVE_UP_AFTER:
+            raise self._error(name, f"the first {_GIVE_UP_AFTER} calls", " or raise the limit")
         return None
 
     def everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work`, which counts here, returns in each process; afterwards the calls of all are
-        counted.
+        """Runs `work`, which counts here, in each process; returns the results of all, and adds up
+        the counts of all.
 
         Raises:
           RewardError: of `work` in any process.
         """
-        from fp8rl_jax.base import processes  # with JAX, which workers do without
+        from fp8rl_jax.base import processes  # imports JAX, which workers do not need
 
         if processes.count() == 1:
             return [work()]
-        counters = (self._calls, self._failed, self._too_long)
-        before = [counter.copy() for counter in counters]
-
-        def count() -> tuple:
-            result = work()
-            added = [now - was for now, was in zip(counters, before, strict=True)]
-            return result, added, self._first
-
-        found = processes.everywhere(count)
-        for index, (counter, was) in enumerate(zip(counters, before, strict=True)):
-            counter.clear()
-            counter.update(sum((added[index] for _, added, _ in found), was))
-        for _, _, first in reversed(found):  # where several have one, the first process's
+        before = self._counts.copy()
+        found = processes.everywhere(lambda: (work(), self._counts - before, self._first))
+        self._counts = sum((added for _, added, _ in found), before)
+        for _, _, first in reversed(found):  # of several, the first process's
             self._first = self._first | first
         return [result for result, _, _ in found]
 
     def check(self) -> None:
         """Raises RewardError if all calls of a reward failed."""
-        for name, count in self._calls.items():
-            if self._failed[name] == count:
+        for (what, name), count in self._counts.items():
+            if what == "calls" and self._counts["failed", name] == count:
                 raise self._error(name, f"all {count} calls" if count > 1 else "the only call")
 
     def nothing_scored(self, what: str) -> RewardError:
@@ -113,15 +97,14 @@ class Tally:
 
     def _error(self, name: str, calls: str, remedy: str = "") -> RewardError:
         first = self._first[name]
-        place = f" ({first.place})" if first.place else ""
         return RewardError(
             f"{self._where}: {calls} of {name} failed; correct it{remedy}. The first failure: "
-            f"{first.text}{place}\n{first.traceback}".rstrip()
+            f"{first}\n{first.traceback}".rstrip()
         )
 
 
 class Scoring:
-    """Responses that are being scored, from the moment it is made."""
+    """Responses that are being scored; the calls begin when it is made."""
 
     def __init__(
         self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
@@ -140,9 +123,8 @@ class Scoring:
         """Waits for the scores.
 
         Returns:
-          The weighted sums of the rewards, and each reward by its name without its weight; nan
-          where a response is not scored: a call failed, or no reward applies. In a sum the
-          rewards count that apply, those that did not return None.
+          The weighted sums of the rewards that apply (did not return None), and each reward by its
+          name, without its weight; nan where a call failed or no reward applies.
 
         Raises:
           RewardError: of `Tally.value`, or no worker process can call the reward.
@@ -163,8 +145,8 @@ class Scoring:
 
 
 def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list | None:
-    """The answer of each response by the reward's `extract`, None where it has none or the call
-    fails; None for all if the reward has no `extract`.
+    """The answer of each response by the reward's `extract`, None if it has none or the call fails;
+    just None if the reward has no `extract`.
 
     Raises:
       RewardError: as `Scoring.result`.
@@ -178,7 +160,7 @@ def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list 
 
 
 def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
-    """The results of calls of a reward, with a `Response` each, or of its `extract`."""
+    """Begins calls of a reward, with a `Response` each, or of its `extract`; returns futures."""
     function: Any = term.function
     if term.name in PLAIN:
         function = function.extract if extract else function
@@ -202,13 +184,13 @@ def _done(value: Any) -> Future:
 def _call_here(function: Callable, *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except Exception as error:  # the data may be wrong for this reward, and a row hold anything
+    except Exception as error:  # wrong data for this reward
         return failure_of(error, "")
 
 
 @contextlib.contextmanager
 def _cancelled_by_errors(calls: Iterable[Future]) -> Iterator[None]:
-    """Cancels calls that have not begun if what is inside raises."""
+    """Within it an exception cancels the calls that have not begun."""
     try:
         yield
     except BaseException:

@@ -1,8 +1,7 @@
-"""The terms of `env.reward`, built-in rules and functions of a user, whose weighted sum is a
-response's reward.
+"""The terms of `env.reward`: built-in rules and a user's functions, summed with weights.
 
-A reward may have an attribute `extract`, a function from a response to its answer as text (None if
-it has none): equal texts are one vote when the majority of several responses is evaluated.
+A reward may have an attribute `extract`, a function from a response to its answer as text, or None:
+equal texts are one vote when the majority of several responses is evaluated.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from fp8rl_jax.base.bounds import TINY
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rewards.call import BEYOND_FLOAT32, Failure, definition
 from fp8rl_jax.envs.rewards.final_number import (
+    final_number,
     gsm8k,
-    gsm8k_answer,
     gsm8k_strict,
-    gsm8k_strict_answer,
     last_tagged,
+    number_text,
+    strict_number,
 )
 from fp8rl_jax.envs.rewards.form import Form, form_of
 from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
@@ -34,14 +34,14 @@ RewardFunction = Callable[..., float]
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1 if the response is the answer, surrounding white space aside; else 0."""
+    """1 if the response is the answer, ignoring white space around both; else 0."""
     del prompt
     return float(response.strip() == answer.strip())
 
 
 def task_score(prompt: str, response: str, answer: str, row: Mapping[str, Any]) -> float:
-    """The score of the scorer of the question's task, from 0 to 1, where reasoning_gym has one;
-    else that of `exact_match`. The response is what is in its last <answer>, if it has one."""
+    """The score, from 0 to 1, of the task's own scorer in reasoning_gym, given the last <answer> of
+    the response or else all of it; without such a scorer, `exact_match`."""
     task = row.get("metadata", {}).get("source_dataset", "")
     if not has_scorer(task):
         return exact_match(prompt, response, answer)
@@ -56,28 +56,24 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-def _stripped(response: str) -> str | None:
-    return response.strip() or None
-
-
 _BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
-    (exact_match, _stripped),
-    (task_score, _stripped),
+    (exact_match, lambda response: response.strip() or None),
+    (task_score, lambda response: response.strip() or None),
     (math_equal, math_answer),
-    (gsm8k, gsm8k_answer),
-    (gsm8k_strict, gsm8k_strict_answer),
+    (gsm8k, lambda response: number_text(final_number(response))),
+    (gsm8k_strict, lambda response: number_text(strict_number(response))),
 ):
     vars(_reward)["extract"] = _extract
     _BUILT_IN[_reward.__name__] = _reward
 
-# What compares texts alone: it can neither end a process nor go on for ever.
+# These only compare texts: they can neither end a process nor run for ever.
 PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 class Limits(NamedTuple):
-    """What a worker may take: seconds of a call, bytes of memory (0: any)."""
+    """Limits of a worker: seconds of a call, bytes of memory (0: no limit)."""
 
     seconds: float
     memory: int
@@ -89,9 +85,9 @@ class Term(NamedTuple):
     Attributes:
       name: as written there.
       weight: of its value in the sum.
-      function: which only `PLAIN` ones are called as, in this process.
+      function: called in this process only if it is one of `PLAIN`.
       form: of the function's arguments.
-      limits: of a call of another one, and of the process that makes it.
+      limits: of calls in workers.
       digest: of the source of the function's module.
     """
 
@@ -103,7 +99,7 @@ class Term(NamedTuple):
     digest: str
 
     def checked(self, value: float | Failure | None) -> float | Failure | None:
-        """The value, or a Failure if it or its part of the sum is no finite number of float32."""
+        """The value, or a Failure if it, or its weighted value, is not finite in float32."""
         if value is None:
             return None
         if not isinstance(value, Failure):
@@ -115,8 +111,8 @@ class Term(NamedTuple):
 
 
 def weighted_sum(terms: Sequence[Term], values: Sequence[float | Failure | None]) -> float:
-    """The reward of a response, from the `Term.checked` value of each term: the sum over the terms
-    that apply; nan, which is not scored, if a call failed or no term applies."""
+    """The reward of a response from the `Term.checked` values: the weighted sum over the terms that
+    apply; nan (not scored) if a call failed or no term applies."""
     if any(isinstance(value, Failure) for value in values):
         return math.nan
     parts = [t.weight * v for t, v in zip(terms, values, strict=True) if isinstance(v, float)]
@@ -129,14 +125,14 @@ def load_rewards(
     """The rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
 
     Args:
-      text: the field; the name 'auto' is 'task_score' if one of the tasks has a scorer of its own,
-        else 'exact_match'.
-      seconds: that a call may take.
-      memory_gb: GiB that a process for calls may take; 0 for any.
-      tasks: sources of questions, as `env.task` names them.
+      text: the field; the name 'auto' stands for 'task_score' if one of the tasks has its own
+        scorer, else for 'exact_match'.
+      seconds: limit of a call.
+      memory_gb: GiB, limit of a worker; 0 for none.
+      tasks: sources of questions, as in `env.task`.
 
     Raises:
-      UserError: of `load_reward`, or a weight is no number, or a name is there twice.
+      UserError: of `load_reward`, or a weight is not a number, or a name is given twice.
     """
     terms: list[Term] = []
     limits = Limits(seconds, int(memory_gb * 2**30))
@@ -173,12 +169,12 @@ def _parts(text: str) -> list[tuple[str, str]]:
 def load_reward(name: str) -> RewardFunction:
     """A built-in reward by name, or ``"module:function"``, of one of the forms of `form`.
 
-    It returns a number, or None where it does not apply to a response. Modules are looked for in
-    the current directory too, and must be ones that another process can import.
+    It returns a number, or None if it does not apply to a response. The current directory is
+    searched for modules, too; another process must be able to import them.
 
     Raises:
-      UserError: the name is no built-in one and cannot be imported, here or in another process, or
-        takes other arguments.
+      UserError: the name is not built in and cannot be imported, here or in another process, or
+        the function takes other arguments.
     """
     return _load(name.strip())[0]
 
@@ -204,7 +200,7 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
 
 
 def source_digest(reward: str) -> str:
-    """A hash of the source of a reward's module, as it is now; '' if it has none."""
+    """The hash of the present source of a reward's module; '' if there is none."""
     try:
         with open(module_file(reward), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -213,6 +209,6 @@ def source_digest(reward: str) -> str:
 
 
 def module_file(reward: str) -> str:
-    """The file of a reward's module, which has been imported; '' of a built-in one."""
+    """The file of a reward's imported module; '' for a built-in reward."""
     module, colon, _ = reward.partition(":")
     return getattr(sys.modules.get(module), "__file__", None) or "" if colon else ""

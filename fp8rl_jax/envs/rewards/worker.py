@@ -1,14 +1,13 @@
-"""The program of a worker process, which `pool` starts: here a user's function is called.
+"""The program of a worker process, which `pool` starts: it calls a user's function.
 
-A worker reads requests from a connection and answers each call by itself, so that the process that
-asks knows which one did not return. It imports no JAX, unless a user's module does.
+A worker reads requests from a connection and answers each call separately, so that the run knows
+which call did not return. It does not import JAX, unless a user's module does.
 
-It ends with the process that started it: by itself at the connection's end when it is idle; through
-a thread that waits for the end of a pipe when it is in a call, together with the processes that the
-call started. Code that never gives Python's lock back keeps that thread from running: then a timer
-of faulthandler's, which needs no lock, ends the worker within the time limit and `_TICK` seconds
-twice. What neither catches is a worker that is stopped by a signal, or waits in the kernel for ever
-(for a file server that is gone).
+It ends with the process that started it. An idle worker sees the end of the connection. In a call,
+a thread sees the end of a pipe and kills the worker with the processes that the call started. If
+the call never releases Python's lock, so that the thread cannot run, a timer of faulthandler, which
+needs no lock, ends the worker within the time limit plus two `_TICK`. Not covered: a worker that is
+stopped by a signal, or blocked in the kernel for ever (by a file server that is gone).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Load(NamedTuple):
     """A request to import a reward; the answer is None, STALE or a Failure.
 
     Attributes:
-      reward: its name, 'module:function' or a built-in one.
-      digest: of its module's source, of `Term`.
-      path, directory: `sys.path` and the current directory, to find the module with.
+      reward: 'module:function', or the name of a built-in one.
+      digest: of its module's source, from `Term`.
+      path, directory: `sys.path` and the current directory, to find the module.
     """
 
     reward: str
@@ -54,8 +53,8 @@ class Calls(NamedTuple):
     """A request for calls of a reward, or of its `extract`, each with one answer.
 
     Attributes:
-      reward: its name, which has been loaded.
-      extract: call that attribute of it.
+      reward: the name of a loaded reward.
+      extract: whether to call its `extract`.
       arguments: of each call, pickled: a `Response`, or (response,).
     """
 
@@ -64,8 +63,8 @@ class Calls(NamedTuple):
     arguments: list[bytes]
 
 
-_LATE_IMPORTS = {"math_equal": "math_verify", "task_score": "reasoning_gym"}  # of built-in ones
-STALE = "stale"  # the module that a worker holds has another source
+_LATE_IMPORTS = {"math_equal": "math_verify", "task_score": "reasoning_gym"}
+STALE = "stale"  # the worker has imported another source of the module
 
 
 def main(connection_number: int, life: int, dump_number: int, limits: list, token: str) -> None:
@@ -73,20 +72,20 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
 
     Args:
       connection_number: file descriptor of the connection.
-      life: of a pipe's reading end; it ends when the process that started this one has gone.
-      dump_number: of a file for the traceback of a call that ends this process.
+      life: file descriptor of a pipe that ends when the process that started this one ends.
+      dump_number: file descriptor for the traceback of a call that ends this process.
       limits: a `Limits`.
       token: of the channel, in hexadecimal digits.
     """
     for number in (connection_number, life, dump_number):
-        os.set_inheritable(number, False)  # what a reward starts must not keep them open
+        os.set_inheritable(number, False)  # processes of a reward must not hold them
     channel = Channel(socket.socket(fileno=connection_number), bytes.fromhex(token))
     seconds, memory = limits
-    _limit(resource.RLIMIT_CORE, 0)  # a crash leaves no core file behind
+    _limit(resource.RLIMIT_CORE, 0)  # a crash writes no core file
     if memory:
         _limit(resource.RLIMIT_DATA, memory)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process that started this one
-        signal.signal(number, lambda *_: None)  # a handler, since children inherit SIG_IGN
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which children inherit
     dump = os.fdopen(dump_number, "w")
     faulthandler.enable(dump, all_threads=False)
     threading.Thread(target=_watch, args=(life, seconds, dump), daemon=True).start()
@@ -98,7 +97,7 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
                 channel.send(pickle.dumps(answer))
                 if isinstance(answer, Failure) and answer.kind == "MemoryError":
                     return  # see WorkerProcess.answer
-        except (EOFError, OSError):  # nobody asks, or listens, any more
+        except (EOFError, OSError):  # the run has ended
             return
 
 
@@ -109,12 +108,12 @@ def _limit(what: int, value: int) -> None:
 
 
 def _watch(life: int, seconds: float, dump: IO) -> None:
-    """Ends this process, and those that it started, when the pipe `life` ends."""
+    """Waits for the end of the pipe `life`; then kills this process and those that it started."""
     poll = select.poll()
     poll.register(life, select.POLLIN)
     ended: list = []
     while not ended:
-        # Set anew at each turn of this thread, so it goes off only if the thread cannot run.
+        # Reset in each iteration of this thread, so it fires only if the thread cannot run.
         faulthandler.dump_traceback_later(seconds + 2 * _TICK, exit=True, file=dump)
         ended = poll.poll(_TICK * 1000)
     os.killpg(0, signal.SIGKILL)
@@ -135,7 +134,7 @@ def _load(request: Load, terms: dict[str, Term]) -> Failure | str | None:
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
-            if name in _LATE_IMPORTS:  # at a first call, which has a time limit
+            if name in _LATE_IMPORTS:  # else imported in the first call, within its time limit
                 importlib.import_module(_LATE_IMPORTS[name])
             (terms[name],) = load_rewards(name)
         except BaseException as error:
@@ -144,10 +143,10 @@ def _load(request: Load, terms: dict[str, Term]) -> Failure | str | None:
 
 
 def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure | None:
-    """What a reward, or its `extract`, returned."""
+    """The result of a call of a reward, or of its `extract`."""
     try:
         found = pickle.loads(arguments)
-    except BaseException as error:  # a class of the row's that is not found here
+    except BaseException as error:  # a class of the row is not found here
         return failure_of(error, "")
     function: Any = term.function
     file = module_file(term.name)
@@ -160,8 +159,8 @@ def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure 
 
 
 def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
-    """What a call returns, with Python's `random`, and numpy's where it is loaded, seeded from
-    texts: its value must not depend on what was called before it."""
+    """The result of a call, with the generators of Python, and of numpy if it is loaded, seeded
+    from texts, so that it does not depend on earlier calls."""
     content = "\0".join(texts).encode("utf-8", "surrogatepass")
     number = int.from_bytes(hashlib.sha256(content).digest()[:4])
     while True:
@@ -169,5 +168,5 @@ def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(number)
         value = call()
-        if numpy or not sys.modules.get("numpy"):  # else the call imported it, so it was not seeded
+        if numpy or not sys.modules.get("numpy"):  # else the call imported it unseeded
             return value

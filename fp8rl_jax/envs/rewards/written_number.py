@@ -1,67 +1,36 @@
 r"""Reads numbers as people and policies write them: 1,072, -₹72, 2 1/2, 1e5, 10^{3}, \frac12, 50%.
 
-A quotient that comes out even, such as 8/2, is no number but a division that is not done; so is a
-sum, or a product with anything but a power of ten. Numbers are exact fractions. A text of many
-thousand characters takes time in proportion to its length.
+Unfinished calculations are not numbers: a quotient that is an integer (8/2), a sum, a product
+unless with a power of ten. Numbers are exact fractions. The time is linear in the length of a text.
 """
 
 from __future__ import annotations
 
 import fractions
 import re
+import unicodedata
 from typing import NamedTuple
 
 _MOST_DIGITS = 100  # of a number; more are noise, and slow
-_LONGEST = 200  # characters of a text that is wholly a number
+_LONGEST = 200  # characters of a text that is nothing but a number
 
-_VULGAR = {
-    "½": "1/2",
-    "⅓": "1/3",
-    "⅔": "2/3",
-    "¼": "1/4",
-    "¾": "3/4",
-    "⅕": "1/5",
-    "⅖": "2/5",
-    "⅗": "3/5",
-    "⅘": "4/5",
-    "⅙": "1/6",
-    "⅚": "5/6",
-    "⅛": "1/8",
-    "⅜": "3/8",
-    "⅝": "5/8",
-    "⅞": "7/8",
-}
-_SPELLINGS = {
-    "−": "-",
-    "–": "-",
-    "\u2009": "",
-    "\u202f": "",
-    "{,}": ",",
-    r",\! ": ",",
-    r",\!": ",",
-    r"\,": "",
-    r"\!": "",
-    r"\;": " ",
-    "\\ ": " ",
-    "~": " ",
-    "\xa0": " ",
-    r"\$": "$",
-    r"\%": "%",
-    "⁄": "/",
-    "－": "-",
-    "＋": "+",
-    "．": ".",
-    "×": "*",
-    r"\times": "*",
-    r"\cdot": "*",
-    "·": "*",
-    r"\approx": "=",
-    "≈": "=",
-    r"^\circ": "°",
-    r"^{\circ}": "°",
-    r"\left": "",
-    r"\right": "",
-}
+_VULGAR = {c: unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_SPELLINGS = (  # (ASCII, other spellings), replaced in this order
+    ("-", ("−", "–", "－")),
+    ("", ("\u2009", "\u202f")),
+    (",", ("{,}", r",\! ", r",\!")),
+    ("", (r"\,", r"\!")),
+    (" ", (r"\;", "\\ ", "~", "\xa0")),
+    ("$", (r"\$",)),
+    ("%", (r"\%",)),
+    ("/", ("⁄",)),
+    ("+", ("＋",)),
+    (".", ("．",)),
+    ("*", ("×", r"\times", r"\cdot", "·")),
+    ("=", (r"\approx", "≈")),
+    ("°", (r"^\circ", r"^{\circ}")),
+    ("", (r"\left", r"\right")),
+)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
 _WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
@@ -72,7 +41,7 @@ _THIN_GROUP = re.compile("(?<=\\d)[\xa0\u202f\u2009](?=\\d{3}(?!\\d))")
 _POWER = re.compile(r"(?<!\d)10\s?(?:\^|\*\*)\s?[{(]\s?([-+]?\d{1,3})\s?[})]")
 _SIGN_APART = re.compile(r"(^|[=:(]|\bis)(\s*[-+])\s+(?=[\d.$])")
 
-# Groups of two digits are Indian. Bounds on repetitions keep a search linear.
+# Groups of two digits are Indian. Bounded repetitions keep a search linear.
 _DIGITS = r"(?:\d{1,3}(?:[,_'’]\d{3}){1,33}(?!\d)|\d{1,2}(?:,\d{2}){1,33},\d{3}(?!\d)|\d+)"
 _CURRENCY = r"(?:(?:\b(?:US|CA|AU|NZ|HK|[ACRS]))?[$€£₹¥₩₽₺₱]|\b(?:Rs\.?|USD|EUR|GBP|INR|CNY))\s?"
 _NUMBER = re.compile(
@@ -84,7 +53,7 @@ _NUMBER = re.compile(
     rf"|\s?/\s?(?P<bottom>{_DIGITS})"
     r"|\s+(?:and\s+)?(?P<part>\d{1,9})\s?/\s?(?P<parts>\d{1,9})(?![\d/]))?)"
 )
-# What may stand before and after a number in an answer that is nothing but it.
+# What may stand before and after the number in an answer that is one number.
 _NAMED = re.compile(
     r"(?:(?:(?P<name>[^=,;]{0,80})=|[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?))\s*)?"
     r"(?:(?:about|approximately|exactly)\s+)?"
@@ -98,7 +67,7 @@ _PAIR = re.compile(r"\s*\\?\(.*,.*\\?\)\s*")
 _NO_MARK = r"[^\d=+*<>?!^\\|&@#\[\]{}₀-₉∞‰α-ωΑ-Ω]*"
 _UNIT = re.compile(rf"{_NO_MARK}(?:(?<=[A-Za-z])\^\{{?[23]\}}?{_NO_MARK})?")
 _MOST_WORDS = 5  # of a unit
-# What goes on with the number instead: a scale, an operation, or a variable, as 5x has.
+# What continues the number and is no unit: a scale, an operation, or a variable, as in 5x.
 _SCALE = (
     r"(?i:(?:k|hundred|thousand|million|billion|trillion|quadrillion|milliard|mill?ion|mille|mil|mio|"
     r"bn|tn|lakh|crore|dozen|gross|score)(?:s|en|es)?\b|millones\b|[万萬亿億千百十]|тысяч|миллион|миллиард|हज़ार|"
@@ -124,18 +93,17 @@ class Number(NamedTuple):
 
     @property
     def plain(self) -> fractions.Fraction:
-        """The value without a percent sign: 1/2 of 50%."""
+        """The value without a percent sign: 1/2 for 50%."""
         return self.value / 100 if self.percent else self.value
 
     def equals(self, other: Number) -> bool:
-        """Whether both are equal; a percentage is equal to its value, and to that without the sign,
-        as for math-verify: 50% is 0.5, and 50."""
+        """Whether both are equal; as for math-verify, 50% equals 0.5 and 50."""
         if self.value == other.value:
             return True
         return self.percent != other.percent and self.plain == other.plain
 
     def is_about(self, other: Number) -> bool:
-        """Whether the other is this number's decimals, six or more, where it has no end of them."""
+        """Whether this is a repeating decimal and `other` its first six or more decimals."""
         rest = self.value.denominator
         for factor in (2, 5):
             while rest % factor == 0:
@@ -146,9 +114,9 @@ class Number(NamedTuple):
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that a text is, with no more than a name, a sign, a currency, a unit and
-    punctuation: 'x = 72', 'The answer is $72.', '72 km/h'. None if it is anything else: a list,
-    a calculation, a sentence with several numbers."""
+    """The number of a text that has nothing else than a name, a sign, a currency, a unit and
+    punctuation ('x = 72', 'The answer is $72.', '72 km/h'); None for any other text, such as a
+    list, a calculation, or a sentence with several numbers."""
     if len(text) > _LONGEST:
         return None
     text = plain(_WORDS_IN_LATEX.sub(r" \1", text))
@@ -183,10 +151,11 @@ def last_number(text: str) -> Number | None:
 
 
 def plain(text: str) -> str:
-    """The text with signs, spaces, powers and fractions of LaTeX and Unicode in ASCII."""
+    """The text with LaTeX's and Unicode's signs, spaces, powers and fractions in ASCII."""
     text = in_ascii(_THIN_GROUP.sub("", text))
-    for written, ascii_ in _SPELLINGS.items():
-        text = text.replace(written, ascii_)
+    for ascii_, spellings in _SPELLINGS:
+        for written in spellings:
+            text = text.replace(written, ascii_)
     text = _FRACTION.sub(_fraction, text)
     text = _POWER.sub(r"10^\1", text)
     return _SIGN_APART.sub(r"\1\2", text)
@@ -218,7 +187,7 @@ def _fraction(match: re.Match) -> str:
 
 
 def _value(match: re.Match) -> fractions.Fraction | None:
-    """The value of a match of _NUMBER; None for a quotient that is not done."""
+    """The value of a match of _NUMBER; None for an unfinished division."""
     found = match.groupdict()
     sign = -1 if "-" in (found["sign"], found["late_sign"]) else 1
     if found["power"]:
