@@ -64,7 +64,7 @@ def _rope(runtime: Runtime) -> Any:
     rollout = runtime.config.rollout
     positions = rollout.max_prompt_tokens + rollout.max_new_tokens
     tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
-    return sharding.laid_out(tables, runtime.layout.whole)
+    return sharding.laid_out(tables, runtime.layout.replicated)
 
 
 def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
@@ -132,7 +132,7 @@ def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     def place(path, leaf):
         if "cache" in jax.tree_util.keystr(path):
             return sharding.batch_sharding(mesh, axis=1)
-        return runtime.layout.rows if leaf.shape[:1] == (rows,) else runtime.layout.whole
+        return runtime.layout.rows if leaf.shape[:1] == (rows,) else runtime.layout.replicated
 
     state, wanted = (
         sharding.laid_out(tree, jax.tree_util.tree_map_with_path(place, tree))
