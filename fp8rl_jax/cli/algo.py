@@ -40,7 +40,7 @@ def _show(values: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("algo", "the RL algorithms of algo.preset: list, show NAME", group=True),
+    Command("algo", "the RL algorithms of algo.preset: list, show NAME"),
     Command("algo list", "the names of all presets, with their papers", _list),
     Command(
         "algo show",

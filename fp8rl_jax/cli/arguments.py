@@ -42,7 +42,6 @@ class Command:
       arguments: of `argument`.
       config: whether it takes a config FILE and --config.SECTION.FIELD=VALUE.
       processes: whether several processes may run it as one.
-      group: whether there are commands below it, such as 'bench rollout' below 'bench'.
       starts: what it does first and how long that takes, for a line that is shown at once; '' for
         a command that takes about a second.
     """
@@ -53,14 +52,7 @@ class Command:
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     config: bool = False
     processes: bool = False
-    group: bool = False
     starts: str = ""
-
-    @property
-    def takes_file(self) -> bool:
-        """Whether a word that is no option names the config file."""
-        options = all(names[0].startswith("-") for names, _ in self.arguments)
-        return self.config and options and not self.group
 
     @property
     def usage(self) -> str:
@@ -68,9 +60,14 @@ class Command:
         follow = [settings["metavar"] for names, settings in self.arguments if names[0][0] != "-"]
         return " ".join(["fp8rl", self.name, *follow])
 
-    def fill(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the command's arguments to its parser."""
-        if self.takes_file:
+    def fill(self, parser: argparse.ArgumentParser, group: bool) -> None:
+        """Adds the command's arguments to its parser.
+
+        Where no argument is a word of its own, nor a command below (`group`), a word names the
+        config file.
+        """
+        words = [names[0] for names, _ in self.arguments if names[0][0] != "-"]
+        if self.config and not words and not group:
             parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
         if self.config:
             parser.add_argument(
@@ -128,16 +125,16 @@ class Command:
         overrides = [word for word in words if word.startswith(("--config.", "-config."))]
         rest = [word for word in words if word not in overrides]
         hyphenated = [_hyphenated(word) for word in rest]
-        parse = parser.parse_known_args if self.group else parser.parse_known_intermixed_args
+        group = parser._subparsers is not None
+        parse = parser.parse_known_args if group else parser.parse_known_intermixed_args
         values, unknown = parse(hyphenated)
-        if self.group and values.below:
+        if group and values.below:
             parser.error(f"write `fp8rl {self.name} {values.below}` and options after that")
         if overrides and not self.config:
             unknown = overrides + unknown
-        if self.takes_file and values.file is not None:
-            if values.config:
-                unknown.append(values.file)
-            values.config = values.config or values.file
+        if self.config and (file := getattr(values, "file", "")):
+            unknown += [file] * bool(values.config)
+            values.config = values.config or file
         if unknown:
             word = dict(zip(hyphenated, rest, strict=True)).get(unknown[0], unknown[0])
             parser.error(f"{word!r} is not understood; {self._takes(word, overrides)}")

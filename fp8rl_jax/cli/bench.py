@@ -167,7 +167,6 @@ _COMMANDS = (
         _step,
         (argument("--recipes", default="fp8,bf16,f32", help="recipes to time"), _repeats(5)),
         config=True,
-        group=True,
     ),
     Command(
         "bench drift-cost",

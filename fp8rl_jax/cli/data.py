@@ -124,7 +124,7 @@ def _cut(value: object) -> str:
 
 
 COMMANDS = (
-    Command("data", "data sets: list, prepare NAME, show TASK", group=True),
+    Command("data", "data sets: list, prepare NAME, show TASK"),
     Command(
         "data list",
         "tasks and data sets by name, those that are prepared first",

@@ -10,7 +10,6 @@ the table.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from fp8rl_jax.base.errors import (
     NonFiniteError,
     RewardError,
     UserError,
+    did_you_mean,
     limit_reached,
     raised,
 )
@@ -111,9 +111,9 @@ _COMMANDS = (
     *algo.COMMANDS,
     runs.CONVERT,
     runs.REPORT,
-    completion.COMPLETION,
 )
 COMMANDS = {command.name: command for command in _COMMANDS}
+COMMANDS["completion"] = completion.command(COMMANDS)
 
 
 def _version() -> str:
@@ -134,10 +134,9 @@ def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
         if command := COMMANDS.get(" ".join(words[:count])):
             return command, words[count:]
     names = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
-    near = difflib.get_close_matches(words[0].lstrip("-"), [*names, "version", "help"], 1)
-    near = [f"--{word}" if word in ("version", "help") else word for word in near]
-    hint = f"did you mean `fp8rl {near[0]}`? " if near else ""
-    raise UserError(f"fp8rl: no command {words[0]!r}; {hint}write one of {', '.join(names)}")
+    hint = did_you_mean(words[0], [*names, "--version", "--help"], "", "`fp8rl {}`")
+    advice = f"{hint} write one of {', '.join(names)}".strip()
+    raise UserError(f"fp8rl: no command {words[0]!r}; {advice}")
 
 
 def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:

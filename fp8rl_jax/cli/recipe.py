@@ -35,7 +35,7 @@ def _show(values: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("recipe", "what a precision recipe does: list, show NAME", group=True),
+    Command("recipe", "what a precision recipe does: list, show NAME"),
     Command("recipe list", "the names of all recipes", _list),
     Command(
         "recipe show",

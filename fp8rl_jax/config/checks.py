@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
 from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
@@ -36,11 +34,12 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
             check_options(path, value)
         if field.choices and value not in field.choices:
             known = ", ".join(filter(None, field.choices))
-            loss = path == "algo.preset" and value in LOSSES
-            hint = f"for that loss write algo.loss={value}, else " if loss else ""
-            if near := difflib.get_close_matches(value.lower(), filter(None, field.choices), 1):
-                hint = hint or f"did you mean {near[0]!r}? "
-            raise UserError(f"{path} is {value!r}; {hint}write one of {known}")
+            if path == "algo.preset" and value in LOSSES:
+                hint = f"for that loss write algo.loss={value}, else"
+            else:
+                hint = did_you_mean(value.lower(), filter(None, field.choices), "", "{!r}")
+            advice = f"{hint} write one of {known}".strip()
+            raise UserError(f"{path} is {value!r}; {advice}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")

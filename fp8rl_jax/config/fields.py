@@ -7,12 +7,11 @@ The bounds of numbers are in `fp8rl_jax.base.bounds`. Fields of section `model` 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, NamedTuple
 
 import ml_collections
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
@@ -410,8 +409,7 @@ def describe_fields(section: str = "") -> str:
       UserError: there is no such section.
     """
     if section and section not in FIELDS:
-        near = difflib.get_close_matches(section, FIELDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "write one of " + ", ".join(FIELDS)
+        hint = did_you_mean(section, FIELDS, "write one of " + ", ".join(FIELDS))
         raise UserError(f"--help-config: there is no section {section!r}; {hint}")
     lines = []
     if section in ("", "precision"):
