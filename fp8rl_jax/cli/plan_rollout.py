@@ -15,6 +15,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.rollout import CASES
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.cli.planned import Planned
+from fp8rl_jax.config.combinations import check_planned
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Batching, Loop, SamplerConfig
@@ -67,13 +68,7 @@ def plan_config(planned: Planned, memory: int) -> ConfigPlan:
     """
     config, resolved, mesh = planned.config, planned.resolved, planned.mesh
     rollout = config.rollout
-    for field, other in (("mesh.tensor", 1), ("algo.routing_replay", "none")):
-        section, name = field.split(".")
-        if config[section][name] != other:
-            raise UserError(
-                f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
-                f"batching, which is planned here, needs {other!r}"
-            )
+    check_planned(resolved, "continuous batching", "fp8rl plan --rollout")
     sampler = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     slots = rollout.slots or rollout.prompts_per_step * rollout.group_size
     sizes = Batching(slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)

@@ -46,13 +46,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     if precision.kv_cache != "recipe":
         with _field("kv_cache"):
             recipe = dataclasses.replace(recipe, kv=_KV[precision.kv_cache])
-    if precision.attention == "fp8":
-        if not recipe.kv_quantized:
-            raise UserError(
-                f"precision.attention: FP8 attention needs K and V in FP8, and recipe "
-                f"{recipe.name!r} of precision.{side} has none: set precision.kv_cache='fp8' or "
-                "'fp8_calibrated'"
-            )
+    if precision.attention == "fp8" and recipe.kv_quantized:  # else refused by `combinations`
         recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)

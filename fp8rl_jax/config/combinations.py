@@ -1,0 +1,377 @@
+"""The table of features that do not work together: which two, why, and what to write instead.
+
+    FEATURES   whether a configuration has a feature, and how a sentence names it
+    PAIRS      two features, the reason, the remedy
+
+`config.checks` refuses a configuration that has both features of a pair, `fp8rl plan` what the plan
+itself needs, and the documentation's page of combinations is made from the table. To close a gap,
+delete its pair; a new gap is a new pair, and tests/config/test_combinations.py asks for a
+configuration that shows it.
+
+Not here: numbers that do not fit each other (`config.checks`), and the shapes of a model
+(`models.ModelConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.fields import FIELDS
+from fp8rl_jax.config.load import flatten
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.envs import NO_ANSWER
+from fp8rl_jax.kernels import backend
+
+
+class Feature(NamedTuple):
+    """What a configuration may have.
+
+    Attributes:
+      on: whether it has the feature.
+      said: the feature and its value, for a sentence.
+    """
+
+    on: Callable[[Resolved], Any]
+    said: Callable[[Resolved], str]
+
+
+class Pair(NamedTuple):
+    """Two features that do not work together.
+
+    Attributes:
+      one, other: names of `FEATURES`.
+      reason: why not; '{one}' stands for what the first feature says.
+      remedy: what to write instead.
+    """
+
+    one: str
+    other: str
+    reason: str
+    remedy: str
+
+    def refuses(self, resolved: Resolved) -> bool:
+        return all(FEATURES[name].on(resolved) for name in (self.one, self.other))
+
+    def problem(self, resolved: Resolved) -> str:
+        """The sentence of an error without the remedy."""
+        one, other = (FEATURES[name].said(resolved) for name in (self.one, self.other))
+        return f"{other}, and {self.reason.format(one=one)}"
+
+
+def check_combinations(resolved: Resolved) -> None:
+    """Raises UserError for the first pair of features that do not work together."""
+    for pair in PAIRS:
+        if pair.refuses(resolved):
+            raise UserError(f"{pair.problem(resolved)}: {pair.remedy}")
+
+
+def check_planned(resolved: Resolved, feature: str, command: str) -> None:
+    """Raises UserError for what a command that plans with `feature` cannot plan.
+
+    The scales of a whole batch are no obstacle to a plan: memory and times are the same.
+    """
+    for pair in PAIRS:
+        if pair.one == feature and "scales" not in pair.other and FEATURES[pair.other].on(resolved):
+            raise UserError(
+                f"{command} plans with {feature}: {pair.problem(resolved)}: leave that field out"
+            )
+
+
+def _field(path: str, on: Callable[[Any], Any] = bool, verb: str = "is") -> Feature:
+    """The feature that a field's value switches on."""
+
+    def value(resolved: Resolved) -> Any:
+        return flatten(resolved.config)[path]
+
+    return Feature(lambda r: on(value(r)), lambda r: f"{path} {verb} {value(r)!r}")
+
+
+def _differ(resolved: Resolved) -> str:
+    rollout, learner = resolved.rollout_recipe.name, resolved.learner_recipe.name
+    return f"recipes that differ (rollout {rollout!r}, learner {learner!r})"
+
+
+def _scales_of_batch(by_policy: bool) -> Feature:
+    """Dynamic scales per tensor, chosen by `precision.activation_policy` or by the recipe."""
+    field = "activation_policy" if by_policy else "rollout"
+
+    def on(resolved: Resolved) -> bool:
+        chosen = bool(resolved.config.precision.activation_policy)
+        return not resolved.rollout_recipe.row_local and chosen == by_policy
+
+    def said(resolved: Resolved) -> str:
+        recipe = resolved.rollout_recipe
+        return (
+            f"precision.{field}: recipe {recipe.name!r} takes an activation's scale "
+            f"({recipe.operands['activation'].policy.name}) from all tokens of a batch"
+        )
+
+    return Feature(on, said)
+
+
+def _observed(resolved: Resolved) -> list[str]:
+    """Operands whose scale in the rollout follows from what the learner's steps observed."""
+    operands = resolved.rollout_recipe.operands.items()
+    return [name for name, o in operands if o.policy.stateful and name != "gradient"]
+
+
+def _observed_said(resolved: Resolved) -> str:
+    precision = resolved.config.precision
+    own = (f"{n}_policy" for n in _observed(resolved) if precision[f"{n}_policy"])
+    recipe = resolved.rollout_recipe.name
+    return (
+        f"precision.{next(own, 'rollout')}: recipe {recipe!r} scales by what the learner's steps "
+        "observed"
+    )
+
+
+def _sides(resolved: Resolved, on: Callable[[Any], bool]) -> list[str]:
+    """The sides of the configuration, 'rollout' and 'learner', for whose recipe `on` holds."""
+    return [side for side in ("rollout", "learner") if on(getattr(resolved, f"{side}_recipe"))]
+
+
+def _calibrated(resolved: Resolved) -> list[str]:
+    return _sides(resolved, lambda recipe: recipe.kv == "calibrated")
+
+
+def _calibrated_said(resolved: Resolved) -> str:
+    precision = resolved.config.precision
+    field = _calibrated(resolved)[0] if precision.kv_cache == "recipe" else "kv_cache"
+    return f"precision.{field} is {precision[field]!r}"
+
+
+def _bf16_cache(resolved: Resolved) -> list[str]:
+    return _sides(resolved, lambda recipe: not recipe.kv_quantized)
+
+
+def _bf16_cache_said(resolved: Resolved) -> str:
+    side = _bf16_cache(resolved)[0]
+    recipe = getattr(resolved, f"{side}_recipe").name
+    return f"recipe {recipe!r} of precision.{side} has none"
+
+
+def _within_group(resolved: Resolved) -> bool:
+    algo = resolved.config.algo
+    return algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
+
+
+def _within_group_said(resolved: Resolved) -> str:
+    algo = resolved.config.algo
+    return f"algo.baseline = {algo.baseline!r}, algo.scale = {algo.scale!r}"
+
+
+def _updates(resolved: Resolved) -> int:
+    return resolved.config.algo.num_minibatches * resolved.config.algo.epochs
+
+
+_KL_DEFAULT = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
+_NORM = "seq_mean_token_sum_norm"
+
+FEATURES: dict[str, Feature] = {
+    # model and mesh
+    "dense model": Feature(lambda r: not r.model.num_experts, lambda r: "a dense model"),
+    "latent attention": Feature(lambda r: r.model.latent, lambda r: "latent attention"),
+    "tensor parallelism": _field("mesh.tensor", lambda size: size != 1),
+    "expert parallelism": _field("mesh.expert", lambda size: size != 1),
+    "routing replay": _field("algo.routing_replay", lambda what: what != "none"),
+    "balance loss of routers": _field("algo.router_aux_loss_coef"),
+    # precision
+    "zero drift": Feature(lambda r: r.zero_drift, lambda r: "zero drift is in force"),
+    "required zero drift": _field("precision.zero_drift", lambda how: how == "required"),
+    "recipes that differ": Feature(lambda r: not r.same_forward, _differ),
+    "scales of a whole batch by the recipe": _scales_of_batch(by_policy=False),
+    "scales of a whole batch by a policy": _scales_of_batch(by_policy=True),
+    "scales from observed values": Feature(_observed, _observed_said),
+    "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
+    "calibrated scales of K and V": Feature(_calibrated, _calibrated_said),
+    "K and V in bf16": Feature(_bf16_cache, _bf16_cache_said),
+    "Mosaic kernels": _field(  # without a GPU the kernels themselves are refused
+        "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
+    ),
+    # rollout
+    "continuous batching": _field("rollout.slots"),
+    "all samples at once": _field("rollout.slots", lambda slots: not slots),
+    "pages": _field("rollout.pages"),
+    "groups of one": _field("rollout.group_size", lambda size: size == 1),
+    "questions without chat": _field("data.chat", lambda chat: not chat),
+    "system prompt": _field("data.system_prompt"),
+    "variables of the chat template": _field("data.chat_options"),
+    "rows without answers": _field("env.answer_key", lambda key: key == NO_ANSWER),
+    "supervised fine-tuning": _field("sft.steps"),
+    # algorithm
+    "advantages within a group": Feature(_within_group, _within_group_said),
+    "dynamic sampling": _field("algo.dynamic_sampling"),
+    "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
+    "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
+    "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
+    "several updates of a rollout": Feature(
+        lambda r: _updates(r) > 1, lambda r: f"algo.num_minibatches x algo.epochs is {_updates(r)}"
+    ),
+    "KL in the reward": Feature(
+        lambda r: r.config.algo.kl_in == "reward" and r.config.algo.kl_coef,
+        lambda r: "algo.kl_in = 'reward'",
+    ),
+    "another estimator than k1": _field(
+        "algo.kl_estimator", lambda name: name not in ("k1", _KL_DEFAULT)
+    ),
+    "another loss than ppo": _field(
+        "algo.loss", lambda loss: loss.partition("(")[0].strip() != "ppo", "="
+    ),
+    "dual clip": _field("algo.dual_clip"),
+    "a mean without a constant": _field("algo.loss_aggregation", lambda how: how != _NORM, "="),
+    "constant length": _field("algo.loss_length"),
+}
+
+_LATENT = "the model has multi-head latent attention (kv_lora_rank above 0), which"
+_OTHER_BATCHES = (
+    "sampler and learner see different batches, so they cannot agree (measured mean drift 0.13 per "
+    "token)"
+)
+_OTHER_ROWS = "continuous batching (rollout.slots) decodes other rows together at every step"
+
+# The order decides which sentence comes first where a configuration has several pairs.
+PAIRS = (
+    Pair("dense model", "routing replay", "a dense model has no routers", "write 'none'"),
+    Pair("dense model", "balance loss of routers", "a dense model has no routers", "write 0"),
+    Pair("dense model", "expert parallelism", "a dense model has no experts", "write 1"),
+    Pair(
+        "K and V in bf16",
+        "FP8 attention",
+        "FP8 attention needs K and V in FP8, and {one}",
+        "set precision.kv_cache='fp8' or 'fp8_calibrated'",
+    ),
+    Pair(
+        "recipes that differ",
+        "scales from observed values",
+        "with {one} the learner has another forward pass",
+        "use the same recipe on both sides",
+    ),
+    Pair(
+        "recipes that differ",
+        "required zero drift",
+        "with {one} the two sides compute different values",
+        "make them equal, or set precision.zero_drift='report'",
+    ),
+    Pair(
+        "zero drift",
+        "scales of a whole batch by the recipe",
+        _OTHER_BATCHES,
+        "use fp8_blockwise (a scale per token) or fp8_delayed (fixed beforehand), or set "
+        "precision.zero_drift='report'",
+    ),
+    Pair(
+        "zero drift",
+        "scales of a whole batch by a policy",
+        _OTHER_BATCHES,
+        "write a policy that is fixed beforehand (that of fp8_delayed, or static), or take "
+        "fp8_blockwise (a scale per token), or set precision.zero_drift='report'",
+    ),
+    Pair(
+        "zero drift",
+        "Mosaic kernels",
+        "they decode by one kernel and learn by another, whose bits have not been compared",
+        "write 'triton', or set precision.zero_drift='report'",
+    ),
+    Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
+    Pair(
+        "latent attention", "FP8 attention", f"{_LATENT} keeps its queries in bf16", "write 'bf16'"
+    ),
+    Pair(
+        "latent attention",
+        "calibrated scales of K and V",
+        f"{_LATENT} takes one scale per token and none that is calibrated",
+        "set precision.kv_cache='fp8'",
+    ),
+    Pair(
+        "questions without chat",
+        "system prompt",
+        "data.chat is False",
+        "set data.chat=True, or leave system_prompt out",
+    ),
+    Pair(
+        "questions without chat",
+        "variables of the chat template",
+        "data.chat is False",
+        "set data.chat=True, or leave chat_options out",
+    ),
+    Pair(
+        "advantages within a group",
+        "groups of one",
+        "a reward minus its group's mean is then 0, and the standard deviation too ({one})",
+        "write a group of at least 2, or algo.preset='reinforce_pp'",
+    ),
+    Pair(
+        "dynamic sampling",
+        "groups of one",
+        "algo.dynamic_sampling drops groups of equal rewards",
+        "write a group of at least 2, or dynamic_sampling=False",
+    ),
+    Pair(
+        "the rollout's log-probabilities",
+        "correction",
+        "it needs the learner's own log-probabilities",
+        "set algo.old_logprobs='auto' or 'learner'",
+    ),
+    Pair(
+        "loss reinforce",
+        "several updates of a rollout",
+        "algo.loss = 'reinforce' has no ratio to the policy before",
+        "write 1 for both, or take ppo or cispo",
+    ),
+    Pair(
+        "KL in the reward",
+        "another estimator than k1",
+        "algo.kl_in = 'reward' takes k1 from the advantages",
+        "write 'k1', or algo.kl_in='loss'",
+    ),
+    Pair(
+        "another loss than ppo",
+        "dual clip",
+        "{one} has no such bound",
+        "write 0, or algo.loss='ppo'",
+    ),
+    Pair(
+        "a mean without a constant",
+        "constant length",
+        "{one} divides by no constant",
+        f"write 0, or algo.loss_aggregation='{_NORM}'",
+    ),
+    Pair(
+        "all samples at once",
+        "pages",
+        "pages are used by continuous batching",
+        "set rollout.slots to the sequences that decode at a time, or pages to 0",
+    ),
+    Pair(
+        "continuous batching",
+        "tensor parallelism",
+        "continuous batching (rollout.slots) does not cut layers by columns",
+        "set mesh.tensor to 1, or rollout.slots to 0",
+    ),
+    Pair(
+        "continuous batching",
+        "scales of a whole batch by the recipe",
+        _OTHER_ROWS,
+        "set rollout.slots to 0, or take a recipe that scales by rows, such as fp8",
+    ),
+    Pair(
+        "continuous batching",
+        "scales of a whole batch by a policy",
+        _OTHER_ROWS,
+        "set rollout.slots to 0, or write a policy that is fixed beforehand, such as static",
+    ),
+    Pair(
+        "continuous batching",
+        "routing replay",
+        "continuous batching does not record routing",
+        "set it to 'none', or rollout.slots to 0",
+    ),
+    Pair(
+        "rows without answers",
+        "supervised fine-tuning",
+        f"env.answer_key = {NO_ANSWER!r} says that rows have no answer to learn",
+        "set sft.steps=0, or name the column",
+    ),
+)
