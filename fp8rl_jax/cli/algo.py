@@ -46,6 +46,6 @@ COMMANDS = (
         "algo show",
         "a preset's formula, and the fields that it sets",
         _show,
-        (argument("name", nargs="?", metavar="NAME", help="a preset"),),
+        (argument("name", "a preset", "NAME", nargs="?"),),
     ),
 )

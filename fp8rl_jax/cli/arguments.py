@@ -25,9 +25,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`")
 
 
-def argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+def argument(
+    name: str, help: str, metavar: str = "", **settings: Any
+) -> tuple[str, dict[str, Any]]:
     """An argument of a command, as `ArgumentParser.add_argument` takes it."""
-    return names, settings
+    return name, {"help": help, **({"metavar": metavar} if metavar else {}), **settings}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Command:
     name: str
     summary: str
     run: Callable[[argparse.Namespace], int] | None = None
-    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    arguments: tuple[tuple[str, dict[str, Any]], ...] = ()
     config: bool = False
     processes: bool = False
     starts: str = ""
@@ -57,7 +59,7 @@ class Command:
     @property
     def usage(self) -> str:
         """Its name and what must follow it, such as 'fp8rl recipe show NAME'."""
-        follow = [settings["metavar"] for names, settings in self.arguments if names[0][0] != "-"]
+        follow = [more["metavar"] for name, more in self.arguments if name[0] != "-"]
         return " ".join(["fp8rl", self.name, *follow])
 
     def fill(self, parser: argparse.ArgumentParser, group: bool) -> None:
@@ -66,8 +68,7 @@ class Command:
         Where no argument is a word of its own, nor a command below (`group`), a word names the
         config file.
         """
-        words = [names[0] for names, _ in self.arguments if names[0][0] != "-"]
-        if self.config and not words and not group:
+        if self.config and not group and all(name[0] == "-" for name, _ in self.arguments):
             parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
         if self.config:
             parser.add_argument(
@@ -90,8 +91,8 @@ class Command:
                 nargs="?",
                 help="show the config's fields, or those of a section, and exit",
             )
-        for names, settings in self.arguments:
-            parser.add_argument(*names, **settings)
+        for name, settings in self.arguments:
+            parser.add_argument(name, **settings)
 
     def _takes(self, word: str, overrides: Sequence[str]) -> str:
         """What may be written in the place of a word that is not understood."""
@@ -106,8 +107,7 @@ class Command:
                 return f"write {field}={word}"
             return "config fields are written --config.SECTION.FIELD=VALUE"
         names = [
-            settings.get("metavar", names[0]) if names[0][0] != "-" else names[0]
-            for names, settings in self.arguments
+            name if name[0] == "-" else more.get("metavar", name) for name, more in self.arguments
         ]
         takes = ", ".join(["--config"] * self.config + names) or "no argument"
         return f"it takes {takes}{'' if self.config else ', and no config'}"
@@ -150,9 +150,9 @@ def _hyphenated(word: str) -> str:
 
 ALLOW_IMPORT = argument(
     "--allow-import",
+    "modules, or module:function, that the run's config.json may import",
+    "NAME,...",
     default="",
-    metavar="NAME,...",
-    help="modules, or module:function, that the run's config.json may import",
 )
 
 

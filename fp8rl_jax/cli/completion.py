@@ -25,7 +25,7 @@ def command(commands: Mapping[str, Command]) -> Command:
         from fp8rl_jax.config import all_fields
 
         fields = tuple(
-            argument(f"--config.{path}", help=field.meaning, choices=field.choices or None)
+            argument(f"--config.{path}", field.meaning, choices=field.choices or None)
             for path, field in all_fields().items()
         )
         completed = {
@@ -39,5 +39,5 @@ def command(commands: Mapping[str, Command]) -> Command:
         "completion",
         'prints a shell\'s completion script; use it with: eval "$(fp8rl completion bash)"',
         run,
-        (argument("shell", nargs="?", metavar="SHELL", help="bash, zsh or tcsh"),),
+        (argument("shell", "bash, zsh or tcsh", "SHELL", nargs="?"),),
     )

@@ -64,44 +64,41 @@ _COMMANDS = (
         (
             argument(
                 "--rollout",
-                action="store_true",
-                help="plan the rollout alone: weights, slots and pages in FP8 and BF16, and "
+                "plan the rollout alone: weights, slots and pages in FP8 and BF16, and "
                 "predicted decode times of BF16, FP8 linear layers, FP8 KV cache, and both",
+                action="store_true",
             ),
             argument(
                 "--learner",
+                "plan the train step alone: memory, FLOPs, bytes over the mesh, times",
                 action="store_true",
-                help="plan the train step alone: memory, FLOPs, bytes over the mesh, times",
             ),
             argument(
-                "--devices",
-                type=int,
-                metavar="N",
-                help="of the mesh; as many as its axes ask for if left out",
+                "--devices", "of the mesh; as many as its axes ask for if left out", "N", type=int
             ),
             argument(
                 "--hosts",
+                "that the devices are on; one for eight of them if left out",
+                "H",
                 type=int,
-                metavar="H",
-                help="that the devices are on; one for eight of them if left out",
             ),
             argument(
                 "--gpu",
+                "whose memory and speed to take (default: h200)",
                 choices=("h100", "h200"),
                 default="h200",
-                help="whose memory and speed to take (default: h200)",
             ),
             argument(
                 "--memory-gb",
+                "memory of a GPU, in GiB; 141 of an H200 and 80 of an H100 if left out",
+                "X",
                 type=float,
-                metavar="X",
-                help="memory of a GPU, in GiB; 141 of an H200 and 80 of an H100 if left out",
             ),
             argument(
                 "--compile",
-                action="store_true",
-                help="also compile train step and decode step for H200s that are not there, "
+                "also compile train step and decode step for H200s that are not there, "
                 "and print the compiler's figures (extra gpu_proofs; minutes)",
+                action="store_true",
             ),
         ),
         config=True,

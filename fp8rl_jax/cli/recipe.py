@@ -41,6 +41,6 @@ COMMANDS = (
         "recipe show",
         "formats, blocks and scaling policies of every GEMM",
         _show,
-        (argument("name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"),),
+        (argument("name", "a recipe, or package.module:function", "NAME", nargs="?"),),
     ),
 )

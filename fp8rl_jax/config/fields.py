@@ -68,9 +68,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "compilation_cache": Field(
             "",
-            "directory of compiled programs, which a second start loads "
-            "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
-            "~/.cache/fp8rl_jax/compilation",
+            "directory of compiled programs, which a second start loads from there; off: none; '' "
+            "for $FP8RL_COMPILATION_CACHE, else ~/.cache/fp8rl_jax/compilation",
         ),
         "samples": Field(4, "transcripts written at each evaluation"),
         "loggers": Field(
@@ -102,17 +101,15 @@ FIELDS: dict[str, dict[str, Field]] = {
         "learner": Field("fp8", "recipe of the learner; equal recipes give zero drift"),
         "zero_drift": Field(
             "auto",
-            "required: refuse settings under which drift cannot be zero, "
-            "and end after a step that drifts, with exit status 3; auto: with "
-            "equal recipes refuse such settings, and warn of a step that drifts; "
-            "report: neither",
+            "required: refuse settings under which drift cannot be zero, and end after a step that "
+            "drifts, with exit status 3; auto: with equal recipes refuse such settings, and warn "
+            "of a step that drifts; report: neither",
             choices=("auto", "required", "report"),
         ),
         "weight_policy": Field(
             "",
-            "scaling policy of weights: dynamic, delayed(history=1024), "
-            "static(amax=8.0), power_of_two(...), 'package.module:function'; "
-            "'' for the recipe's own",
+            "scaling policy of weights: dynamic, delayed(history=1024), static(amax=8.0), "
+            "power_of_two(...), 'package.module:function'; '' for the recipe's own",
         ),
         "activation_policy": Field("", "scaling policy of activations, likewise"),
         "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
@@ -142,9 +139,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "cpu_products": Field(
             "auto",
-            "on a CPU: auto: the fastest products whose order holds on "
-            "this machine; exact: sums in float64 that no order can change, "
-            "four to eight times slower",
+            "on a CPU: auto: the fastest products whose order holds on this machine; exact: sums "
+            "in float64 that no order can change, four to eight times slower",
             choices=("auto", "exact"),
         ),
         "health": Field(True, "count saturated, underflowed and non-finite values"),
@@ -211,16 +207,14 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "answer_pattern": Field(
             "",
-            "regular expression whose first group, at its last match in "
-            "that column, is the answer; '' for what the last #### marks, or "
-            "all",
+            "regular expression whose first group, at its last match in that column, is the "
+            "answer; '' for what the last #### marks, or all",
         ),
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
         "eval_task": Field(
             "",
-            "held-out questions from another source than task, written "
-            "likewise, or from several with commas; '' for the data set's own "
-            "split test or validation, else a share of it",
+            "held-out questions from another source than task, written likewise, or from several "
+            "with commas; '' for the data set's own split test or validation, else a share of it",
         ),
         "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),
         "data_dir": Field(
@@ -319,26 +313,23 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "correction": Field(
             "auto",
-            "for a rollout that differs from the learner: none, tis(2.0), "
-            "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
-            "several with commas, or 'module:function'; auto: tis if the recipes "
-            "differ and old_logprobs is not 'rollout' (where the ratio holds the "
-            "difference)",
+            "for a rollout that differs from the learner: none, tis(2.0), seq_tis, icepop, "
+            "mask_sequence, mask_geometric, mask_k3, veto, opsm, several with commas, or "
+            "'module:function'; auto: tis if the recipes differ and old_logprobs is not 'rollout' "
+            "(where the ratio holds the difference)",
         ),
         "routing_replay": Field(
             "none",
-            "what the learner takes from the rollout's routers: none; "
-            "experts: which experts, in their order; weights: their weights "
-            "too",
+            "what the learner takes from the rollout's routers: none; experts: which experts, in "
+            "their order; weights: their weights too",
             choices=("none", "experts", "weights"),
         ),
         "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load"),
         "old_logprobs": Field(
             "auto",
-            "learner: recompute before the first update; rollout: take "
-            "the sampler's own; auto: the sampler's where zero drift is in "
-            "force, until a first update shows a difference, and the learner's "
-            "elsewhere",
+            "learner: recompute before the first update; rollout: take the sampler's own; auto: "
+            "the sampler's where zero drift is in force, until a first update shows a difference, "
+            "and the learner's elsewhere",
             choices=("auto", "learner", "rollout"),
         ),
         "epochs": Field(1, "passes over one rollout"),

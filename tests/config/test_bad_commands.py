@@ -50,7 +50,7 @@ def test_help_of_a_command(name, capsys):
     assert cli.run([*name.split(), "junk", "--help"]) == 0
     output, error = capsys.readouterr()
     assert error == ""
-    options = [names[0] for names, _ in command.arguments if names[0].startswith("-")]
+    options = [name for name, _ in command.arguments if name.startswith("-")]
     assert_words(output, [f"usage: fp8rl {name} ", *options])
     assert ("--help-config" in output) == command.config
     below = [other for other in main.COMMANDS if other.startswith(name + " ")]
