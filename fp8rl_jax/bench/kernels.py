@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import operator
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,7 +87,10 @@ def bench(
     Raises:
       UserError: no such model.
     """
-    cases = [*shapes.attention_cases(quick), *shapes.cases(models, rows, quick)]
+    cases: list[Product | Attention] = [
+        *shapes.attention_cases(quick),
+        *shapes.cases(models, rows, quick),
+    ]
     from fp8rl_jax.bench import kernel_times  # imports Triton
 
     source = kernel_times.Source()
@@ -177,7 +181,7 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
             [r for r in decode if r["kind"] == "fp8"],
         ),
     ):
-        worst = min((r for r in mine if key in r), key=lambda r, key=key: r[key], default=None)
+        worst = min((r for r in mine if key in r), key=operator.itemgetter(key), default=None)
         if worst is None:
             verdict = "not measured"
         elif worst[key] >= wanted:

@@ -325,7 +325,7 @@ def format_table(result: dict) -> str:
         lines += [explanation] if cells else []
         for (model, cell), rows in cells.items():
             count = result["models"][model]["parameters"]
-            head = ("tokens/s", f"over {rows[0].get('way')}")
+            head: tuple[str, ...] = ("tokens/s", f"over {rows[0].get('way')}")
             if kind == "full":
                 head = ("tokens/s", "ms/token", f"over {rows[0]['case']}", "over transformers")
             lines += ["", f"{model} ({count:,} parameters), {cell}"]

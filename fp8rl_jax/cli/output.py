@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 
-class _Outlived(io.TextIOBase):
+class _Outlived:
     """A text stream that goes on as nothing once it can no longer be written, with a word on
     standard error if `told`."""
 
@@ -41,16 +41,6 @@ class _Outlived(io.TextIOBase):
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:
-        return self._stream.encoding
 
 
 def prepare_streams() -> None:

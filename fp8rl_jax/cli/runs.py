@@ -69,11 +69,12 @@ def _convert(values: argparse.Namespace) -> int:
     from fp8rl_jax.models import hf
     from fp8rl_jax.policy.export import export_run, is_run
 
-    if is_run(values.paths[0]):
+    source, written = values.paths
+    if is_run(source):
         permitted = words(values.allow_import)
-        print(export_run(*values.paths, values.dtype, values.max_shard_gb, permitted, note))
+        print(export_run(source, written, values.dtype, values.max_shard_gb, permitted, note))
     else:
-        print(hf.convert(*values.paths, values.dtype, values.max_shard_gb))
+        print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0
 
 

@@ -30,11 +30,11 @@ class Feature(NamedTuple):
 
     Attributes:
       on: whether it has the feature.
-      said: the feature and its value, for a sentence.
+      said: how a sentence names it, with the value of its field; '' if no sentence does.
     """
 
     on: Callable[[Resolved], Any]
-    said: Callable[[Resolved], str]
+    said: Callable[[Resolved], str] = lambda resolved: ""
 
 
 class Pair(NamedTuple):
@@ -88,78 +88,31 @@ def _field(path: str, on: Callable[[Any], Any] = bool, verb: str = "is") -> Feat
     return Feature(lambda r: on(value(r)), lambda r: f"{path} {verb} {value(r)!r}")
 
 
-def _differ(resolved: Resolved) -> str:
-    rollout, learner = resolved.rollout_recipe.name, resolved.learner_recipe.name
-    return f"recipes that differ (rollout {rollout!r}, learner {learner!r})"
-
-
-def _scales_of_batch(by_policy: bool) -> Feature:
-    """Dynamic scales per tensor, chosen by `precision.activation_policy` or by the recipe."""
-    field = "activation_policy" if by_policy else "rollout"
-
-    def on(resolved: Resolved) -> bool:
-        chosen = bool(resolved.config.precision.activation_policy)
-        return not resolved.rollout_recipe.row_local and chosen == by_policy
-
-    def said(resolved: Resolved) -> str:
-        recipe = resolved.rollout_recipe
-        return (
-            f"precision.{field}: recipe {recipe.name!r} takes an activation's scale "
-            f"({recipe.operands['activation'].policy.name}) from all tokens of a batch"
-        )
-
-    return Feature(on, said)
-
-
-def _observed(resolved: Resolved) -> list[str]:
-    """Operands whose scale in the rollout follows from what the learner's steps observed."""
-    operands = resolved.rollout_recipe.operands.items()
-    return [name for name, o in operands if o.policy.stateful and name != "gradient"]
-
-
-def _observed_said(resolved: Resolved) -> str:
-    precision = resolved.config.precision
-    own = (f"{n}_policy" for n in _observed(resolved) if precision[f"{n}_policy"])
-    recipe = resolved.rollout_recipe.name
+def _batch_scale(resolved: Resolved) -> str:
+    recipe = resolved.rollout_recipe
+    field = "activation_policy" if resolved.config.precision.activation_policy else "rollout"
     return (
-        f"precision.{next(own, 'rollout')}: recipe {recipe!r} scales by what the learner's steps "
-        "observed"
+        f"precision.{field}: recipe {recipe.name!r} takes an activation's scale "
+        f"({recipe.operands['activation'].policy.name}) from all tokens of a batch"
     )
 
 
-def _sides(resolved: Resolved, on: Callable[[Any], bool]) -> list[str]:
-    """The sides of the configuration, 'rollout' and 'learner', for whose recipe `on` holds."""
-    return [side for side in ("rollout", "learner") if on(getattr(resolved, f"{side}_recipe"))]
-
-
-def _calibrated(resolved: Resolved) -> list[str]:
-    return _sides(resolved, lambda recipe: recipe.kv == "calibrated")
-
-
-def _calibrated_said(resolved: Resolved) -> str:
-    precision = resolved.config.precision
-    field = _calibrated(resolved)[0] if precision.kv_cache == "recipe" else "kv_cache"
-    return f"precision.{field} is {precision[field]!r}"
+def _observing(resolved: Resolved) -> list[str]:
+    """Fields of `precision` by which rollout scales follow from what the learner observed."""
+    operands = resolved.rollout_recipe.operands.items()
+    names = [f"{name}_policy" for name, o in operands if o.policy.stateful and name != "gradient"]
+    return [n for n in names if resolved.config.precision[n]] or ["rollout"] * bool(names)
 
 
 def _bf16_cache(resolved: Resolved) -> list[str]:
-    return _sides(resolved, lambda recipe: not recipe.kv_quantized)
-
-
-def _bf16_cache_said(resolved: Resolved) -> str:
-    side = _bf16_cache(resolved)[0]
-    recipe = getattr(resolved, f"{side}_recipe").name
-    return f"recipe {recipe!r} of precision.{side} has none"
+    """The recipes that keep K and V in bf16."""
+    sides = {"rollout": resolved.rollout_recipe, "learner": resolved.learner_recipe}
+    return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
 
 
 def _within_group(resolved: Resolved) -> bool:
     algo = resolved.config.algo
     return algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
-
-
-def _within_group_said(resolved: Resolved) -> str:
-    algo = resolved.config.algo
-    return f"algo.baseline = {algo.baseline!r}, algo.scale = {algo.scale!r}"
 
 
 def _updates(resolved: Resolved) -> int:
@@ -171,22 +124,36 @@ _NORM = "seq_mean_token_sum_norm"
 
 FEATURES: dict[str, Feature] = {
     # model and mesh
-    "dense model": Feature(lambda r: not r.model.num_experts, lambda r: "a dense model"),
-    "latent attention": Feature(lambda r: r.model.latent, lambda r: "latent attention"),
+    "dense model": Feature(lambda r: not r.model.num_experts),
+    "latent attention": Feature(lambda r: r.model.latent),
     "tensor parallelism": _field("mesh.tensor", lambda size: size != 1),
     "expert parallelism": _field("mesh.expert", lambda size: size != 1),
     "routing replay": _field("algo.routing_replay", lambda what: what != "none"),
     "balance loss of routers": _field("algo.router_aux_loss_coef"),
     # precision
-    "zero drift": Feature(lambda r: r.zero_drift, lambda r: "zero drift is in force"),
+    "zero drift": Feature(lambda r: r.zero_drift),
     "required zero drift": _field("precision.zero_drift", lambda how: how == "required"),
-    "recipes that differ": Feature(lambda r: not r.same_forward, _differ),
-    "scales of a whole batch by the recipe": _scales_of_batch(by_policy=False),
-    "scales of a whole batch by a policy": _scales_of_batch(by_policy=True),
-    "scales from observed values": Feature(_observed, _observed_said),
+    "recipes that differ": Feature(
+        lambda r: not r.same_forward,
+        lambda r: (
+            f"recipes that differ (rollout {r.rollout_recipe.name!r}, "
+            f"learner {r.learner_recipe.name!r})"
+        ),
+    ),
+    "scales of a whole batch": Feature(lambda r: not r.rollout_recipe.row_local, _batch_scale),
+    "scales from observed values": Feature(
+        _observing,
+        lambda r: (
+            f"precision.{_observing(r)[0]}: recipe {r.rollout_recipe.name!r} scales by what the "
+            "learner's steps observed"
+        ),
+    ),
     "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
-    "calibrated scales of K and V": Feature(_calibrated, _calibrated_said),
-    "K and V in bf16": Feature(_bf16_cache, _bf16_cache_said),
+    "K and V in bf16": Feature(_bf16_cache, lambda r: f"{_bf16_cache(r)[0]} has none"),
+    "calibrated scales of K and V": Feature(
+        lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv),
+        _field("precision.kv_cache").said,
+    ),
     "Mosaic kernels": _field(  # without a GPU the kernels themselves are refused
         "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
     ),
@@ -201,7 +168,7 @@ FEATURES: dict[str, Feature] = {
     "rows without answers": _field("env.answer_key", lambda key: key == NO_ANSWER),
     "supervised fine-tuning": _field("sft.steps"),
     # algorithm
-    "advantages within a group": Feature(_within_group, _within_group_said),
+    "advantages within a group": Feature(_within_group),
     "dynamic sampling": _field("algo.dynamic_sampling"),
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
@@ -210,8 +177,7 @@ FEATURES: dict[str, Feature] = {
         lambda r: _updates(r) > 1, lambda r: f"algo.num_minibatches x algo.epochs is {_updates(r)}"
     ),
     "KL in the reward": Feature(
-        lambda r: r.config.algo.kl_in == "reward" and r.config.algo.kl_coef,
-        lambda r: "algo.kl_in = 'reward'",
+        lambda r: r.config.algo.kl_in == "reward" and r.config.algo.kl_coef
     ),
     "another estimator than k1": _field(
         "algo.kl_estimator", lambda name: name not in ("k1", _KL_DEFAULT)
@@ -225,12 +191,6 @@ FEATURES: dict[str, Feature] = {
 }
 
 _LATENT = "the model has multi-head latent attention (kv_lora_rank above 0), which"
-_OTHER_BATCHES = (
-    "sampler and learner see different batches, so they cannot agree (measured mean drift 0.13 per "
-    "token)"
-)
-_OTHER_ROWS = "continuous batching (rollout.slots) decodes other rows together at every step"
-
 # The order decides which sentence comes first where a configuration has several pairs.
 PAIRS = (
     Pair("dense model", "routing replay", "a dense model has no routers", "write 'none'"),
@@ -256,17 +216,11 @@ PAIRS = (
     ),
     Pair(
         "zero drift",
-        "scales of a whole batch by the recipe",
-        _OTHER_BATCHES,
-        "use fp8_blockwise (a scale per token) or fp8_delayed (fixed beforehand), or set "
-        "precision.zero_drift='report'",
-    ),
-    Pair(
-        "zero drift",
-        "scales of a whole batch by a policy",
-        _OTHER_BATCHES,
-        "write a policy that is fixed beforehand (that of fp8_delayed, or static), or take "
-        "fp8_blockwise (a scale per token), or set precision.zero_drift='report'",
+        "scales of a whole batch",
+        "sampler and learner see different batches, so they cannot agree (measured mean drift 0.13 "
+        "per token)",
+        "take a scale per token (fp8_blockwise) or one that is fixed beforehand (that of "
+        "fp8_delayed, or static), or set precision.zero_drift='report'",
     ),
     Pair(
         "zero drift",
@@ -299,7 +253,7 @@ PAIRS = (
     Pair(
         "advantages within a group",
         "groups of one",
-        "a reward minus its group's mean is then 0, and the standard deviation too ({one})",
+        "a reward minus its group's mean is then 0, and so is their standard deviation",
         "write a group of at least 2, or algo.preset='reinforce_pp'",
     ),
     Pair(
@@ -352,15 +306,9 @@ PAIRS = (
     ),
     Pair(
         "continuous batching",
-        "scales of a whole batch by the recipe",
-        _OTHER_ROWS,
-        "set rollout.slots to 0, or take a recipe that scales by rows, such as fp8",
-    ),
-    Pair(
-        "continuous batching",
-        "scales of a whole batch by a policy",
-        _OTHER_ROWS,
-        "set rollout.slots to 0, or write a policy that is fixed beforehand, such as static",
+        "scales of a whole batch",
+        "continuous batching (rollout.slots) decodes other rows together at every step",
+        "set rollout.slots to 0, or take a scale per token, such as fp8's",
     ),
     Pair(
         "continuous batching",

@@ -31,11 +31,7 @@ _ON: dict[str, list[str]] = {
     "zero drift": [],
     "required zero drift": ["precision.zero_drift=required"],
     "recipes that differ": ["precision.learner=bf16"],
-    "scales of a whole batch by the recipe": _TENSORWISE,
-    "scales of a whole batch by a policy": [
-        *_TENSORWISE,
-        "precision.activation_policy=power_of_two(dynamic)",
-    ],
+    "scales of a whole batch": _TENSORWISE,
     "scales from observed values": ["precision.rollout=fp8_delayed"],
     "FP8 attention": ["precision.attention=fp8"],
     "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
@@ -67,12 +63,7 @@ _ON: dict[str, list[str]] = {
 _BESIDE = {
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
-    **{
-        ("continuous batching", f"scales of a whole batch by {which}"): [
-            "precision.zero_drift=report"
-        ]
-        for which in ("the recipe", "a policy")
-    },
+    ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
 }
 
 
