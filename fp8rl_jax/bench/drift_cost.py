@@ -91,7 +91,8 @@ def naive_attention(
 
 @contextlib.contextmanager
 def naively() -> Iterator[None]:
-    """Programs traced and compiled within are the naive ones, where they take the references."""
+    """Makes programs that are traced and compiled inside naive, where they take the references."""
+    # Measures what the library does not offer as an option, so it replaces functions.
     with (
         mock.patch.object(reference.matmul, "block_matmul", naive_matmul),
         mock.patch.object(reference.attention, "attention", naive_attention),

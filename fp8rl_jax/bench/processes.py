@@ -65,7 +65,7 @@ class _Form:
         self.steps: list[dict[str, float]] = []
 
     def step(self) -> None:
-        """Lets all processes make one step, and keeps what it took.
+        """Lets all processes make one step, and records its times.
 
         Raises:
           UserError: they cannot; with what the first of them said.
@@ -106,7 +106,7 @@ def bench(
       arguments: of `fp8rl train`, that make the configuration.
       count: of processes, and of devices in all.
       pairs: of steps.
-      note: told what goes on.
+      note: called with lines of progress.
 
     Raises:
       UserError: one of them cannot run.

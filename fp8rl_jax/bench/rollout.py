@@ -255,7 +255,7 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
     Args:
       models: shapes by the name that the table shows.
       plan: what to time.
-      note: told how far it is, and what is left out.
+      note: called with lines of progress, and with what is left out.
 
     Returns:
       What `rollout.json` holds. `models`: shapes and parameters of each. `full`: a row of each

@@ -1,4 +1,4 @@
-"""Commands, how their arguments are read, and what several of them do with these."""
+"""How the arguments of the commands are declared, parsed and checked."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Command:
             parser.add_argument(name, **settings)
 
     def _takes(self, word: str, overrides: Sequence[str]) -> str:
-        """What may be written in the place of a word that is not understood."""
+        """The remedy for a word that is not understood."""
         name, equals, value = word.partition("=")
         if self.config and name.startswith("-"):
             from fp8rl_jax.config.names import field_meant
@@ -116,8 +116,8 @@ class Command:
         """The values of a command line, config overrides as `overrides`.
 
         Args:
-          parser: the command's own, as `fill` has filled it.
-          words: behind the command's name.
+          parser: of this command, filled by `fill`.
+          words: that follow the command's name.
 
         Raises:
           UserError: an argument is not known, is missing or has no such value.
@@ -243,7 +243,7 @@ def keep_programs(setting: str = "") -> None:
 
 
 def found_programs() -> str | None:
-    """The line that says how many compiled programs were found; None for a command without."""
+    """The line that says how many compiled programs were found; None if none is compiled."""
     if "fp8rl_jax.base.compilation_cache" not in sys.modules:
         return None
     from fp8rl_jax.base import compilation_cache
@@ -252,7 +252,7 @@ def found_programs() -> str | None:
 
 
 def note(text: str) -> None:
-    """A line on standard error, which holds no results; of several processes, the first's."""
+    """Prints a line to standard error (results go to standard output); only process 0 does."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
     if processes.first() if processes else place_of_environment().process == 0:
         print(text, file=sys.stderr, flush=True)
@@ -260,7 +260,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
-    """Within it an OSError becomes the sentence that nothing can be written to `directory`."""
+    """Turns an OSError into the sentence that nothing can be written to `directory`."""
     try:
         yield
     except OSError as error:
@@ -271,7 +271,7 @@ def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
 
 
 def writable(command: str, directory: str) -> pathlib.Path:
-    """The directory, made if need be.
+    """Makes the directory if it is missing, and returns its path.
 
     Raises:
       UserError: nothing can be written to it.

@@ -1,4 +1,4 @@
-"""`fp8rl data`: data sets that there are, preparing one, looking at its rows."""
+"""`fp8rl data`: lists data sets, prepares one, shows its rows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The command line: `fp8rl COMMAND ...`.
 
-Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 75 a run that a signal
-stopped, with a checkpoint; 3 a run that drift ended, with a checkpoint, as precision.zero_drift is
-'required'; 1 anything else: an error of ours, a run that met NaN, a bound of `fp8rl drift
---fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`. docs/usage.md has
-the table.
+Exit status: 0 done; 2 an error that the user can fix, one sentence on standard error; 75 a run that
+a signal stopped, with a checkpoint; 3 a run that drift ended, with a checkpoint, because
+precision.zero_drift is 'required'; 1 anything else: a bug, a run that met NaN, a bound of `fp8rl
+drift --fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`. docs/usage.md
+has the table.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _version() -> str:
 
 
 def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
-    """The command that the first words name, and the others."""
+    """The command that the first words name, and the remaining words."""
     for count in (2, 1):
         if command := COMMANDS.get(" ".join(words[:count])):
             return command, words[count:]
@@ -140,7 +140,7 @@ def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """The values of a command's words.
 
     Raises:
-      UserError: as `Command.parse`; the command is only a name for those below it.
+      UserError: of `Command.parse`; the command needs a subcommand and has none.
     """
     if command.run is None:
         below = [f"`{c.usage}`" for c in COMMANDS.values() if c.name.startswith(command.name + " ")]
@@ -169,8 +169,8 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
     """Runs one command; returns the exit status. Errors of ours propagate as exceptions.
 
     Args:
-      arguments: the words behind `fp8rl`.
-      starting: called with a line that says what a longer command does first.
+      arguments: the words after `fp8rl`.
+      starting: called with a line that says what a slow command does first.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(tree.parser(COMMANDS)[0].format_help(), end="")
@@ -200,7 +200,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
         return _end(_DRIFTED, f"stopped: {' '.join(str(error).split())}")
     except NonFiniteError as error:
         return _end(1, f"stopped: {error}")
-    except SystemExit as error:  # none of ours ends so
+    except SystemExit as error:  # only a user's function raises it
         return _end(
             2,
             f"error: a function that the configuration names has ended the command with "
@@ -218,7 +218,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
 
 
 def _end(status: int, text: str) -> int:
-    """Says how this process ends, to the others too if there are any."""
+    """Prints why this process ends, tells the other processes, and returns the status."""
     if (processes := sys.modules.get("fp8rl_jax.base.processes")) is not None:
         return processes.end(status, text)
     print(text, file=sys.stderr)

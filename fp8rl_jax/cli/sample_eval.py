@@ -103,7 +103,7 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
     fields = _FIELD_OF
-    # Of the file that a run was trained on, the questions are asked that it has held out.
+    # The file that a run was trained on: ask the questions that the run held out.
     held_out = _same_file(given.get("task"), config.env.task)
     if command == "eval":
         fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
@@ -169,7 +169,7 @@ def _sample(values: argparse.Namespace) -> int:
 
 
 class _Writer:
-    """Prints answers one after the other, the first that is not complete while it is made."""
+    """Prints answers in order; the first unfinished one is printed while it is sampled."""
 
     def __init__(self, prompts: Sequence[str]):
         self._prompts, self._row = prompts, -1
@@ -190,8 +190,8 @@ class _Writer:
         else:
             self._waiting[row] += text
 
-    def finished(self, row: int, by_itself: bool) -> None:
-        self._ended[row] = by_itself
+    def finished(self, row: int, at_its_end: bool) -> None:
+        self._ended[row] = at_its_end
         while self._row in self._ended:
             print(flush=True)
             if not self._ended[self._row]:

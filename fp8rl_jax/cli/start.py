@@ -1,6 +1,6 @@
-"""What happens between a command's words and its work: JAX loads, settings hold, processes join.
+"""Prepares a parsed command: loads JAX, fixes settings and joins the processes.
 
-Help, versions and mistakes in the words of a command need none of it, and answer at once.
+Help, --version and errors in the command line do not come here, so they answer at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command
 
-_OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
+_OPEN_FILES = 64  # open at once: a checkpoint, its arrays, the workers of a reward
 # Modules of the packages of the extra [train].
 _TRAIN = (
     "absl cloudpickle grain importlib_resources jinja2 math_verify matplotlib ml_collections optax "
@@ -82,8 +82,8 @@ def _load_jax() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Within it Ctrl-C ends the process at once: libraries that are being imported lose a
-    KeyboardInterrupt, or make an error of it."""
+    """Lets Ctrl-C end the process at once: while libraries are imported, they lose a
+    KeyboardInterrupt or turn it into another error."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield

@@ -56,7 +56,7 @@ def check(resolved: Resolved) -> None:
 
 
 def _check_policies(resolved: Resolved) -> None:
-    """Tries the scaling policies that are the user's own on numbers."""
+    """Tries user-written scaling policies on numbers."""
     for side in ("rollout_recipe", "learner_recipe"):
         for policy in {operand.policy for operand in getattr(resolved, side).operands.values()}:
             check_scales(policy)
@@ -119,8 +119,8 @@ def _check_kernels(resolved: Resolved) -> None:
 
 
 def check_platform(resolved: Resolved) -> None:
-    """Raises UserError where this machine cannot do what is asked: kernels without a GPU, zero
-    drift where it is not kept. Compiles a trivial probe, so it comes after every other check."""
+    """Raises UserError if this machine cannot run it: kernels without a GPU, zero drift where it is
+    not kept. Compiles a trivial probe, so call it after every other check."""
     _check_kernels(resolved)
     if resolved.config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(

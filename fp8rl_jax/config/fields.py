@@ -111,13 +111,13 @@ FIELDS: dict[str, dict[str, Field]] = {
             "scaling policy of weights: dynamic, delayed(history=1024), static(amax=8.0), "
             "power_of_two(...), 'package.module:function'; '' for the recipe's own",
         ),
-        "activation_policy": Field("", "scaling policy of activations, likewise"),
-        "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
+        "activation_policy": Field("", "scaling policy of activations, as weight_policy"),
+        "gradient_policy": Field("", "scaling policy of output gradients, as weight_policy"),
         "reference": Field(
             "learner", "recipe that scores the reference policy: learner, or a recipe's name"
         ),
         "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16"),
-        "last_layers_bf16": Field(0, "number of last layers, likewise"),
+        "last_layers_bf16": Field(0, "number of last layers whose linear layers run in bf16"),
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
         "kv_cache": Field(
             "recipe",
@@ -213,7 +213,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
         "eval_task": Field(
             "",
-            "held-out questions from another source than task, written likewise, or from several "
+            "held-out questions from another source, written as task is, or from several "
             "with commas; '' for the data set's own split test or validation, else a share of it",
         ),
         "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),

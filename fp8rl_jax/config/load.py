@@ -3,8 +3,7 @@
 A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
 fields it wants to change; everything else keeps the default of `config.fields`. A precision case
 after its name (``FILE:case1``, `config.cases`) changes the recipes. The command line then overrides
-single fields (``--config.rollout.group_size=16``). The whole is checked before anything compiles
-(`config.checks`).
+single fields (``--config.rollout.group_size=16``). `config.checks` checks the result.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which field a person means who writes another name: a slip of the pen, a habit, or the name that
-TRL, verl, NeMo RL or transformers have for the same thing.
+"""Finds the field that a wrong name stands for: a typo, or the name that TRL, verl, NeMo RL or
+transformers use.
 
 Names are compared by their last word: `actor_rollout_ref.actor.optim.lr` is `lr`. Sources: the
 fields of TRL's `GRPOConfig`, of verl's `ppo_trainer.yaml` and of NeMo RL's GRPO configurations.
@@ -72,7 +72,7 @@ MEANT = {name: field for field, names in _OTHER_NAMES.items() for name in names.
 
 
 def field_meant(path: str) -> str | None:
-    """The field that a name which is none probably stands for; None if no name is near.
+    """The field that a wrong name probably stands for; None if no name is near.
 
     Args:
       path: a name without `--config.`, such as 'optimizer.lr', 'steps' or 'trainer.save_freq'.
