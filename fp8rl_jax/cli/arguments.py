@@ -242,15 +242,6 @@ def keep_programs(setting: str = "") -> None:
         note(problem)
 
 
-def found_programs() -> str | None:
-    """The line that says how many compiled programs were found; None if none is compiled."""
-    if "fp8rl_jax.base.compilation_cache" not in sys.modules:
-        return None
-    from fp8rl_jax.base import compilation_cache
-
-    return compilation_cache.found_programs()
-
-
 def note(text: str) -> None:
     """Prints a line to standard error (results go to standard output); only process 0 does."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX

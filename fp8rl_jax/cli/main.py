@@ -36,7 +36,7 @@ from fp8rl_jax.cli import (
     study,
     tree,
 )
-from fp8rl_jax.cli.arguments import Command, argument, found_programs, note
+from fp8rl_jax.cli.arguments import Command, argument, note
 from fp8rl_jax.cli.start import missing_package, prepare
 
 _DRIFTED = 3
@@ -189,7 +189,8 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
         prepare(command)
         assert command.run is not None
         status = command.run(values)
-        if found := found_programs():
+        cache = sys.modules.get("fp8rl_jax.base.compilation_cache")  # of commands that compile
+        if cache is not None and (found := cache.found_programs()):
             note(found)
         return status
     except RewardError as error:  # ends with a traceback, in several lines

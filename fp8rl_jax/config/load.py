@@ -69,17 +69,12 @@ def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
     Raises:
       AttributeError, TypeError, ValueError: a name that no field can have.
     """
-    content = {
-        section: {
-            name: {option: tabled(part) for option, part in value.items()}
-            if isinstance(value, dict) and f"{section}.{name}" in _FREE
-            else value
-            for name, value in fields.items()
-        }
-        if isinstance(fields, dict)
-        else fields
-        for section, fields in content.items()
-    }
+    content = dict(content)
+    for path in _FREE:
+        section, _, name = path.partition(".")
+        fields = content.get(section)
+        if isinstance(fields, dict) and isinstance(options := fields.get(name), dict):
+            content[section] = fields | {name: {o: tabled(value) for o, value in options.items()}}
     return ml_collections.ConfigDict(content)
 
 
