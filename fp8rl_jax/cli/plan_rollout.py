@@ -68,7 +68,8 @@ def plan_config(planned: Planned, memory: int) -> ConfigPlan:
     """
     config, resolved, mesh = planned.config, planned.resolved, planned.mesh
     rollout = config.rollout
-    check_planned(resolved, "continuous batching", "fp8rl plan --rollout")
+    others = ("tensor parallelism", "routing replay")
+    check_planned(resolved, "continuous batching", others, "fp8rl plan --rollout")
     sampler = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     slots = rollout.slots or rollout.prompts_per_step * rollout.group_size
     sizes = Batching(slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)

@@ -14,7 +14,7 @@ Not here: numbers that do not fit each other (`config.checks`), and the shapes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from fp8rl_jax.base.errors import UserError
@@ -67,13 +67,13 @@ def check_combinations(resolved: Resolved) -> None:
             raise UserError(f"{pair.problem(resolved)}: {pair.remedy}")
 
 
-def check_planned(resolved: Resolved, feature: str, command: str) -> None:
-    """Raises UserError for what a command that plans with `feature` cannot plan.
+def check_planned(resolved: Resolved, feature: str, others: Collection[str], command: str) -> None:
+    """Raises UserError if a command that plans with `feature` meets one of `others`.
 
-    The scales of a whole batch are no obstacle to a plan: memory and times are the same.
+    A plan leaves out the pairs that change bits and neither memory nor times.
     """
     for pair in PAIRS:
-        if pair.one == feature and "scales" not in pair.other and FEATURES[pair.other].on(resolved):
+        if pair.one == feature and pair.other in others and FEATURES[pair.other].on(resolved):
             raise UserError(
                 f"{command} plans with {feature}: {pair.problem(resolved)}: leave that field out"
             )
