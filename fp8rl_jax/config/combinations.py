@@ -149,7 +149,7 @@ FEATURES: dict[str, Feature] = {
         ),
     ),
     "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
-    "K and V in bf16": Feature(_bf16_cache, lambda r: f"{_bf16_cache(r)[0]} has none"),
+    "a recipe with K and V in bf16": Feature(_bf16_cache, lambda r: _bf16_cache(r)[0]),
     "calibrated scales of K and V": Feature(
         lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv),
         _field("precision.kv_cache").said,
@@ -197,9 +197,9 @@ PAIRS = (
     Pair("dense model", "balance loss of routers", "a dense model has no routers", "write 0"),
     Pair("dense model", "expert parallelism", "a dense model has no experts", "write 1"),
     Pair(
-        "K and V in bf16",
+        "a recipe with K and V in bf16",
         "FP8 attention",
-        "FP8 attention needs K and V in FP8, and {one}",
+        "FP8 attention needs K and V in FP8, which {one} lacks",
         "set precision.kv_cache='fp8' or 'fp8_calibrated'",
     ),
     Pair(
@@ -225,7 +225,7 @@ PAIRS = (
     Pair(
         "zero drift",
         "Mosaic kernels",
-        "they decode by one kernel and learn by another, whose bits have not been compared",
+        "it decodes by one kernel and learns by another, whose bits have not been compared",
         "write 'triton', or set precision.zero_drift='report'",
     ),
     Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
@@ -253,7 +253,7 @@ PAIRS = (
     Pair(
         "advantages within a group",
         "groups of one",
-        "a reward minus its group's mean is then 0, and so is their standard deviation",
+        "a reward minus its group's mean is then 0, and the standard deviation too",
         "write a group of at least 2, or algo.preset='reinforce_pp'",
     ),
     Pair(

@@ -35,7 +35,7 @@ _ON: dict[str, list[str]] = {
     "scales from observed values": ["precision.rollout=fp8_delayed"],
     "FP8 attention": ["precision.attention=fp8"],
     "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
-    "K and V in bf16": ["precision.kv_cache=bf16"],
+    "a recipe with K and V in bf16": ["precision.kv_cache=bf16"],
     "Mosaic kernels": ["precision.kernels=mosaic"],
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],
