@@ -65,7 +65,7 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
         for start in range(0, len(sample_ids), cell.batch):
             rows = slice(start, start + cell.batch)
             mine = slice(start // cell.group, start // cell.group + prompts_each)
-            own = (x[rows] for x in (sample_ids, temperature, limits))
+            own = sample_ids[rows], temperature[rows], limits[rows]
             out = program(weights, prompts[mine], lengths[mine], key, *own, rope)
             batches.append(jax.device_get(out))
         return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
