@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 import api
+import combinations
 import commands
 import fields
 import metrics
@@ -19,6 +20,7 @@ import results
 # NAME -> function of ARGUMENT (possibly empty) that returns Markdown.
 GENERATORS: dict[str, Callable[[str], str]] = {
     "api": api.package_page,
+    "combinations": combinations.table,
     "commands": commands.all_commands,
     "fields": fields.all_sections,
     "metrics": metrics.table,

@@ -15,6 +15,7 @@ its way to sample so; float32 and bf16 are both tried and the faster one is time
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def _compare(python: str, name: str, repeats: int) -> None:
     from fp8rl_jax.rollout import make_sampler
 
     child = subprocess.Popen(
-        [python, __file__, "--serve", json.dumps(rollout.SMALL[name])],
+        [python, __file__, "--serve", json.dumps(dataclasses.asdict(rollout.SMALL[name]))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

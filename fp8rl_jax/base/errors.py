@@ -1,10 +1,11 @@
 """Errors that a user can fix. The command line prints them in one line and exits with 2."""
 
 import contextlib
+import difflib
 import errno
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _LONGEST = 4000
 # Not printable: control characters, marks of direction, lone surrogates.
@@ -30,6 +31,28 @@ class UserError(ValueError):
             half = _LONGEST // 2
             sentence = f"{sentence[:half]} ... {sentence[-half:]}"
         super().__init__(visible(sentence))
+
+
+def did_you_mean(
+    word: str,
+    known: Iterable[str],
+    otherwise: str,
+    form: str = "{}",
+    cutoff: float = 0.6,
+    most: int = 1,
+) -> str:
+    """The hint of a sentence about a name that is not known.
+
+    Args:
+      word: the name as it was written.
+      known: the names that there are.
+      otherwise: the hint where none of them is like it.
+      form: how a name is quoted: '{}', '{!r}'.
+      cutoff: how like it must be, from 0 to 1 (`difflib.get_close_matches`).
+      most: names in the hint.
+    """
+    near = difflib.get_close_matches(word, known, most, cutoff)
+    return f"did you mean {' or '.join(map(form.format, near))}?" if near else otherwise
 
 
 def limit_reached(error: BaseException) -> str | None:

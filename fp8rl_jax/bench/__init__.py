@@ -1,6 +1,17 @@
 """`fp8rl bench`: times of rollout and train step, what zero drift costs, errors of FP8 products,
 speed of the GPU kernels.
 
-Imports nothing: each bench is a module of its own, and the one of the kernels runs on machines that
-have JAX and Triton and not what a training run needs.
+    cli/bench.py --+-> step_time    rollout and train step under several recipes
+                   |      ^ Subject
+                   +-> drift_cost   exact programs against naive ones
+                   +-> rollout      tokens per second: rollout_ways (static or continuous batching),
+                   |                transformers_peer (the same weights in transformers)
+                   +-> processes    one process with N devices against N processes
+                   +-> gemm_error   errors of FP8 products beside a published table
+                   +-> kernels      GPU kernels beside XLA: kernel_shapes (which calls),
+                                    kernel_times (operands and clock)
+
+What is compared takes turns in one process, so a machine that slows down slows both; figures are
+medians. The package imports nothing itself: `kernels` runs where JAX and Triton are all there is.
+Not done: figures that fail a test (speed is reported, never asserted), and several hosts.
 """

@@ -24,7 +24,7 @@ import ml_collections
 from fp8rl_jax.base import exact_jit
 from fp8rl_jax.base.compilation_cache import without_compilation_cache
 from fp8rl_jax.bench.step_time import Subject, check
-from fp8rl_jax.bench.table import text_table
+from fp8rl_jax.bench.table import record_table
 from fp8rl_jax.kernels import K_BLOCK, dequantized, reference
 
 
@@ -91,7 +91,8 @@ def naive_attention(
 
 @contextlib.contextmanager
 def naively() -> Iterator[None]:
-    """Programs traced and compiled within are the naive ones, where they take the references."""
+    """Makes programs that are traced and compiled inside naive, where they take the references."""
+    # Measures what the library does not offer as an option, so it replaces functions.
     with (
         mock.patch.object(reference.matmul, "block_matmul", naive_matmul),
         mock.patch.object(reference.attention, "attention", naive_attention),
@@ -141,30 +142,28 @@ def _row(config, recipe: str, repeats: int) -> dict[str, float | str]:
     return row | {"exact_drift_max": exact.drift, "naive_drift_max": naive.drift}
 
 
+_COLUMNS = {
+    "recipe": "{recipe}",
+    "rollout": "{decode_ratio:.2f}",
+    "train step": "{train_ratio:.2f}",
+    "compile rollout": "{compile_decode_ratio:.2f}",
+    "compile train": "{compile_train_ratio:.2f}",
+    "drift exact": "{exact}",
+    "drift naive": "{naive}",
+}
+
+
 def format_cost_table(rows: list[dict]) -> str:
     """The rows of `drift_cost` as text."""
-    head = (
-        "recipe",
-        "rollout",
-        "train step",
-        "compile rollout",
-        "compile train",
-        "drift exact",
-        "drift naive",
-    )
-    ratios = ("decode_ratio", "train_ratio", "compile_decode_ratio", "compile_train_ratio")
-    drifts = ("exact_drift_max", "naive_drift_max")
-    cells = (
-        [
-            row["recipe"],
-            *(f"{row[key]:.2f}" for key in ratios),
-            *("0 exactly" if row[key] == 0 else f"{row[key]:.1e}" for key in drifts),
-        ]
-        for row in rows
-    )
+
+    def drift(row: dict, form: str) -> str:
+        largest = row[f"{form}_drift_max"]
+        return "0 exactly" if largest == 0 else f"{largest:.1e}"
+
+    records = [row | {form: drift(row, form) for form in ("exact", "naive")} for row in rows]
     return "\n".join(
         [
-            *text_table(head, *cells),
+            *record_table(_COLUMNS, records),
             "times are ratios, exact over naive: above 1 is what zero drift costs",
             f"platform {jax.devices()[0].platform}",
         ]

@@ -98,11 +98,11 @@ def _operands(shape: Shape) -> _Operands:
     """Those of a shape, whatever other shapes are measured."""
     m, k, n = shape
     rng = np.random.default_rng((_SEED, *shape))
-    bf16 = [rng.standard_normal(s).astype(jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
-    x, w, dy = (a.astype(np.float64) for a in bf16)
-    exact = dict(zip(GEMMS, (x @ w, dy @ w.T, x.T @ dy), strict=True))
-    residual = _RESIDUAL * rng.standard_normal((m, n))
-    return _Operands(*(a.astype(np.float32) for a in bf16), residual, exact)
+    shapes = ((m, k), (k, n), (m, n))
+    x, w, dy = (rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32) for s in shapes)
+    x64, w64, dy64 = (a.astype(np.float64) for a in (x, w, dy))
+    exact = dict(zip(GEMMS, (x64 @ w64, dy64 @ w64.T, x64.T @ dy64), strict=True))
+    return _Operands(x, w, dy, _RESIDUAL * rng.standard_normal((m, n)), exact)
 
 
 class _Layer:

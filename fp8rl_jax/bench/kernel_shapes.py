@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
@@ -228,4 +229,4 @@ def groups(case: Product) -> tuple[np.ndarray, int]:
     draws = np.random.default_rng(0).random((case.rows, case.experts), np.float32)
     chosen = np.argpartition(draws, case.top_k - 1, axis=1)[:, : case.top_k].astype(np.int32)
     rows = tile_rows(chosen.size, case.experts)
-    return np.asarray(make_tiles(chosen, case.experts, rows).experts), rows
+    return np.asarray(make_tiles(jnp.asarray(chosen), case.experts, rows).experts), rows

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import operator
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,7 +87,10 @@ def bench(
     Raises:
       UserError: no such model.
     """
-    cases = [*shapes.attention_cases(quick), *shapes.cases(models, rows, quick)]
+    cases: list[Product | Attention] = [
+        *shapes.attention_cases(quick),
+        *shapes.cases(models, rows, quick),
+    ]
     from fp8rl_jax.bench import kernel_times  # imports Triton
 
     source = kernel_times.Source()
@@ -151,33 +155,20 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
     )
     decode = [r for r in rows if r.get("use") == "decode" and r["batch"] >= 32]
     decode = [r for r in decode if r["length"] == 8192]
+    many, few = [r for r in fp8 if r["rows"] >= 64], [r for r in fp8 if r["rows"] <= 64]
+    fp8_cache = [r for r in decode if r["kind"] == "fp8"]
     found = []
     for target, wanted, key, mine in (
         ("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", square),
         ("FP8 at 4096^3 and 8192^3, TFLOPS", 1100, "tflops", square),
-        (
-            "FP8 over bf16 at 64 rows and more",
-            1.0,
-            "over_bf16",
-            [r for r in fp8 if r["rows"] >= 64],
-        ),
-        (
-            "FP8 at up to 64 rows, GB/s of weights",
-            0.8 * _COPY_GBPS,
-            "weight_gbps",
-            [r for r in fp8 if r["rows"] <= 64],
-        ),
+        ("FP8 over bf16 at 64 rows and more", 1.0, "over_bf16", many),
+        ("FP8 at up to 64 rows, GB/s of weights", 0.8 * _COPY_GBPS, "weight_gbps", few),
         ("128 experts, top 8, 8k tokens, over dense FP8", 0.8, "over_dense", experts),
         ("bf16 over XLA's bf16", 0.75, "over_bf16", bf16),
         ("decode of 32 and more, 8k keys, over a copy", 0.75, "of_copy", decode),
-        (
-            "the same, FP8 KV over bf16 KV",
-            1.8,
-            "over_bf16",
-            [r for r in decode if r["kind"] == "fp8"],
-        ),
+        ("the same, FP8 KV over bf16 KV", 1.8, "over_bf16", fp8_cache),
     ):
-        worst = min((r for r in mine if key in r), key=lambda r, key=key: r[key], default=None)
+        worst = min((r for r in mine if key in r), key=operator.itemgetter(key), default=None)
         if worst is None:
             verdict = "not measured"
         elif worst[key] >= wanted:

@@ -24,7 +24,7 @@ import jax
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.bench.table import text_table
+from fp8rl_jax.bench.table import record_table
 
 _COMPILING = 3  # turns that are not counted: the start, the first step, and one more
 _MANY = 64  # processes that the bytes of the gathers are computed for
@@ -65,16 +65,19 @@ class _Form:
         self.steps: list[dict[str, float]] = []
 
     def step(self) -> None:
-        """Lets all processes make one step, and keeps what it took.
+        """Lets all processes make one step, and records its times.
 
         Raises:
           UserError: they cannot; with what the first of them said.
         """
         for process in self._processes:
+            assert process.stdin
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(b"\n")
                 process.stdin.flush()
-        line = self._processes[0].stdout.readline()
+        output = self._processes[0].stdout
+        assert output
+        line = output.readline()
         if not line:
             self.end()
             texts = (errors.read_text(errors="replace").strip() for errors in self._errors)
@@ -103,7 +106,7 @@ def bench(
       arguments: of `fp8rl train`, that make the configuration.
       count: of processes, and of devices in all.
       pairs: of steps.
-      note: told what goes on.
+      note: called with lines of progress.
 
     Raises:
       UserError: one of them cannot run.
@@ -127,30 +130,33 @@ def bench(
         return forms
 
 
+_COLUMNS = {
+    "processes x devices": "{name}",
+    "CPU s": "{cpu:.3f}",
+    "ratio": "{ratio:.3f}",
+    "wall s": "{wall:.3f}",
+    "host's part s": "{host:.3f}",
+    "gathers": "{gathers:.0f}",
+    "KiB": "{kib:.1f}",
+}
+
+
 def format_table(forms: list[_Form]) -> str:
-    """The table, with a line for what the gathers of a step come to with many processes."""
-    rows = [("processes x devices", "CPU s", "ratio", "wall s", "host's part s", "gathers", "KiB")]
+    """The table, with a line for the bytes that the gathers of many processes would take."""
+    first = forms[0].median("cpu")
+    records = []
     for form in forms:
-        ratio = form.median("cpu") / forms[0].median("cpu")
-        rows.append(
-            (
-                form.name,
-                f"{form.median('cpu'):.3f}",
-                f"{ratio:.3f}",
-                f"{form.median('wall'):.3f}",
-                f"{form.median('host'):.3f}",
-                f"{form.median('gathers'):.0f}",
-                f"{form.median('bytes') / 1024:.1f}",
-            )
-        )
-    told = forms[-1].median("bytes") / 1024
+        found = {name: form.median(name) for name in form.steps[0]}
+        found |= {"ratio": found["cpu"] / first, "kib": found["bytes"] / 1024}
+        records.append({"name": form.name, **found})
+    each = found["kib"]
     return "\n".join(
         (
-            *text_table(*rows),
+            *record_table(_COLUMNS, records),
             "medians of a step; gathers: of values from all processes, KiB that each tells the "
             "others",
             f"with {_MANY} processes and as many rows in each, a process would receive "
-            f"{_MANY - 1} x {told:.1f} = {(_MANY - 1) * told:.0f} KiB",
+            f"{_MANY - 1} x {each:.1f} = {(_MANY - 1) * each:.0f} KiB",
             "platform cpu",
         )
     )
@@ -215,8 +221,8 @@ def _worker(arguments: list[str]) -> None:
     config.sft.steps, config.precision.self_check = 0, False
     make = training.make_runtime
 
-    def make_timed(config) -> Runtime:
-        runtime = make(config)
+    def make_timed(config, with_questions: bool = True) -> Runtime:
+        runtime = make(config, with_questions)
         engine = runtime.engine
         programs = vars(engine)  # where cached properties are kept
         for name in ("sampler", "eval_sampler", *(f"compiled_{n}" for n in _PROGRAMS)):

@@ -44,29 +44,26 @@ from fp8rl_jax.rollout.cases import CASES
 QUEUE = 8  # sequences per slot where response lengths differ
 LENGTHS = ("full", "long_tail")
 PEERS = ("transformers",)
-# A tied embedding of standard deviation 1 would make the last token the next one, always.
-_QWEN3 = dict(head_dim=64, rope_theta=1e6, tie_word_embeddings=True, embedding_init_std=0.02)
-# Qwen3's rules in sizes that two CPU cores decode: 4,459,264 and 29,369,856 parameters.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen3_4p5m": dict(
-        vocab_size=5120,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **_QWEN3,
-    ),
-    "qwen3_29m": dict(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        **_QWEN3,
-    ),
-}
+
+
+def _qwen3(vocabulary: int, width: int, layers: int) -> ModelConfig:
+    """Qwen3's rules in a size that two CPU cores decode."""
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        embedding_init_std=0.02,  # with 1 a tied embedding would repeat the last token for ever
+    )
+
+
+# 4,459,264 and 29,369,856 parameters.
+SMALL = {"qwen3_4p5m": _qwen3(5120, 256, 4), "qwen3_29m": _qwen3(8192, 512, 8)}
 # Tokens per second over transformers' that the project wants, on a CPU, in this cell.
 TARGETS = {"bf16": 3.0, "fp8": 1.5}
 _TARGET_CELL = Cell(32, 64, 128, 1)
@@ -128,7 +125,7 @@ def model_of(name: str) -> ModelConfig:
       UserError: no such name.
     """
     if name in SMALL:
-        return ModelConfig(**SMALL[name])
+        return SMALL[name]
     if name not in PRESETS:
         raise UserError(f"there is no model {name!r}; write one of {', '.join([*SMALL, *PRESETS])}")
     return preset(name)
@@ -250,7 +247,7 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
     Args:
       models: shapes by the name that the table shows.
       plan: what to time.
-      note: told how far it is, and what is left out.
+      note: called with lines of progress, and with what is left out.
 
     Returns:
       What `rollout.json` holds. `models`: shapes and parameters of each. `full`: a row of each
@@ -320,7 +317,7 @@ def format_table(result: dict) -> str:
         lines += [explanation] if cells else []
         for (model, cell), rows in cells.items():
             count = result["models"][model]["parameters"]
-            head = ("tokens/s", f"over {rows[0].get('way')}")
+            head: tuple[str, ...] = ("tokens/s", f"over {rows[0].get('way')}")
             if kind == "full":
                 head = ("tokens/s", "ms/token", f"over {rows[0]['case']}", "over transformers")
             lines += ["", f"{model} ({count:,} parameters), {cell}"]

@@ -65,16 +65,8 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
         for start in range(0, len(sample_ids), cell.batch):
             rows = slice(start, start + cell.batch)
             mine = slice(start // cell.group, start // cell.group + prompts_each)
-            out = program(
-                weights,
-                prompts[mine],
-                lengths[mine],
-                key,
-                sample_ids[rows],
-                temperature[rows],
-                limits[rows],
-                rope,
-            )
+            own = sample_ids[rows], temperature[rows], limits[rows]
+            out = program(weights, prompts[mine], lengths[mine], key, *own, rope)
             batches.append(jax.device_get(out))
         return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
 

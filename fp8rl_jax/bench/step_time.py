@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8rl_jax.base.compilation_cache import without_compilation_cache
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.bench.table import EMULATED, text_table
+from fp8rl_jax.bench.table import EMULATED, record_table
 from fp8rl_jax.learner import Batch, LossConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.engine import Prompts
@@ -138,29 +138,21 @@ def bench(
     return rows
 
 
+_COLUMNS = {
+    "recipe": "{recipe}",
+    "rollout s": "{decode_s:.3f}",
+    "tokens/s": "{decode_tokens_per_s:.0f}",
+    "train step s": "{train_s:.3f}",
+    "rollout ratio": "{decode_ratio:.2f}",
+    "train ratio": "{train_ratio:.2f}",
+    "compile s": "{compile_s:.1f}",
+}
+
+
 def format_table(rows: list[dict]) -> str:
     """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
-    head = (
-        "recipe",
-        "rollout s",
-        "tokens/s",
-        "train step s",
-        "rollout ratio",
-        "train ratio",
-        "compile s",
-    )
-    cells = (
-        (
-            row["recipe"],
-            f"{row['decode_s']:.3f}",
-            f"{row['decode_tokens_per_s']:.0f}",
-            f"{row['train_s']:.3f}",
-            f"{row['decode_ratio']:.2f}",
-            f"{row['train_ratio']:.2f}",
-            f"{row['decode_compile_s'] + row['train_compile_s']:.1f}",
-        )
-        for row in rows
-    )
+    records = [r | {"compile_s": r["decode_compile_s"] + r["train_compile_s"]} for r in rows]
     platform = jax.devices()[0].platform
     text = f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower"
-    return "\n".join([*text_table(head, *cells), text, *([EMULATED] if platform == "cpu" else [])])
+    emulated = [EMULATED] if platform == "cpu" else []
+    return "\n".join([*record_table(_COLUMNS, records), text, *emulated])

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 EMULATED = "FP8 is emulated on a CPU: its speed here says nothing about a GPU"
+
+
+def record_table(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table with a row for each record.
+
+    Args:
+      columns: {heading: format of a cell}, such as {'seconds': '{train_s:.3f}'}.
+      records: what the formats name.
+    """
+    cells = ([form.format(**record) for form in columns.values()] for record in records)
+    return text_table(tuple(columns), *cells)
 
 
 def text_table(*rows: Sequence[str]) -> list[str]:

@@ -1,4 +1,16 @@
-"""The command `fp8rl`: one file for each group of subcommands."""
+"""The command `fp8rl`: one file for each group of subcommands.
+
+    words -> main.run -> Command of runs, sample_eval, bench, ... -> arguments.Command.parse
+                |                                                        | values
+                |                        start.prepare (JAX loads, processes join)
+                |                                                        |
+                +---- status <------- Command.run(values), which imports the library
+
+An error that the user can fix is a UserError: one sentence, status 2 (`main.run`). `tree` makes the
+parsers that help, completion and the documentation share; `output` and `interrupt` keep a run going
+without its terminal. Read `main` first, then `arguments`. Modules here import JAX and the library
+inside functions only, so that help answers at once.
+"""
 
 import signal
 import sys

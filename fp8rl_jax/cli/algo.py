@@ -40,12 +40,12 @@ def _show(values: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("algo", "the RL algorithms of algo.preset: list, show NAME", group=True),
+    Command("algo", "the RL algorithms of algo.preset: list, show NAME"),
     Command("algo list", "the names of all presets, with their papers", _list),
     Command(
         "algo show",
         "a preset's formula, and the fields that it sets",
         _show,
-        (argument("name", nargs="?", metavar="NAME", help="a preset"),),
+        (argument("name", "a preset", "NAME", nargs="?"),),
     ),
 )

@@ -1,4 +1,4 @@
-"""Commands, how their arguments are read, and what several of them do with these."""
+"""How the arguments of the commands are declared, parsed and checked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`")
 
 
-def argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+def argument(
+    name: str, help: str, metavar: str = "", **settings: Any
+) -> tuple[str, dict[str, Any]]:
     """An argument of a command, as `ArgumentParser.add_argument` takes it."""
-    return names, settings
+    return name, {"help": help, **({"metavar": metavar} if metavar else {}), **settings}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,6 @@ class Command:
       arguments: of `argument`.
       config: whether it takes a config FILE and --config.SECTION.FIELD=VALUE.
       processes: whether several processes may run it as one.
-      group: whether there are commands below it, such as 'bench rollout' below 'bench'.
       starts: what it does first and how long that takes, for a line that is shown at once; '' for
         a command that takes about a second.
     """
@@ -50,27 +51,24 @@ class Command:
     name: str
     summary: str
     run: Callable[[argparse.Namespace], int] | None = None
-    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    arguments: tuple[tuple[str, dict[str, Any]], ...] = ()
     config: bool = False
     processes: bool = False
-    group: bool = False
     starts: str = ""
-
-    @property
-    def takes_file(self) -> bool:
-        """Whether a word that is no option names the config file."""
-        options = all(names[0].startswith("-") for names, _ in self.arguments)
-        return self.config and options and not self.group
 
     @property
     def usage(self) -> str:
         """Its name and what must follow it, such as 'fp8rl recipe show NAME'."""
-        follow = [settings["metavar"] for names, settings in self.arguments if names[0][0] != "-"]
+        follow = [more["metavar"] for name, more in self.arguments if name[0] != "-"]
         return " ".join(["fp8rl", self.name, *follow])
 
-    def fill(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the command's arguments to its parser."""
-        if self.takes_file:
+    def fill(self, parser: argparse.ArgumentParser, group: bool) -> None:
+        """Adds the command's arguments to its parser.
+
+        Where no argument is a word of its own, nor a command below (`group`), a word names the
+        config file.
+        """
+        if self.config and not group and all(name[0] == "-" for name, _ in self.arguments):
             parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
         if self.config:
             parser.add_argument(
@@ -93,11 +91,11 @@ class Command:
                 nargs="?",
                 help="show the config's fields, or those of a section, and exit",
             )
-        for names, settings in self.arguments:
-            parser.add_argument(*names, **settings)
+        for name, settings in self.arguments:
+            parser.add_argument(name, **settings)
 
     def _takes(self, word: str, overrides: Sequence[str]) -> str:
-        """What may be written in the place of a word that is not understood."""
+        """The remedy for a word that is not understood."""
         name, equals, value = word.partition("=")
         if self.config and name.startswith("-"):
             from fp8rl_jax.config.names import field_meant
@@ -109,8 +107,7 @@ class Command:
                 return f"write {field}={word}"
             return "config fields are written --config.SECTION.FIELD=VALUE"
         names = [
-            settings.get("metavar", names[0]) if names[0][0] != "-" else names[0]
-            for names, settings in self.arguments
+            name if name[0] == "-" else more.get("metavar", name) for name, more in self.arguments
         ]
         takes = ", ".join(["--config"] * self.config + names) or "no argument"
         return f"it takes {takes}{'' if self.config else ', and no config'}"
@@ -119,8 +116,8 @@ class Command:
         """The values of a command line, config overrides as `overrides`.
 
         Args:
-          parser: the command's own, as `fill` has filled it.
-          words: behind the command's name.
+          parser: of this command, filled by `fill`.
+          words: that follow the command's name.
 
         Raises:
           UserError: an argument is not known, is missing or has no such value.
@@ -128,16 +125,16 @@ class Command:
         overrides = [word for word in words if word.startswith(("--config.", "-config."))]
         rest = [word for word in words if word not in overrides]
         hyphenated = [_hyphenated(word) for word in rest]
-        parse = parser.parse_known_args if self.group else parser.parse_known_intermixed_args
+        group = parser._subparsers is not None
+        parse = parser.parse_known_args if group else parser.parse_known_intermixed_args
         values, unknown = parse(hyphenated)
-        if self.group and values.below:
+        if group and values.below:
             parser.error(f"write `fp8rl {self.name} {values.below}` and options after that")
         if overrides and not self.config:
             unknown = overrides + unknown
-        if self.takes_file and values.file is not None:
-            if values.config:
-                unknown.append(values.file)
-            values.config = values.config or values.file
+        if self.config and (file := getattr(values, "file", "")):
+            unknown += [file] * bool(values.config)
+            values.config = values.config or file
         if unknown:
             word = dict(zip(hyphenated, rest, strict=True)).get(unknown[0], unknown[0])
             parser.error(f"{word!r} is not understood; {self._takes(word, overrides)}")
@@ -153,9 +150,9 @@ def _hyphenated(word: str) -> str:
 
 ALLOW_IMPORT = argument(
     "--allow-import",
+    "modules, or module:function, that the run's config.json may import",
+    "NAME,...",
     default="",
-    metavar="NAME,...",
-    help="modules, or module:function, that the run's config.json may import",
 )
 
 
@@ -245,17 +242,8 @@ def keep_programs(setting: str = "") -> None:
         note(problem)
 
 
-def found_programs() -> str | None:
-    """The line that says how many compiled programs were found; None for a command without."""
-    if "fp8rl_jax.base.compilation_cache" not in sys.modules:
-        return None
-    from fp8rl_jax.base import compilation_cache
-
-    return compilation_cache.found_programs()
-
-
 def note(text: str) -> None:
-    """A line on standard error, which holds no results; of several processes, the first's."""
+    """Prints a line to standard error (results go to standard output); only process 0 does."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
     if processes.first() if processes else place_of_environment().process == 0:
         print(text, file=sys.stderr, flush=True)
@@ -263,7 +251,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
-    """Within it an OSError becomes the sentence that nothing can be written to `directory`."""
+    """Turns an OSError into the sentence that nothing can be written to `directory`."""
     try:
         yield
     except OSError as error:
@@ -274,7 +262,7 @@ def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
 
 
 def writable(command: str, directory: str) -> pathlib.Path:
-    """The directory, made if need be.
+    """Makes the directory if it is missing, and returns its path.
 
     Raises:
       UserError: nothing can be written to it.

@@ -30,17 +30,17 @@ _DEFAULT = "(default: %(default)s)"
 
 def _repeats(default: int):
     help = f"timed repetitions, after one that compiles {_DEFAULT}"
-    return argument("--repeats", type=int, default=default, metavar="N", help=help)
+    return argument("--repeats", help, "N", type=int, default=default)
 
 
 def _out(default: str, files: str):
     help = f"directory of {files} {_DEFAULT}"
-    return argument("--out", type=directory, default=default, metavar="DIR", help=help)
+    return argument("--out", help, "DIR", type=directory, default=default)
 
 
 def _slots(name: str, default: str, help: str):
     help = f"{help} {_DEFAULT}"
-    return argument(name, type=counts(_MOST_SLOTS), default=default, metavar="N,N", help=help)
+    return argument(name, help, "N,N", type=counts(_MOST_SLOTS), default=default)
 
 
 def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
@@ -165,15 +165,14 @@ _COMMANDS = (
         "times rollout and train step under several recipes, in one process; or drift-cost,\n"
         "gemm-error, kernels, processes, rollout",
         _step,
-        (argument("--recipes", default="fp8,bf16,f32", help="recipes to time"), _repeats(5)),
+        (argument("--recipes", "recipes to time", default="fp8,bf16,f32"), _repeats(5)),
         config=True,
-        group=True,
     ),
     Command(
         "bench drift-cost",
         "what zero drift costs: exact programs against naive ones",
         _drift_cost,
-        (argument("--recipes", default="fp8,bf16", help="recipes to time"), _repeats(5)),
+        (argument("--recipes", "recipes to time", default="fp8,bf16"), _repeats(5)),
         config=True,
     ),
     Command(
@@ -181,7 +180,7 @@ _COMMANDS = (
         "error of every recipe's matrix products, beside a published table",
         _gemm_error,
         (
-            argument("--recipes", help="recipes to measure; all that have a name if left out"),
+            argument("--recipes", "recipes to measure; all that have a name if left out"),
             _out("runs/gemm_error", "gemm_error.json and gemm_error.png"),
         ),
     ),
@@ -190,12 +189,12 @@ _COMMANDS = (
         "speed of the GPU kernels beside XLA's products; status 1 if one of ours fails",
         _kernels,
         (
-            argument("--models", help="presets whose matrices to run; three if left out"),
-            argument("--rows", type=counts(_MOST_ROWS), metavar="N,N", help="rows of the products"),
+            argument("--models", "presets whose matrices to run; three if left out"),
+            argument("--rows", "rows of the products", "N,N", type=counts(_MOST_ROWS)),
             argument(
                 "--quick",
+                "the largest matrix of each model and the targets' attention",
                 action="store_true",
-                help="the largest matrix of each model and the targets' attention",
             ),
             _out("runs/bench_kernels", "kernels.json"),
         ),
@@ -206,18 +205,10 @@ _COMMANDS = (
         _processes,
         (
             argument(
-                "--processes",
-                type=int,
-                default=2,
-                metavar="N",
-                help=f"processes, and devices in all {_DEFAULT}",
+                "--processes", f"processes, and devices in all {_DEFAULT}", "N", type=int, default=2
             ),
             argument(
-                "--pairs",
-                type=int,
-                default=10,
-                metavar="N",
-                help=f"steps of each that are timed {_DEFAULT}",
+                "--pairs", f"steps of each that are timed {_DEFAULT}", "N", type=int, default=10
             ),
         ),
         config=True,
@@ -227,18 +218,14 @@ _COMMANDS = (
         "tokens per second of the sampler on random weights, beside other libraries",
         _rollout,
         (
-            argument("--models", help="names of shapes to run, in the place of a config's"),
-            argument("--cases", default="bf16,fp8_linears,fp8_kv,fp8", help="what is in FP8"),
+            argument("--models", "names of shapes to run, in the place of a config's"),
+            argument("--cases", "what is in FP8", default="bf16,fp8_linears,fp8_kv,fp8"),
             _slots("--batch", "8,32", "sequences decoded at once"),
             _slots("--prompt", "64", "tokens of a prompt"),
             _slots("--new", "128", "most tokens of a response"),
             _slots("--group", "1,8", "samples per prompt"),
-            argument(
-                "--lengths", default="full", help="of responses: full (default), long_tail, both"
-            ),
-            argument(
-                "--peers", default="transformers", help="other libraries to time; empty for none"
-            ),
+            argument("--lengths", "of responses: full (default), long_tail, both", default="full"),
+            argument("--peers", "other libraries to time; empty for none", default="transformers"),
             _repeats(3),
             _out("runs/bench_rollout", "rollout.json"),
         ),

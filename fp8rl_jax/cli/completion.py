@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.cli import tree
 from fp8rl_jax.cli.arguments import Command, argument
 
 _SHELLS = ("bash", "zsh", "tcsh")
 
 
-def _completion(values: argparse.Namespace) -> int:
-    if values.shell not in _SHELLS:
-        wrong = f"{values.shell!r} is no shell that is known; " if values.shell else ""
-        raise UserError(f"fp8rl completion: {wrong}write one of {', '.join(_SHELLS)}")
-    import shtab
+def command(commands: Mapping[str, Command]) -> Command:
+    """The command `completion`, whose script completes `commands` (read when it runs)."""
 
-    from fp8rl_jax.cli.main import COMMANDS
-    from fp8rl_jax.cli.tree import parser
-    from fp8rl_jax.config import all_fields
+    def run(values: argparse.Namespace) -> int:
+        if values.shell not in _SHELLS:
+            wrong = f"{values.shell!r} is no shell that is known; " if values.shell else ""
+            raise UserError(f"fp8rl completion: {wrong}write one of {', '.join(_SHELLS)}")
+        import shtab
 
-    fields = tuple(
-        argument(f"--config.{path}", help=field.meaning, choices=field.choices or None)
-        for path, field in all_fields().items()
+        from fp8rl_jax.config import all_fields
+
+        fields = tuple(
+            argument(f"--config.{path}", field.meaning, choices=field.choices or None)
+            for path, field in all_fields().items()
+        )
+        completed = {
+            name: dataclasses.replace(c, arguments=c.arguments + fields) if c.config else c
+            for name, c in commands.items()
+        }
+        print(shtab.complete(tree.parser(completed)[0], values.shell))
+        return 0
+
+    return Command(
+        "completion",
+        'prints a shell\'s completion script; use it with: eval "$(fp8rl completion bash)"',
+        run,
+        (argument("shell", "bash, zsh or tcsh", "SHELL", nargs="?"),),
     )
-    commands = {
-        name: dataclasses.replace(command, arguments=command.arguments + fields)
-        if command.config
-        else command
-        for name, command in COMMANDS.items()
-    }
-    print(shtab.complete(parser(commands)[0], values.shell))
-    return 0
-
-
-COMPLETION = Command(
-    "completion",
-    'prints a shell\'s completion script; use it with: eval "$(fp8rl completion bash)"',
-    _completion,
-    (argument("shell", nargs="?", metavar="SHELL", help="bash, zsh or tcsh"),),
-)

@@ -1,4 +1,4 @@
-"""`fp8rl data`: data sets that there are, preparing one, looking at its rows."""
+"""`fp8rl data`: lists data sets, prepares one, shows its rows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _cut(value: object) -> str:
 
 
 COMMANDS = (
-    Command("data", "data sets: list, prepare NAME, show TASK", group=True),
+    Command("data", "data sets: list, prepare NAME, show TASK"),
     Command(
         "data list",
         "tasks and data sets by name, those that are prepared first",
@@ -136,19 +136,19 @@ COMMANDS = (
         "downloads a data set of tensorflow-datasets, or makes one of files; prints its directory",
         _prepare,
         (
-            argument("name", nargs="?", metavar="NAME", help="of the data set"),
+            argument("name", "of the data set", "NAME", nargs="?"),
             argument(
                 "--from",
-                dest="files",
-                metavar="FILE,FILE",
-                help="files whose names say their split, such as train.jsonl,test.jsonl; needs no "
+                "files whose names say their split, such as train.jsonl,test.jsonl; needs no "
                 "network",
+                "FILE,FILE",
+                dest="files",
             ),
             argument(
                 "--out",
+                "where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
+                "DIR",
                 type=a_path,
-                metavar="DIR",
-                help="where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
             ),
         ),
         starts="reads or downloads the rows; seconds from files, minutes from a network",
@@ -158,8 +158,8 @@ COMMANDS = (
         "what is read of a task: the form of its rows, what is left out, and the first questions",
         _show,
         (
-            argument("task", nargs="?", metavar="TASK", help="as env.task is written"),
-            argument("--rows", type=whole(1), default=3, metavar="N", help="of each split"),
+            argument("task", "as env.task is written", "TASK", nargs="?"),
+            argument("--rows", "of each split", "N", type=whole(1), default=3),
         ),
         config=True,
         starts="reads the rows; a few seconds",

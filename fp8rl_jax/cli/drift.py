@@ -75,30 +75,25 @@ DRIFT = Command(
     (
         argument(
             "--checkpoint",
-            type=a_path,
-            metavar="RUN_DIR",
-            help="a run whose kept step, or else newest weights, to take instead of "
+            "a run whose kept step, or else newest weights, to take instead of "
             "random weights; without --config its own configuration",
+            "RUN_DIR",
+            type=a_path,
         ),
         argument(
             "--prompts",
+            "questions to sample with the newest weights; those of an RL step if left out",
+            "N",
             type=int,
-            metavar="N",
-            help="questions to sample with the newest weights; those of an RL step if left out",
         ),
         ALLOW_IMPORT,
         argument(
             "--out",
+            "directory of drift.json and drift.html; run.dir if left out",
+            "DIR",
             type=a_path,
-            metavar="DIR",
-            help="directory of drift.json and drift.html; run.dir if left out",
         ),
-        argument(
-            "--fail-above",
-            type=float,
-            metavar="X",
-            help="exit with status 1 if a |dlogp| is above this",
-        ),
+        argument("--fail-above", "exit with status 1 if a |dlogp| is above this", "X", type=float),
     ),
     config=True,
     starts="loads the weights and compiles two programs; about a minute",

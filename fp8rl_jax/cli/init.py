@@ -83,29 +83,29 @@ INIT = Command(
     "writes a config for your model, questions and reward, with lengths taken from the questions",
     _init,
     (
-        argument("file", nargs="?", type=a_path, metavar="FILE", help="a new file, such as my.py"),
+        argument("file", "a new file, such as my.py", "FILE", nargs="?", type=a_path),
         argument(
             "--model",
+            "directory of a Hugging Face model, or the name of a published one, for its "
+            "shapes with random weights; a small decoder if left out",
+            "DIR_OR_NAME",
             type=a_path,
             default="",
-            metavar="DIR_OR_NAME",
-            help="directory of a Hugging Face model, or the name of a published one, for its "
-            "shapes with random weights; a small decoder if left out",
         ),
         argument(
             "--data",
+            "a .jsonl, .json, .csv or .parquet file, or what else env.task may be",
+            "TASK",
             default="",
-            metavar="TASK",
-            help="a .jsonl, .json, .csv or .parquet file, or what else env.task may be",
         ),
         argument(
             "--reward",
+            "exact_match, math_equal, ..., or module:function (default: auto)",
+            "NAME",
             default="auto",
-            metavar="NAME",
-            help="exact_match, math_equal, ..., or module:function (default: auto)",
         ),
-        argument("--question-key", metavar="COLUMN", help="as env.question_key"),
-        argument("--answer-key", metavar="COLUMN", help="as env.answer_key"),
+        argument("--question-key", "as env.question_key", "COLUMN"),
+        argument("--answer-key", "as env.answer_key", "COLUMN"),
     ),
     starts="reads the questions and the tokenizer; about ten seconds",
 )

@@ -9,10 +9,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupt:
-    """Notes signals from its first call on, while it is entered.
+    """Records signals from its first call to the end of its `with` block.
 
-    A call names the signal that was received, or None. Before the first call, and at a second
-    Ctrl-C, a signal ends the process at once; one that was ignored (`nohup`) stays so.
+    A call returns the name of the signal that was received, or None. Before the first call, and at
+    a second Ctrl-C, a signal ends the process at once. Signals that were ignored (`nohup`) stay
+    ignored.
     """
 
     def __init__(self):

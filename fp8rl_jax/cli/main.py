@@ -1,16 +1,15 @@
 """The command line: `fp8rl COMMAND ...`.
 
-Exit status: 0 done; 2 the user's to fix, one sentence on standard error; 75 a run that a signal
-stopped, with a checkpoint; 3 a run that drift ended, with a checkpoint, as precision.zero_drift is
-'required'; 1 anything else: an error of ours, a run that met NaN, a bound of `fp8rl drift
---fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`. docs/usage.md has
-the table.
+Exit status: 0 done; 2 an error that the user can fix, one sentence on standard error; 75 a run that
+a signal stopped, with a checkpoint; 3 a run that drift ended, with a checkpoint, because
+precision.zero_drift is 'required'; 1 anything else: a bug, a run that met NaN, a bound of `fp8rl
+drift --fail-above` that was exceeded, a kernel that failed in `fp8rl bench kernels`. docs/usage.md
+has the table.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from fp8rl_jax.base.errors import (
     NonFiniteError,
     RewardError,
     UserError,
+    did_you_mean,
     limit_reached,
     raised,
 )
@@ -36,7 +36,7 @@ from fp8rl_jax.cli import (
     study,
     tree,
 )
-from fp8rl_jax.cli.arguments import Command, argument, found_programs, note
+from fp8rl_jax.cli.arguments import Command, argument, note
 from fp8rl_jax.cli.start import missing_package, prepare
 
 _DRIFTED = 3
@@ -64,44 +64,41 @@ _COMMANDS = (
         (
             argument(
                 "--rollout",
-                action="store_true",
-                help="plan the rollout alone: weights, slots and pages in FP8 and BF16, and "
+                "plan the rollout alone: weights, slots and pages in FP8 and BF16, and "
                 "predicted decode times of BF16, FP8 linear layers, FP8 KV cache, and both",
+                action="store_true",
             ),
             argument(
                 "--learner",
+                "plan the train step alone: memory, FLOPs, bytes over the mesh, times",
                 action="store_true",
-                help="plan the train step alone: memory, FLOPs, bytes over the mesh, times",
             ),
             argument(
-                "--devices",
-                type=int,
-                metavar="N",
-                help="of the mesh; as many as its axes ask for if left out",
+                "--devices", "of the mesh; as many as its axes ask for if left out", "N", type=int
             ),
             argument(
                 "--hosts",
+                "that the devices are on; one for eight of them if left out",
+                "H",
                 type=int,
-                metavar="H",
-                help="that the devices are on; one for eight of them if left out",
             ),
             argument(
                 "--gpu",
+                "whose memory and speed to take (default: h200)",
                 choices=("h100", "h200"),
                 default="h200",
-                help="whose memory and speed to take (default: h200)",
             ),
             argument(
                 "--memory-gb",
+                "memory of a GPU, in GiB; 141 of an H200 and 80 of an H100 if left out",
+                "X",
                 type=float,
-                metavar="X",
-                help="memory of a GPU, in GiB; 141 of an H200 and 80 of an H100 if left out",
             ),
             argument(
                 "--compile",
-                action="store_true",
-                help="also compile train step and decode step for H200s that are not there, "
+                "also compile train step and decode step for H200s that are not there, "
                 "and print the compiler's figures (extra gpu_proofs; minutes)",
+                action="store_true",
             ),
         ),
         config=True,
@@ -111,9 +108,9 @@ _COMMANDS = (
     *algo.COMMANDS,
     runs.CONVERT,
     runs.REPORT,
-    completion.COMPLETION,
 )
 COMMANDS = {command.name: command for command in _COMMANDS}
+COMMANDS["completion"] = completion.command(COMMANDS)
 
 
 def _version() -> str:
@@ -129,22 +126,21 @@ def _version() -> str:
 
 
 def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
-    """The command that the first words name, and the others."""
+    """The command that the first words name, and the remaining words."""
     for count in (2, 1):
         if command := COMMANDS.get(" ".join(words[:count])):
             return command, words[count:]
     names = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
-    near = difflib.get_close_matches(words[0].lstrip("-"), [*names, "version", "help"], 1)
-    near = [f"--{word}" if word in ("version", "help") else word for word in near]
-    hint = f"did you mean `fp8rl {near[0]}`? " if near else ""
-    raise UserError(f"fp8rl: no command {words[0]!r}; {hint}write one of {', '.join(names)}")
+    hint = did_you_mean(words[0], [*names, "--version", "--help"], "", "`fp8rl {}`")
+    advice = f"{hint} write one of {', '.join(names)}".strip()
+    raise UserError(f"fp8rl: no command {words[0]!r}; {advice}")
 
 
 def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """The values of a command's words.
 
     Raises:
-      UserError: as `Command.parse`; the command is only a name for those below it.
+      UserError: of `Command.parse`; the command needs a subcommand and has none.
     """
     if command.run is None:
         below = [f"`{c.usage}`" for c in COMMANDS.values() if c.name.startswith(command.name + " ")]
@@ -173,8 +169,8 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
     """Runs one command; returns the exit status. Errors of ours propagate as exceptions.
 
     Args:
-      arguments: the words behind `fp8rl`.
-      starting: called with a line that says what a longer command does first.
+      arguments: the words after `fp8rl`.
+      starting: called with a line that says what a slow command does first.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(tree.parser(COMMANDS)[0].format_help(), end="")
@@ -193,7 +189,8 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
         prepare(command)
         assert command.run is not None
         status = command.run(values)
-        if found := found_programs():
+        cache = sys.modules.get("fp8rl_jax.base.compilation_cache")  # of commands that compile
+        if cache is not None and (found := cache.found_programs()):
             note(found)
         return status
     except RewardError as error:  # ends with a traceback, in several lines
@@ -204,7 +201,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
         return _end(_DRIFTED, f"stopped: {' '.join(str(error).split())}")
     except NonFiniteError as error:
         return _end(1, f"stopped: {error}")
-    except SystemExit as error:  # none of ours ends so
+    except SystemExit as error:  # only a user's function raises it
         return _end(
             2,
             f"error: a function that the configuration names has ended the command with "
@@ -222,7 +219,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
 
 
 def _end(status: int, text: str) -> int:
-    """Says how this process ends, to the others too if there are any."""
+    """Prints why this process ends, tells the other processes, and returns the status."""
     if (processes := sys.modules.get("fp8rl_jax.base.processes")) is not None:
         return processes.end(status, text)
     print(text, file=sys.stderr)

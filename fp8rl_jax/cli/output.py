@@ -1,5 +1,5 @@
-"""Standard streams that may be closed, go away, or not hold every character: a run outlives the
-terminal, the pipe or the cron that it talks to."""
+"""Standard streams that may be closed, disappear, or lack a character: a run goes on when its
+terminal or pipe is gone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 
-class _Outlived(io.TextIOBase):
-    """A text stream that goes on as nothing once it can no longer be written, with a word on
-    standard error if `told`."""
+class _Outlived:
+    """A text stream whose text is dropped once it cannot be written; standard error says so once if
+    `announce`."""
 
-    def __init__(self, stream: TextIO, told: bool):
-        self._stream, self._told = stream, told
+    def __init__(self, stream: TextIO, announce: bool):
+        self._stream, self._announce = stream, announce
 
     def write(self, text: str) -> int:
         self._call(self._stream.write, text)
@@ -29,12 +29,12 @@ class _Outlived(io.TextIOBase):
         try:
             function(*arguments)
         except (OSError, ValueError) as error:
-            told, self._told = self._told, False
+            announce, self._announce = self._announce, False
             if isinstance(error, OSError):
                 silence(self._stream)
             elif not self._stream.closed:
                 raise
-            if told and sys.stderr is not None:  # else print() would come back here
+            if announce and sys.stderr is not None:  # else print() would come back here
                 reason = error.strerror if isinstance(error, OSError) else "it was closed"
                 with contextlib.suppress(OSError, ValueError):
                     print(f"standard output is gone ({reason}); the run goes on", file=sys.stderr)
@@ -42,21 +42,11 @@ class _Outlived(io.TextIOBase):
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:
-        return self._stream.encoding
-
 
 def prepare_streams() -> None:
-    """Makes the standard streams of this process ones that can be used: those that were closed at
-    its start are nothing, characters that an output cannot hold are replaced, and standard error
-    may go away. A file that the process opens never takes the number of one of them."""
+    """Makes the standard streams usable: one that was closed at the start is /dev/null, characters
+    that an output cannot encode are replaced, and standard error may disappear. No file that the
+    process opens later gets the number of a standard stream."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -68,27 +58,26 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    sys.stderr = _Outlived(sys.stderr, told=False)
+    sys.stderr = _Outlived(sys.stderr, announce=False)
 
 
 @contextlib.contextmanager
 def keep_talking() -> Iterator[None]:
-    """Within it nothing ends because standard output cannot be written."""
-    stream = _Outlived(sys.stdout, told=True)
+    """Lets the program go on if standard output can no longer be written."""
+    stream = _Outlived(sys.stdout, announce=True)
     with contextlib.redirect_stdout(stream):
         yield
         stream.flush()
 
 
 def flush(stream: TextIO | None) -> None:
-    """Hands over what a stream still holds, unless somebody's code has closed or removed it."""
+    """Flushes a stream that a user's function may have closed or removed."""
     if stream is not None and not stream.closed:
         stream.flush()
 
 
 def is_gone(stream: TextIO | None) -> bool:
-    """Whether a stream can no longer be written: an empty line is tried. One that somebody's code
-    has closed or removed does not count."""
+    """Whether writing an empty line fails; False for a stream that is closed or removed."""
     if stream is None or stream.closed:
         return False
     try:
@@ -100,8 +89,8 @@ def is_gone(stream: TextIO | None) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """What is written to a stream from here on, and what it still holds, goes nowhere."""
+    """Redirects a stream to /dev/null, what it still buffers too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != stream.fileno():  # which was free, if somebody's code has closed it
+    if nowhere != stream.fileno():  # equal if the stream was closed: the number was free
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

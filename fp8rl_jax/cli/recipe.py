@@ -35,12 +35,12 @@ def _show(values: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("recipe", "what a precision recipe does: list, show NAME", group=True),
+    Command("recipe", "what a precision recipe does: list, show NAME"),
     Command("recipe list", "the names of all recipes", _list),
     Command(
         "recipe show",
         "formats, blocks and scaling policies of every GEMM",
         _show,
-        (argument("name", nargs="?", metavar="NAME", help="a recipe, or package.module:function"),),
+        (argument("name", "a recipe, or package.module:function", "NAME", nargs="?"),),
     ),
 )

@@ -69,11 +69,12 @@ def _convert(values: argparse.Namespace) -> int:
     from fp8rl_jax.models import hf
     from fp8rl_jax.policy.export import export_run, is_run
 
-    if is_run(values.paths[0]):
+    source, written = values.paths
+    if is_run(source):
         permitted = words(values.allow_import)
-        print(export_run(*values.paths, values.dtype, values.max_shard_gb, permitted, note))
+        print(export_run(source, written, values.dtype, values.max_shard_gb, permitted, note))
     else:
-        print(hf.convert(*values.paths, values.dtype, values.max_shard_gb))
+        print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0
 
 
@@ -81,7 +82,7 @@ TRAIN = Command(
     "train",
     "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\nrun.dir",
     _train,
-    (argument("--resume", action="store_true", help="continue the run in run.dir, bit for bit"),),
+    (argument("--resume", "continue the run in run.dir, bit for bit", action="store_true"),),
     config=True,
     processes=True,
     starts="loads JAX, reads the config and compiles; about a minute to the first step",
@@ -91,7 +92,7 @@ REPORT = Command(
     "report",
     "writes RUN_DIR/report.html again, with a comparison if other runs are named",
     _report,
-    (argument("directories", nargs="*", type=a_path, metavar="RUN_DIR", help="of runs"),),
+    (argument("directories", "of runs", "RUN_DIR", nargs="*", type=a_path),),
     starts="reads the run and draws its plots; about ten seconds",
 )
 
@@ -102,19 +103,19 @@ CONVERT = Command(
     (
         argument(
             "paths",
+            "SRC: a checkpoint's directory, a run whose newest weights to export, or "
+            "a GGUF file of the llama architecture; DST: a new directory",
+            "SRC DST",
             nargs="*",
             type=a_path,
-            metavar="SRC DST",
-            help="SRC: a checkpoint's directory, a run whose newest weights to export, or "
-            "a GGUF file of the llama architecture; DST: a new directory",
         ),
-        argument("--dtype", choices=("bf16", "fp8"), help="of the numbers written"),
+        argument("--dtype", "of the numbers written", choices=("bf16", "fp8")),
         argument(
             "--max-shard-gb",
+            "size of a file above which there are several (default: 5)",
+            "X",
             type=float,
             default=5.0,
-            metavar="X",
-            help="size of a file above which there are several (default: 5)",
         ),
         ALLOW_IMPORT,
     ),

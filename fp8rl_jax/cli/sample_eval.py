@@ -24,26 +24,21 @@ from fp8rl_jax.cli.arguments import (
 _POLICY = (
     argument(
         "--checkpoint",
+        "directory of a run, or of a Hugging Face model; in the place of --config",
+        "DIR",
         type=a_path,
-        metavar="DIR",
-        help="directory of a run, or of a Hugging Face model; in the place of --config",
     ),
     argument(
         "--chat",
+        "prompts are the user's messages in the model's chat template",
         action="store_true",
         default=None,
-        help="prompts are the user's messages in the model's chat template",
     ),
-    argument("--system", metavar="TEXT", help="a system message, with --chat"),
-    argument(
-        "--chat-options",
-        default="",
-        metavar="NAME=VALUE,...",
-        help="variables of the chat template",
-    ),
-    argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer"),
-    argument("--seed", type=int, metavar="S", help="seed of sampling, and of the questions"),
-    argument("--precision", metavar="RECIPE", help="fp8, bf16, f32, ..."),
+    argument("--system", "a system message, with --chat", "TEXT"),
+    argument("--chat-options", "variables of the chat template", "NAME=VALUE,...", default=""),
+    argument("--max-new-tokens", "most tokens of an answer", "N", type=int),
+    argument("--seed", "seed of sampling, and of the questions", "S", type=int),
+    argument("--precision", "fp8, bf16, f32, ...", "RECIPE"),
     ALLOW_IMPORT,
 )
 _FIELD_OF = {
@@ -108,7 +103,7 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
     fields = _FIELD_OF
-    # Of the file that a run was trained on, the questions are asked that it has held out.
+    # The file that a run was trained on: ask the questions that the run held out.
     held_out = _same_file(given.get("task"), config.env.task)
     if command == "eval":
         fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
@@ -173,7 +168,7 @@ def _sample(values: argparse.Namespace) -> int:
 
 
 class _Writer:
-    """Prints answers one after the other, the first that is not complete while it is made."""
+    """Prints answers in order; the first unfinished one is printed while it is sampled."""
 
     def __init__(self, prompts: Sequence[str]):
         self._prompts, self._row = prompts, -1
@@ -194,8 +189,8 @@ class _Writer:
         else:
             self._waiting[row] += text
 
-    def finished(self, row: int, by_itself: bool) -> None:
-        self._ended[row] = by_itself
+    def finished(self, row: int, at_its_end: bool) -> None:
+        self._ended[row] = at_its_end
         while self._row in self._ended:
             print(flush=True)
             if not self._ended[self._row]:
@@ -212,27 +207,19 @@ COMMANDS = (
             *_POLICY,
             argument(
                 "--task",
-                help="a task of reasoning_gym, or a data set (docs/data.md); "
-                "or several with commas",
+                "a task of reasoning_gym, or a data set (docs/data.md); or several with commas",
             ),
-            argument(
-                "--task-options", default="", metavar="NAME=VALUE,...", help="keywords of the task"
-            ),
-            argument("--questions", type=int, metavar="N", help="held-out questions"),
-            argument(
-                "--samples",
-                type=int,
-                metavar="N",
-                help="sampled answers per question: pass@k up to N",
-            ),
-            argument("--reward", help="exact_match, math_equal, gsm8k, or module:function"),
-            argument("--batch-size", type=int, metavar="N", help="questions at a time"),
-            argument("--temperature", type=float, metavar="T", help="of the sampled answers"),
+            argument("--task-options", "keywords of the task", "NAME=VALUE,...", default=""),
+            argument("--questions", "held-out questions", "N", type=int),
+            argument("--samples", "sampled answers per question: pass@k up to N", "N", type=int),
+            argument("--reward", "exact_match, math_equal, gsm8k, or module:function"),
+            argument("--batch-size", "questions at a time", "N", type=int),
+            argument("--temperature", "of the sampled answers", "T", type=float),
             argument(
                 "--top-p",
+                "of the sampled answers: this much probability; 1.0 for all",
+                "P",
                 type=float,
-                metavar="P",
-                help="of the sampled answers: this much probability; 1.0 for all",
             ),
         ),
         config=True,
@@ -245,30 +232,23 @@ COMMANDS = (
         "they are made",
         _sample,
         (
-            argument("questions_asked", nargs="*", metavar="QUESTION", help="or a prompt"),
+            argument("questions_asked", "or a prompt", "QUESTION", nargs="*"),
             *_POLICY,
             argument(
                 "--prompt",
+                "a prompt; may be given several times",
+                "TEXT",
                 action="append",
                 default=[],
-                metavar="TEXT",
-                help="a prompt; may be given several times",
             ),
             argument(
                 "--temperature",
+                "sampling temperature, 0 for the most likely token",
+                "T",
                 type=float,
-                metavar="T",
-                help="sampling temperature, 0 for the most likely token",
             ),
-            argument(
-                "--top-k", type=int, metavar="K", help="sample from this many tokens; 0 for all"
-            ),
-            argument(
-                "--top-p",
-                type=float,
-                metavar="P",
-                help="sample from this much probability; 1.0 for all",
-            ),
+            argument("--top-k", "sample from this many tokens; 0 for all", "K", type=int),
+            argument("--top-p", "sample from this much probability; 1.0 for all", "P", type=float),
         ),
         config=True,
         starts="loads the weights and compiles; about half a minute to the first token",

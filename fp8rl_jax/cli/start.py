@@ -1,6 +1,6 @@
-"""What happens between a command's words and its work: JAX loads, settings hold, processes join.
+"""Prepares a parsed command: loads JAX, fixes settings and joins the processes.
 
-Help, versions and mistakes in the words of a command need none of it, and answer at once.
+Help, --version and errors in the command line do not come here, so they answer at once.
 """
 
 from __future__ import annotations
@@ -14,29 +14,13 @@ from collections.abc import Iterator
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command
 
-_OPEN_FILES = 64  # that a checkpoint, its arrays and the workers of a reward need at a time
+_OPEN_FILES = 64  # open at once: a checkpoint, its arrays, the workers of a reward
 # Modules of the packages of the extra [train].
-_TRAIN = {
-    "absl",
-    "cloudpickle",
-    "grain",
-    "importlib_resources",
-    "jinja2",
-    "math_verify",
-    "matplotlib",
-    "ml_collections",
-    "optax",
-    "orbax",
-    "pyarrow",
-    "reasoning_gym",
-    "rich",
-    "safetensors",
-    "scipy",
-    "shtab",
-    "tensorboardX",
-    "tensorflow_datasets",
-    "tokenizers",
-}
+_TRAIN = (
+    "absl cloudpickle grain importlib_resources jinja2 math_verify matplotlib ml_collections optax "
+    "orbax pyarrow reasoning_gym rich safetensors scipy shtab tensorboardX tensorflow_datasets "
+    "tokenizers"
+)
 
 
 def prepare(command: Command) -> None:
@@ -69,7 +53,7 @@ def prepare(command: Command) -> None:
 def missing_package(error: ModuleNotFoundError) -> str | None:
     """The sentence for a package of the extra [train] that is not installed; None for others."""
     package = (error.name or "").partition(".")[0]
-    if package not in _TRAIN:
+    if package not in _TRAIN.split():
         return None
     return (
         f"the package {package} is not installed, which fp8rl's commands need: "
@@ -98,8 +82,8 @@ def _load_jax() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Within it Ctrl-C ends the process at once: libraries that are being imported lose a
-    KeyboardInterrupt, or make an error of it."""
+    """Lets Ctrl-C end the process at once: while libraries are imported, they lose a
+    KeyboardInterrupt or turn it into another error."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield

@@ -272,9 +272,7 @@ _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 _COMMANDS = (
     Command(
-        "study",
-        "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
-        group=True,
+        "study", "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all"
     ),
     Command(
         "study layers",

@@ -30,6 +30,7 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
     root.add_argument(
         "--version", action="store_true", help="show the versions of fp8rl_jax and JAX, and exit"
     )
+    groups = {name.rpartition(" ")[0] for name in commands}
     found: dict[str, Parser] = {}
     below: dict[str, argparse._SubParsersAction] = {}
     for name, command in commands.items():
@@ -46,5 +47,5 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.fill(found[name])
+        command.fill(found[name], name in groups)
     return root, found

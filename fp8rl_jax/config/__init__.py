@@ -1,4 +1,22 @@
-"""A run's configuration: its fields, how it is read, and the checks before anything compiles."""
+"""A run's configuration: its fields, how it is read, and the checks before anything compiles.
+
+How a configuration becomes what programs take::
+
+    FILE.py[:CASE]      --config.SECTION.FIELD=VALUE      RUN_DIR/config.json
+        | files, cases            |                               |
+        +----------------------> load <---------------------------+
+                                  |  ConfigDict: every field, types checked
+       model_source (shapes) -> resolve <- precision (recipes)
+                                  |
+                      checks, combinations: UserError, one sentence
+                                  |
+                               Resolved, which every program takes
+
+Read first: `fields` (default, meaning and choices of every field), `resolve`, and `combinations`
+(which features do not work together). `names` knows what other libraries call a field, `functions`
+refuses code that a configuration found beside weights would import. Not done: levels below
+SECTION.FIELD, save the options of free-form fields such as `env.task_options`.
+"""
 
 from fp8rl_jax.config.fields import FIELDS, all_fields, describe_fields
 from fp8rl_jax.config.load import (

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
-
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
 from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
-from fp8rl_jax.config.fields import FIELDS, all_fields
+from fp8rl_jax.config.combinations import check_combinations
+from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.config.resolved import Resolved, check_top_k
-from fp8rl_jax.envs import NO_ANSWER, is_generated
+from fp8rl_jax.envs import is_generated
 from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages
-from fp8rl_jax.quant import check_scales, same_forward
+from fp8rl_jax.quant import check_scales
 from fp8rl_jax.rl import Algorithm
 from fp8rl_jax.rl.losses import LOSSES
-
-_ESTIMATOR = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
 
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
@@ -36,11 +33,12 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
             check_options(path, value)
         if field.choices and value not in field.choices:
             known = ", ".join(filter(None, field.choices))
-            loss = path == "algo.preset" and value in LOSSES
-            hint = f"for that loss write algo.loss={value}, else " if loss else ""
-            if near := difflib.get_close_matches(value.lower(), filter(None, field.choices), 1):
-                hint = hint or f"did you mean {near[0]!r}? "
-            raise UserError(f"{path} is {value!r}; {hint}write one of {known}")
+            if path == "algo.preset" and value in LOSSES:
+                hint = f"for that loss write algo.loss={value}, else"
+            else:
+                hint = did_you_mean(value.lower(), filter(None, field.choices), "", "{!r}")
+            advice = f"{hint} write one of {known}".strip()
+            raise UserError(f"{path} is {value!r}; {advice}")
     for path in ("run.dir", "data.tokenizer"):
         if not flat[path]:
             raise UserError(f"{path} is empty; write a path")
@@ -49,38 +47,24 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
 def check(resolved: Resolved) -> None:
     """Raises UserError for the first fields that do not go together."""
     config = resolved.config
-    _check_experts(config, resolved.model.num_experts)
+    check_combinations(resolved)
+    _check_experts(config.mesh.expert, resolved.model.num_experts)
     _check_precision(resolved)
-    _check_latent(resolved)
-    _check_chat(config)
     _check_rollout(resolved)
-    _check_continuous(resolved)
     _check_batches(config)
     _check_policies(resolved)
 
 
 def _check_policies(resolved: Resolved) -> None:
-    """Tries the scaling policies that are the user's own on numbers."""
+    """Tries user-written scaling policies on numbers."""
     for side in ("rollout_recipe", "learner_recipe"):
         for policy in {operand.policy for operand in getattr(resolved, side).operands.values()}:
             check_scales(policy)
 
 
-def _check_experts(config, experts: int) -> None:
-    devices, replay = config.mesh.expert, config.algo.routing_replay
-    if not experts and replay != "none":
-        raise UserError(
-            f"algo.routing_replay is {replay!r}, and a dense model has no routers: write 'none'"
-        )
-    if not experts and config.algo.router_aux_loss_coef:
-        raise UserError(
-            f"algo.router_aux_loss_coef is {config.algo.router_aux_loss_coef}, and a dense model "
-            "has no routers: write 0"
-        )
-    if devices == 1:
+def _check_experts(devices: int, experts: int) -> None:
+    if not experts or devices == 1:
         return
-    if not experts:
-        raise UserError(f"mesh.expert is {devices}, and a dense model has no experts: write 1")
     if devices == -1:
         raise UserError(
             "mesh.expert is -1, which only the other axes may be: write the number of devices "
@@ -91,43 +75,6 @@ def _check_experts(config, experts: int) -> None:
             f"mesh.expert is {devices}, which does not divide model.num_experts = {experts}: write "
             "a number that does"
         )
-
-
-def _check_latent(resolved: Resolved) -> None:
-    """What multi-head latent attention does not have."""
-    if not resolved.model.latent:
-        return
-    config = resolved.config
-    where = "and the model has multi-head latent attention (kv_lora_rank above 0), which"
-    if config.mesh.tensor != 1:
-        raise UserError(
-            f"mesh.tensor is {config.mesh.tensor}, {where} is not cut by heads: write 1"
-        )
-    if config.precision.attention == "fp8":
-        raise UserError(
-            f"precision.attention is 'fp8', {where} keeps its queries in bf16: write 'bf16'"
-        )
-    for side, recipe in (
-        ("rollout", resolved.rollout_recipe),
-        ("learner", resolved.learner_recipe),
-    ):
-        if recipe.kv == "calibrated":
-            chosen = config.precision.kv_cache != "recipe"
-            field = "kv_cache" if chosen else side
-            raise UserError(
-                f"precision.{field} is {config.precision[field]!r}, {where} takes one scale per "
-                "token and none that is calibrated: set precision.kv_cache='fp8'"
-            )
-
-
-def _check_chat(config) -> None:
-    data = config.data
-    for name in ("system_prompt", "chat_options"):
-        if data[name] and not data.chat:
-            raise UserError(
-                f"data.{name} is {flatten(config)[f'data.{name}']!r} and data.chat False: set "
-                f"data.chat=True, or leave {name} out"
-            )
 
 
 def _check_precision(resolved: Resolved) -> None:
@@ -147,41 +94,8 @@ def _check_precision(resolved: Resolved) -> None:
                 f"precision.{name}_policy is {policy!r}, and neither recipe ({rollout.name}, "
                 f"{learner.name}) quantises its {name}s: leave it out"
             )
-    stateful = [
-        name
-        for name, operand in rollout.operands.items()
-        if operand.policy.stateful and name != "gradient"
-    ]
-    if stateful and not same_forward(rollout, learner):
-        own = (f"{name}_policy" for name in stateful if precision[f"{name}_policy"])
-        raise UserError(
-            f"precision.{next(own, 'rollout')}: recipe {rollout.name!r} scales by what the "
-            f"learner's steps observed, and the learner ({learner.name!r}) has another forward "
-            "pass: use the same recipe on both sides"
-        )
-    if not resolved.zero_drift:
-        return
-    if not same_forward(rollout, learner):
-        raise UserError(
-            f"precision.zero_drift is 'required', but the recipes differ (rollout {rollout.name}, "
-            f"learner {learner.name}): make them equal, or set precision.zero_drift='report'"
-        )
-    if not rollout.row_local:
-        policy = precision.activation_policy
-        ways = (
-            "write a policy that is fixed beforehand (that of fp8_delayed, or static), or take "
-            "fp8_blockwise (a scale per token)"
-            if policy
-            else "use fp8_blockwise (a scale per token) or fp8_delayed (fixed beforehand)"
-        )
-        raise UserError(
-            f"precision.{'activation_policy' if policy else 'rollout'}: recipe {rollout.name!r} "
-            f"takes an activation's scale ({rollout.operands['activation'].policy.name}) from all "
-            "tokens of a batch, and sampler and learner see different batches, so they cannot "
-            f"agree (measured mean drift 0.13 per token): {ways}, or set "
-            "precision.zero_drift='report'"
-        )
-    check_xla_flags()
+    if resolved.zero_drift:
+        check_xla_flags()
 
 
 def _check_kernels(resolved: Resolved) -> None:
@@ -202,17 +116,11 @@ def _check_kernels(resolved: Resolved) -> None:
             "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "
             "and drifts"
         )
-    if kernels == "mosaic" and resolved.zero_drift:
-        raise UserError(
-            "precision.kernels is 'mosaic', which decodes by one kernel and learns by another, and "
-            "their bits have not been compared: write 'triton', or set "
-            "precision.zero_drift='report'"
-        )
 
 
 def check_platform(resolved: Resolved) -> None:
-    """Raises UserError where this machine cannot do what is asked: kernels without a GPU, zero
-    drift where it is not kept. Compiles a trivial probe, so it comes after every other check."""
+    """Raises UserError if this machine cannot run it: kernels without a GPU, zero drift where it is
+    not kept. Compiles a trivial probe, so call it after every other check."""
     _check_kernels(resolved)
     if resolved.config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(
@@ -225,23 +133,16 @@ def _check_rollout(resolved: Resolved) -> None:
     rollout, algo = resolved.config.rollout, resolved.config.algo
     if resolved.config.model.checkpoint or resolved.config.model.name:
         check_top_k(resolved.config, resolved.model.vocab_size)
-    if rollout.group_size == 1 and (
-        algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
-    ):
-        raise UserError(
-            "rollout.group_size is 1, so a reward minus its group's mean is 0, and its standard "
-            f"deviation too, and algo.baseline is {algo.baseline!r}, algo.scale {algo.scale!r}: "
-            "write a group of at least 2, or algo.preset='reinforce_pp'"
-        )
-    if algo.dynamic_sampling and rollout.group_size == 1:
-        raise UserError(
-            "algo.dynamic_sampling drops groups of equal rewards, and rollout.group_size is 1: "
-            "write a group of at least 2, or dynamic_sampling=False"
-        )
     if algo.overlong_buffer > rollout.max_new_tokens:
         raise UserError(
             f"algo.overlong_buffer is {algo.overlong_buffer}, more than rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}: lower it"
+        )
+    rows = rollout.prompts_per_step * rollout.group_size
+    if rollout.slots > rows:
+        raise UserError(
+            f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
+            f"(prompts_per_step x group_size): write at most {rows}"
         )
     tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
     if resolved.positions is not None and tokens > resolved.positions:
@@ -250,39 +151,7 @@ def _check_rollout(resolved: Resolved) -> None:
             f"{resolved.positions} positions of model.checkpoint = "
             f"{resolved.config.model.checkpoint!r}: lower them"
         )
-    if algo.correction not in ("auto", "none") and algo.old_logprobs == "rollout":
-        raise UserError(
-            f"algo.correction={algo.correction!r} needs the learner's own log-probabilities: set "
-            "algo.old_logprobs='auto' or 'learner'"
-        )
-    updates = algo.num_minibatches * algo.epochs
-    if algo.loss == "reinforce" and updates > 1:
-        raise UserError(
-            f"algo.loss is 'reinforce', which has no ratio to the policy before, and "
-            f"num_minibatches x epochs is {updates}: write 1 for both, or take ppo or cispo"
-        )
-    _check_ignored(algo)
     _check_functions(resolved.algorithm, algo)
-
-
-def _check_ignored(algo) -> None:
-    """What the other fields would leave without effect."""
-    if algo.kl_in == "reward" and algo.kl_coef and algo.kl_estimator not in ("k1", _ESTIMATOR):
-        raise UserError(
-            f"algo.kl_estimator is {algo.kl_estimator!r} and algo.kl_in 'reward', which takes k1 "
-            "from the advantages: write 'k1', or algo.kl_in='loss'"
-        )
-    if algo.dual_clip and algo.loss.partition("(")[0].strip() != "ppo":
-        raise UserError(
-            f"algo.dual_clip is {algo.dual_clip}, and algo.loss = {algo.loss!r} has no such bound: "
-            "write 0, or algo.loss='ppo'"
-        )
-    if algo.loss_length and algo.loss_aggregation != "seq_mean_token_sum_norm":
-        raise UserError(
-            f"algo.loss_length is {algo.loss_length}, and algo.loss_aggregation = "
-            f"{algo.loss_aggregation!r} divides by no constant: write 0, or "
-            "algo.loss_aggregation='seq_mean_token_sum_norm'"
-        )
 
 
 def _check_functions(algorithm: Algorithm, algo) -> None:
@@ -327,41 +196,6 @@ def _check_functions(algorithm: Algorithm, algo) -> None:
             )
 
 
-def _check_continuous(resolved: Resolved) -> None:
-    """Requirements of continuous batching that do not depend on the number of devices."""
-    config, recipe = resolved.config, resolved.rollout_recipe
-    rollout = config.rollout
-    if not rollout.slots:
-        if rollout.pages:
-            raise UserError(
-                f"rollout.pages is {rollout.pages}, and pages are used by continuous batching: set "
-                "rollout.slots to the sequences that decode at a time, or pages to 0"
-            )
-        return
-    rows = rollout.prompts_per_step * rollout.group_size
-    if rollout.slots > rows:
-        raise UserError(
-            f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
-            f"(prompts_per_step x group_size): write at most {rows}"
-        )
-    if config.mesh.tensor != 1:
-        raise UserError(
-            f"rollout.slots is {rollout.slots} and mesh.tensor {config.mesh.tensor}: continuous "
-            "batching does not cut layers by columns; set mesh.tensor to 1, or rollout.slots to 0"
-        )
-    if not recipe.row_local:
-        raise UserError(
-            f"rollout.slots is {rollout.slots}, and recipe {recipe.name!r} (precision.rollout) "
-            "takes an activation's scale from all that share a batch: set rollout.slots to 0, or a "
-            "recipe that scales by rows, such as fp8"
-        )
-    if config.algo.routing_replay != "none":
-        raise UserError(
-            f"algo.routing_replay is {config.algo.routing_replay!r}, and continuous batching does "
-            "not record routing: set it to 'none', or rollout.slots to 0"
-        )
-
-
 def _check_batches(config) -> None:
     sft = config.sft
     if sft.steps and sft.end_fraction < 1 and sft.warmup_steps >= sft.steps:
@@ -387,11 +221,6 @@ def _check_batches(config) -> None:
         raise UserError(
             f"sft.batch_size is {config.sft.batch_size}, more than sft.questions = "
             f"{config.sft.questions}: lower the one or raise the other"
-        )
-    if config.sft.steps and config.env.answer_key == NO_ANSWER:
-        raise UserError(
-            f"sft.steps is {config.sft.steps}, and env.answer_key = {NO_ANSWER!r} says that rows "
-            "have no answer to learn: set sft.steps=0, or name the column"
         )
     generated = is_generated(config.env.task)
     if generated and config.env.train_questions < config.rollout.prompts_per_step:

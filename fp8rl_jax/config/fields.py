@@ -7,12 +7,11 @@ The bounds of numbers are in `fp8rl_jax.base.bounds`. Fields of section `model` 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, NamedTuple
 
 import ml_collections
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
@@ -69,9 +68,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "compilation_cache": Field(
             "",
-            "directory of compiled programs, which a second start loads "
-            "from there; off: none; '' for $FP8RL_COMPILATION_CACHE, else "
-            "~/.cache/fp8rl_jax/compilation",
+            "directory of compiled programs, which a second start loads from there; off: none; '' "
+            "for $FP8RL_COMPILATION_CACHE, else ~/.cache/fp8rl_jax/compilation",
         ),
         "samples": Field(4, "transcripts written at each evaluation"),
         "loggers": Field(
@@ -103,25 +101,23 @@ FIELDS: dict[str, dict[str, Field]] = {
         "learner": Field("fp8", "recipe of the learner; equal recipes give zero drift"),
         "zero_drift": Field(
             "auto",
-            "required: refuse settings under which drift cannot be zero, "
-            "and end after a step that drifts, with exit status 3; auto: with "
-            "equal recipes refuse such settings, and warn of a step that drifts; "
-            "report: neither",
+            "required: refuse settings under which drift cannot be zero, and end after a step that "
+            "drifts, with exit status 3; auto: with equal recipes refuse such settings, and warn "
+            "of a step that drifts; report: neither",
             choices=("auto", "required", "report"),
         ),
         "weight_policy": Field(
             "",
-            "scaling policy of weights: dynamic, delayed(history=1024), "
-            "static(amax=8.0), power_of_two(...), 'package.module:function'; "
-            "'' for the recipe's own",
+            "scaling policy of weights: dynamic, delayed(history=1024), static(amax=8.0), "
+            "power_of_two(...), 'package.module:function'; '' for the recipe's own",
         ),
-        "activation_policy": Field("", "scaling policy of activations, likewise"),
-        "gradient_policy": Field("", "scaling policy of output gradients, likewise"),
+        "activation_policy": Field("", "scaling policy of activations, as weight_policy"),
+        "gradient_policy": Field("", "scaling policy of output gradients, as weight_policy"),
         "reference": Field(
             "learner", "recipe that scores the reference policy: learner, or a recipe's name"
         ),
         "first_layers_bf16": Field(0, "number of first layers whose linear layers run in bf16"),
-        "last_layers_bf16": Field(0, "number of last layers, likewise"),
+        "last_layers_bf16": Field(0, "number of last layers whose linear layers run in bf16"),
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
         "kv_cache": Field(
             "recipe",
@@ -143,9 +139,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "cpu_products": Field(
             "auto",
-            "on a CPU: auto: the fastest products whose order holds on "
-            "this machine; exact: sums in float64 that no order can change, "
-            "four to eight times slower",
+            "on a CPU: auto: the fastest products whose order holds on this machine; exact: sums "
+            "in float64 that no order can change, four to eight times slower",
             choices=("auto", "exact"),
         ),
         "health": Field(True, "count saturated, underflowed and non-finite values"),
@@ -212,16 +207,14 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "answer_pattern": Field(
             "",
-            "regular expression whose first group, at its last match in "
-            "that column, is the answer; '' for what the last #### marks, or "
-            "all",
+            "regular expression whose first group, at its last match in that column, is the "
+            "answer; '' for what the last #### marks, or all",
         ),
         "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
         "eval_task": Field(
             "",
-            "held-out questions from another source than task, written "
-            "likewise, or from several with commas; '' for the data set's own "
-            "split test or validation, else a share of it",
+            "held-out questions from another source, written as task is, or from several "
+            "with commas; '' for the data set's own split test or validation, else a share of it",
         ),
         "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),
         "data_dir": Field(
@@ -320,26 +313,23 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "correction": Field(
             "auto",
-            "for a rollout that differs from the learner: none, tis(2.0), "
-            "seq_tis, icepop, mask_sequence, mask_geometric, mask_k3, veto, opsm, "
-            "several with commas, or 'module:function'; auto: tis if the recipes "
-            "differ and old_logprobs is not 'rollout' (where the ratio holds the "
-            "difference)",
+            "for a rollout that differs from the learner: none, tis(2.0), seq_tis, icepop, "
+            "mask_sequence, mask_geometric, mask_k3, veto, opsm, several with commas, or "
+            "'module:function'; auto: tis if the recipes differ and old_logprobs is not 'rollout' "
+            "(where the ratio holds the difference)",
         ),
         "routing_replay": Field(
             "none",
-            "what the learner takes from the rollout's routers: none; "
-            "experts: which experts, in their order; weights: their weights "
-            "too",
+            "what the learner takes from the rollout's routers: none; experts: which experts, in "
+            "their order; weights: their weights too",
             choices=("none", "experts", "weights"),
         ),
         "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load"),
         "old_logprobs": Field(
             "auto",
-            "learner: recompute before the first update; rollout: take "
-            "the sampler's own; auto: the sampler's where zero drift is in "
-            "force, until a first update shows a difference, and the learner's "
-            "elsewhere",
+            "learner: recompute before the first update; rollout: take the sampler's own; auto: "
+            "the sampler's where zero drift is in force, until a first update shows a difference, "
+            "and the learner's elsewhere",
             choices=("auto", "learner", "rollout"),
         ),
         "epochs": Field(1, "passes over one rollout"),
@@ -410,8 +400,7 @@ def describe_fields(section: str = "") -> str:
       UserError: there is no such section.
     """
     if section and section not in FIELDS:
-        near = difflib.get_close_matches(section, FIELDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "write one of " + ", ".join(FIELDS)
+        hint = did_you_mean(section, FIELDS, "write one of " + ", ".join(FIELDS))
         raise UserError(f"--help-config: there is no section {section!r}; {hint}")
     lines = []
     if section in ("", "precision"):

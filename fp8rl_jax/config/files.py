@@ -75,7 +75,7 @@ def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
 
 
 def _instead(file: str) -> str:
-    """What to write where `file` is none."""
+    """The remedy for a file that does not exist."""
     near = difflib.get_close_matches(pathlib.Path(file).stem, packaged(), 1, 0.75)
     if near:
         return f"write --config {near[0]} for the one that is part of the package"
@@ -84,7 +84,7 @@ def _instead(file: str) -> str:
 
 @contextlib.contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Within it modules are also found in a folder and in the current directory."""
+    """Adds a folder and the current directory to the import path."""
     before = list(sys.path)
     sys.path[:] = [folder, os.getcwd(), *before]
     try:

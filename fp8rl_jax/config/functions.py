@@ -1,4 +1,4 @@
-"""Functions of the user's that a configuration names, as 'module:function'."""
+"""User functions that a configuration names as 'module:function'."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def permit(
     where: str,
     needed: Collection[str],
 ) -> None:
-    """A configuration that was found beside weights is data: what it names is not imported unless
-    the user has said so. Fields of sections that are not needed go back to their defaults.
+    """Refuses functions that the user has not permitted.
+
+    A configuration found beside weights is data: importing what it names would run code. In
+    sections that are not needed such fields are reset to their defaults.
 
     Args:
       config: that was read from a directory; changed in place.

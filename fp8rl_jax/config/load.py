@@ -3,17 +3,13 @@
 A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
 fields it wants to change; everything else keeps the default of `config.fields`. A precision case
 after its name (``FILE:case1``, `config.cases`) changes the recipes. The command line then overrides
-single fields (``--config.rollout.group_size=16``). The whole is checked before anything compiles
-(`config.checks`).
+single fields (``--config.rollout.group_size=16``). `config.checks` checks the result.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from fp8rl_jax.base.bounds import shown
-from fp8rl_jax.base.errors import UserError, raised
+from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.json_file import plain, tabled
 from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.config.fields import FIELDS, all_fields
@@ -52,84 +48,8 @@ _PATHS = (
     "data.tokenizer",
     "env.data_dir",
 )
-_LARGEST = 10**300  # of a whole number in the place of a float
-
-
-# Sections and fields that had another name.
-_RENAMED = {
-    "warmup": "sft",
-    "algo.updates_per_rollout": "algo.num_minibatches",
-    "learner.micro_batches": "learner.gradient_accumulation_steps",
-    "algo.normalize_std": "algo.scale",
-}
-# Values of renamed fields that are written in another way now.
-_VALUES = {"algo.normalize_std": {True: "group_std", False: "none"}}
-# Fields that are gone, with the value at which a run is still the same without them.
-_REMOVED = {
-    "rollout.cache_slots": 0,
-    "precision.kv_percentile": 100.0,
-    "precision.attention_kernel": "strict",
-    "algo.tis_cap": 2.0,
-}
-
-
-@functools.cache
-def _note_renamed(before: str, now: str, where: str) -> None:
-    """Says so, once."""
-    print(f"note: {where}: {before} in the config is called {now} now", file=sys.stderr, flush=True)
-
-
-def _current(path: str, where: str = "") -> str:
-    """Today's name of 'section', or of 'section.field' with what follows; with a note if `where`
-    is given."""
-    section, *rest = path.split(".")
-    for before in (section, ".".join([section, *rest[:1]])):
-        if (now := _RENAMED.get(before)) is not None:
-            if where:
-                _note_renamed(before, now, where)
-            return now + path[len(before) :]
-    return path
-
-
-def _current_value(path: str, value: Any, where: str) -> Any:
-    """A value of a field under its former name, as it is written now."""
-    if path not in _VALUES:
-        return value
-    if not isinstance(value, bool):
-        raise UserError(f"{where}: {path} is {value!r}; write True or False")
-    return _VALUES[path][value]
-
-
-def upgraded(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The sections of an older config.json under today's names, without fields that are gone.
-
-    Raises:
-      UserError: one of these had an effect.
-    """
-    kept: dict[str, Any] = {}
-    for section, fields in content.items():
-        kept.setdefault(_current(section), {})
-        for name, value in fields.items():
-            path = _current(f"{section}.{name}")
-            value = _current_value(f"{section}.{name}", value, where)
-            if not _removed(path, value, where):
-                section_now, _, name_now = path.partition(".")
-                kept[section_now][name_now] = value
-    return kept
-
-
-def _removed(path: str, value: Any, where: str) -> bool:
-    """Whether a field is gone, and had no effect.
-
-    Raises:
-      UserError: it is gone and had an effect.
-    """
-    if path in _REMOVED and value != _REMOVED[path]:
-        raise UserError(
-            f"{where}: {path} is {value!r}, and this version no longer has that field: leave it "
-            "out, or use the version that the run was made with"
-        )
-    return path in _REMOVED
+_FREE = [path for path, field in all_fields().items() if field.is_free]
+_LARGEST = 10**300  # bound of a whole number that is given for a float
 
 
 def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
@@ -149,32 +69,13 @@ def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
     Raises:
       AttributeError, TypeError, ValueError: a name that no field can have.
     """
-    content = {
-        section: {
-            name: {option: tabled(part) for option, part in value.items()}
-            if isinstance(value, dict) and _is_free(f"{section}.{name}")
-            else value
-            for name, value in fields.items()
-        }
-        if isinstance(fields, dict)
-        else fields
-        for section, fields in content.items()
-    }
+    content = dict(content)
+    for path in _FREE:
+        section, _, name = path.partition(".")
+        fields = content.get(section)
+        if isinstance(fields, dict) and isinstance(options := fields.get(name), dict):
+            content[section] = fields | {name: {o: tabled(value) for o, value in options.items()}}
     return ml_collections.ConfigDict(content)
-
-
-def _is_free(path: str) -> bool:
-    field = all_fields().get(path)
-    return field is not None and field.is_free
-
-
-def _known(path: str) -> bool:
-    section, _, rest = path.partition(".")
-    if section not in FIELDS:
-        return False
-    name, dot, _ = rest.partition(".")
-    field = FIELDS[section].get(name)
-    return field is not None and (field.is_free or not dot)
 
 
 def _unknown(path: str, where: str) -> UserError:
@@ -184,8 +85,7 @@ def _unknown(path: str, where: str) -> UserError:
     meant = field_meant(path)
     hint = f"did you mean {meant}?" if meant else "`fp8rl train --help-config` lists the sections"
     if "." not in path:
-        near = difflib.get_close_matches(path, FIELDS, 1, 0.8 if meant else 0.6)
-        hint = f"did you mean {near[0]}?" if near else hint
+        hint = did_you_mean(path, FIELDS, hint, cutoff=0.8 if meant else 0.6)
         return UserError(f"{where}: there is no config section {path!r}; {hint}")
     return UserError(f"{where}: there is no config field {path!r}; {hint}")
 
@@ -204,22 +104,17 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
             f"{where}: get_config() returned {type(changes).__name__}; return an "
             "ml_collections.ConfigDict"
         )
-    for written, fields in changes.items():
-        section = _current(written, where)
+    for section, fields in changes.items():
         if section not in FIELDS:
             raise _unknown(section, where)
         if not isinstance(fields, ml_collections.ConfigDict):
             raise UserError(f"{where}: {section} is a section; write config.{section}.FIELD = ...")
         if section == "algo":
             _apply_preset(config, fields.get("preset"))
-        for written_name, value in fields.items():
-            path = _current(f"{section}.{written_name}", where)
-            value = _current_value(f"{section}.{written_name}", value, where)
-            if _removed(path, value, where):
-                continue
-            if not _known(path):
+        for name, value in fields.items():
+            path = f"{section}.{name}"
+            if name not in FIELDS[section]:
                 raise _unknown(path, where)
-            name = path.partition(".")[2]
             field = FIELDS[section][name]
             if field.is_free:
                 if not isinstance(value, ml_collections.ConfigDict):
@@ -320,15 +215,13 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
     """Sets one field from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
-    text = str(_current_value(name, literal(text), "command line")) if name in _VALUES else text
-    name = _current(name, "command line")
-    if _removed(name, literal(text), "command line"):
-        return
-    if "." not in name or not _known(name):
+    section, _, rest = name.partition(".")
+    field, *option_parts = rest.split(".")
+    path = f"{section}.{field}"
+    if path not in all_fields() or (option_parts and path not in _FREE):
         raise _unknown(name, "command line")
     if not equals:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
-    section, field, *option_parts = name.split(".")
     if option_parts:
         if len(option_parts) > 1:
             raise UserError(
@@ -341,7 +234,7 @@ def _apply(config: ml_collections.ConfigDict, override: str) -> None:
             raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
         set_options(config[section][field], {option: value}, name, "command line")
         return
-    if FIELDS[section][field].is_free and isinstance(value := literal(text), dict):
+    if path in _FREE and isinstance(value := literal(text), dict):
         config[section][field] = _options(lambda: value, name, "command line")
         return
     values = flags.FlagValues()

@@ -1,8 +1,8 @@
 """Where a model comes from: the fields of the config, a published model's name, or a checkpoint.
 
 `model.checkpoint` is a Hugging Face directory: config.json gives the shapes, safetensors the
-initial parameters. `model.name` gives the shapes of a published model. Neither goes together with
-fields that say otherwise.
+initial parameters. `model.name` gives the shapes of a published model. Fields that contradict them
+are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
 
 _SOURCES = ("checkpoint", "name")
-_OF_LOADING = ("check_finite",)  # fields that say nothing of the shapes
+_OF_LOADING = ("check_finite",)  # fields that do not describe shapes
 
 
 def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
@@ -37,7 +37,7 @@ def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
 
 
 def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | None]:
-    """The model's shapes, and the longest sequence that its checkpoint knows (None without one).
+    """The model's shapes, and the longest sequence that the checkpoint allows (None without one).
 
     Where the shapes are fields of the configuration, the vocabulary is 1: it is the tokenizer's.
 

@@ -1,5 +1,5 @@
-"""Which field a person means who writes another name: a slip of the pen, a habit, or the name that
-TRL, verl, NeMo RL or transformers have for the same thing.
+"""Finds the field that a wrong name stands for: a typo, or the name that TRL, verl, NeMo RL or
+transformers use.
 
 Names are compared by their last word: `actor_rollout_ref.actor.optim.lr` is `lr`. Sources: the
 fields of TRL's `GRPOConfig`, of verl's `ppo_trainer.yaml` and of NeMo RL's GRPO configurations.
@@ -11,112 +11,68 @@ import difflib
 
 from fp8rl_jax.config.fields import FIELDS, all_fields
 
-# Last word of another name -> our field.
-MEANT = {
-    # what people type
-    "lr": "optimizer.learning_rate",
-    "batch_size": "rollout.prompts_per_step",
-    "max_steps": "run.steps",
-    "num_steps": "run.steps",
-    "total_steps": "run.steps",
-    "max_tokens": "rollout.max_new_tokens",
-    "max_length": "rollout.max_new_tokens",
-    "n": "rollout.group_size",
-    "num_samples": "rollout.group_size",
-    "name_or_path": "model.checkpoint",
-    "path": "model.checkpoint",
-    "dataset": "env.task",
-    "beta": "algo.kl_coef",
-    "algorithm": "algo.preset",
-    "out": "run.dir",
-    "grad_clip": "optimizer.clip_norm",
-    "dtype": "precision.rollout",
-    # TRL and transformers
-    "model_name_or_path": "model.checkpoint",
-    "dataset_name": "env.task",
-    "reward_funcs": "env.reward",
-    "output_dir": "run.dir",
-    "per_device_train_batch_size": "rollout.prompts_per_step",
-    "generation_batch_size": "rollout.prompts_per_step",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "num_train_epochs": "run.steps",
-    "num_iterations": "algo.epochs",
-    "steps_per_generation": "algo.num_minibatches",
-    "epsilon": "algo.clip_low",
-    "epsilon_high": "algo.clip_high",
-    "delta": "algo.dual_clip",
-    "loss_type": "algo.preset",
-    "scale_rewards": "algo.scale",
-    "importance_sampling_level": "algo.loss",
-    "vllm_importance_sampling_correction": "algo.correction",
-    "vllm_importance_sampling_cap": "algo.correction",
-    "mask_truncated_completions": "algo.mask_truncated",
-    "max_grad_norm": "optimizer.clip_norm",
-    "adam_beta1": "optimizer.b1",
-    "adam_beta2": "optimizer.b2",
-    "warmup_ratio": "optimizer.warmup_steps",
-    "gradient_checkpointing": "learner.remat",
-    "save_steps": "run.checkpoint_every",
-    "save_total_limit": "run.keep_checkpoints",
-    "eval_steps": "eval.every",
-    "report_to": "run.loggers",
-    "chat_template_kwargs": "data.chat_options",
-    # verl
-    "train_files": "env.task",
-    "val_files": "env.eval_task",
-    "train_batch_size": "rollout.prompts_per_step",
-    "max_response_length": "rollout.max_new_tokens",
-    "prompt_key": "env.question_key",
-    "filter_overlong_prompts": "env.overlong",
-    "ppo_epochs": "algo.epochs",
-    "ppo_mini_batch_size": "algo.num_minibatches",
-    "ppo_micro_batch_size": "learner.gradient_accumulation_steps",
-    "ppo_micro_batch_size_per_gpu": "learner.gradient_accumulation_steps",
-    "clip_ratio": "algo.clip_low",
-    "clip_ratio_low": "algo.clip_low",
-    "clip_ratio_high": "algo.clip_high",
-    "clip_ratio_c": "algo.dual_clip",
-    "kl_loss_coef": "algo.kl_coef",
-    "use_kl_loss": "algo.kl_coef",
-    "kl_loss_type": "algo.kl_estimator",
-    "use_kl_in_reward": "algo.kl_in",
-    "loss_agg_mode": "algo.loss_aggregation",
-    "adv_estimator": "algo.preset",
-    "norm_adv_by_std_in_grpo": "algo.scale",
-    "rollout_is": "algo.correction",
-    "rollout_is_threshold": "algo.correction",
-    "enable_gradient_checkpointing": "learner.remat",
-    "optimizer_offload": "learner.offload",
-    "tensor_model_parallel_size": "mesh.tensor",
-    "fsdp_size": "mesh.fsdp",
-    "total_training_steps": "run.steps",
-    "total_epochs": "run.steps",
-    "save_freq": "run.checkpoint_every",
-    "test_freq": "eval.every",
-    "logger": "run.loggers",
-    "project_name": "run.project",
-    "default_local_dir": "run.dir",
-    # NeMo RL
-    "model_name": "model.checkpoint",
-    "num_prompts_per_step": "rollout.prompts_per_step",
-    "num_generations_per_prompt": "rollout.group_size",
-    "max_num_steps": "run.steps",
-    "reference_policy_kl_penalty": "algo.kl_coef",
-    "ratio_clip_min": "algo.clip_low",
-    "ratio_clip_max": "algo.clip_high",
-    "use_leave_one_out_baseline": "algo.baseline",
-    "normalize_rewards": "algo.scale",
-    "tensor_parallel_size": "mesh.tensor",
-    "expert_parallel_size": "mesh.expert",
-    "val_period": "eval.every",
-    "checkpoint_dir": "run.dir",
+# Field -> the last words of its other names.
+_OTHER_NAMES = {
+    "run.dir": "out output_dir default_local_dir checkpoint_dir",
+    "run.steps": (
+        "max_steps num_steps total_steps num_train_epochs total_training_steps total_epochs "
+        "max_num_steps"
+    ),
+    "run.loggers": "report_to logger",
+    "run.project": "project_name",
+    "run.checkpoint_every": "save_steps save_freq",
+    "run.keep_checkpoints": "save_total_limit",
+    "model.checkpoint": "name_or_path path model_name_or_path model_name",
+    "precision.rollout": "dtype",
+    "mesh.fsdp": "fsdp_size",
+    "mesh.tensor": "tensor_model_parallel_size tensor_parallel_size",
+    "mesh.expert": "expert_parallel_size",
+    "data.chat_options": "chat_template_kwargs",
+    "env.task": "dataset dataset_name train_files",
+    "env.reward": "reward_funcs",
+    "env.question_key": "prompt_key",
+    "env.eval_task": "val_files",
+    "env.overlong": "filter_overlong_prompts",
+    "rollout.prompts_per_step": (
+        "batch_size per_device_train_batch_size generation_batch_size train_batch_size "
+        "num_prompts_per_step"
+    ),
+    "rollout.group_size": "n num_samples num_generations num_generations_per_prompt",
+    "rollout.max_prompt_tokens": "max_prompt_length",
+    "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length",
+    "algo.preset": "algorithm loss_type adv_estimator",
+    "algo.baseline": "use_leave_one_out_baseline",
+    "algo.scale": "scale_rewards norm_adv_by_std_in_grpo normalize_rewards",
+    "algo.loss": "importance_sampling_level",
+    "algo.clip_low": "epsilon clip_ratio clip_ratio_low ratio_clip_min",
+    "algo.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
+    "algo.dual_clip": "delta clip_ratio_c",
+    "algo.loss_aggregation": "loss_agg_mode",
+    "algo.kl_coef": "beta kl_loss_coef use_kl_loss reference_policy_kl_penalty",
+    "algo.kl_estimator": "kl_loss_type",
+    "algo.kl_in": "use_kl_in_reward",
+    "algo.mask_truncated": "mask_truncated_completions",
+    "algo.correction": (
+        "vllm_importance_sampling_correction vllm_importance_sampling_cap rollout_is "
+        "rollout_is_threshold"
+    ),
+    "algo.epochs": "num_iterations ppo_epochs",
+    "algo.num_minibatches": "steps_per_generation ppo_mini_batch_size",
+    "learner.gradient_accumulation_steps": "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    "learner.remat": "gradient_checkpointing enable_gradient_checkpointing",
+    "learner.offload": "optimizer_offload",
+    "optimizer.learning_rate": "lr",
+    "optimizer.warmup_steps": "warmup_ratio",
+    "optimizer.b1": "adam_beta1",
+    "optimizer.b2": "adam_beta2",
+    "optimizer.clip_norm": "grad_clip max_grad_norm",
+    "eval.every": "eval_steps test_freq val_period",
 }
+MEANT = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
 
 
 def field_meant(path: str) -> str | None:
-    """The field that a name which is none probably stands for; None if no name is near.
+    """The field that a wrong name probably stands for; None if no name is near.
 
     Args:
       path: a name without `--config.`, such as 'optimizer.lr', 'steps' or 'trainer.save_freq'.

@@ -18,7 +18,7 @@ _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
 
 @contextlib.contextmanager
 def _field(name: str):
-    """Begins the sentence of an error with the field that is at fault."""
+    """Puts the field at fault in front of an error's sentence."""
     try:
         yield
     except UserError as error:
@@ -28,8 +28,8 @@ def _field(name: str):
 def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) -> Recipe:
     """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
 
-    Policies, layers and modules in bf16 change recipes that quantise; the others have nothing to
-    change. The KV cache, FP8 attention and kernels change any recipe.
+    Policies, layers and modules in bf16 change only recipes that quantise. The KV cache, FP8
+    attention and kernels change any recipe.
 
     Args:
       precision: the section of the configuration.
@@ -46,13 +46,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     if precision.kv_cache != "recipe":
         with _field("kv_cache"):
             recipe = dataclasses.replace(recipe, kv=_KV[precision.kv_cache])
-    if precision.attention == "fp8":
-        if not recipe.kv_quantized:
-            raise UserError(
-                f"precision.attention: FP8 attention needs K and V in FP8, and recipe "
-                f"{recipe.name!r} of precision.{side} has none: set precision.kv_cache='fp8' or "
-                "'fp8_calibrated'"
-            )
+    if precision.attention == "fp8" and recipe.kv_quantized:  # else refused by `combinations`
         recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)
@@ -95,7 +89,8 @@ def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> R
 
 
 def without_calibration(recipe: Recipe) -> Recipe:
-    """The recipe where no rollout calibrates scales of the KV cache: these are dynamic."""
+    """The recipe with dynamic KV scales instead of calibrated ones: without a rollout, nothing
+    calibrates."""
     return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
 
 

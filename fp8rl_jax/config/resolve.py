@@ -1,4 +1,4 @@
-"""From the text of a configuration to one checked value that everything downstream takes.
+"""Turns a configuration into one checked value, which all programs take.
 
 `resolve_config` reads what the configuration names (a model's shapes, scaling policies, the
 reward), checks all of it, and gives a `Resolved`. Shapes and recipes are derived here alone.

@@ -26,7 +26,7 @@ class Resolved:
       algorithm: what section `algo` chooses.
       rewards: the functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
         until `with_tasks`.
-      positions: the longest sequence that `model.checkpoint` knows, in tokens; None without one.
+      positions: the longest sequence that `model.checkpoint` allows, in tokens; None without one.
     """
 
     config: ml_collections.FrozenConfigDict
@@ -45,7 +45,7 @@ class Resolved:
 
     @property
     def zero_drift(self) -> bool:
-        """Whether the run must refuse what cannot be exact (`precision.zero_drift`)."""
+        """Whether settings that cannot give zero drift are refused (`precision.zero_drift`)."""
         setting = self.config.precision.zero_drift
         return self.same_forward if setting == "auto" else setting == "required"
 
@@ -61,15 +61,15 @@ class Resolved:
         return self.zero_drift and not self.algorithm.corrections and not drifted
 
     def with_tasks(self) -> Resolved:
-        """The same with rewards that follow from the tasks, whose library takes a second to import
-        and is needed by whoever asks questions alone."""
+        """A copy with the rewards that follow from the tasks. Imports reasoning_gym, which takes a
+        second: only for programs that ask questions."""
         env = self.config.env
         tasks = [env.task, *eval_tasks(env)]
         rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
         return dataclasses.replace(self, rewards=rewards)
 
     def with_vocabulary(self, size: int) -> Resolved:
-        """The same with the tokenizer's `size` tokens.
+        """A copy with the tokenizer's `size` tokens as vocabulary.
 
         Raises:
           UserError: the model's own vocabulary is smaller, or `rollout.top_k` larger.

@@ -9,7 +9,6 @@ consists of links.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import os
 import pathlib
@@ -18,7 +17,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.base.json_file import check_regular, is_file_name, read_json
 from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.envs import arrow_rows, text_rows
@@ -82,8 +81,7 @@ def find(name: str) -> Found:
     if os.path.isdir(path):
         found = _find_in_directory(path)
     elif not os.path.exists(path):
-        near = difflib.get_close_matches(str(path)[-300:], _beside(path), 1, 0.8)
-        hint = f"did you mean {near[0]}?" if near else f"name {_FORMS}"
+        hint = did_you_mean(str(path)[-300:], _beside(path), f"name {_FORMS}", cutoff=0.8)
         raise UserError(f"{name} does not exist; {hint}")
     elif not _suffix(path.name):
         raise UserError(f"{name} is of a kind that is not known; name {_FORMS}")

@@ -6,10 +6,9 @@ tasks repeat their questions.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
 
 _ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: these ranges do not overlap
@@ -21,8 +20,7 @@ def check_task(name: str, options: dict) -> None:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "see reasoning_gym's list of datasets"
+        hint = did_you_mean(name, DATASETS, "see reasoning_gym's list of datasets", "{!r}")
         raise UserError(
             f"env.task: reasoning_gym has no task {name!r}; {hint} (`fp8rl data list` names all "
             "tasks)"

@@ -10,7 +10,6 @@ neither texts nor int64 are stored as JSON, and named in the metadata.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import http.client
 import io
 import pathlib
@@ -22,7 +21,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.base.errors import UserError, did_you_mean, refused
 from fp8rl_jax.envs.answers import text_of_json
 from fp8rl_jax.envs.tfds import FORMAT, JSON_COLUMNS
 
@@ -41,8 +40,7 @@ def check_known(name: str) -> None:
 
     known = sorted({*tfds.list_builders(with_community_datasets=False), GSM8K})
     if _plain(name) not in known:
-        near = difflib.get_close_matches(_plain(name), known, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"{CATALOGUE} names them"
+        hint = did_you_mean(_plain(name), known, f"{CATALOGUE} names them", most=3)
         raise UserError(f"tensorflow-datasets has no data set {_plain(name)!r}; {hint}")
 
 

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.combinations import check_planned
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
 from fp8rl_jax.models.parallel.specs import rollout_specs
@@ -171,14 +172,9 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
     Raises:
       UserError: such a rollout cannot be planned.
     """
-    resolved, config = planned.resolved, planned.config
-    for field, other in (("mesh.tensor", 1), ("algo.routing_replay", "none")):
-        section, name = field.split(".")
-        if config[section][name] != other:
-            raise UserError(
-                f"fp8rl plan --rollout: {field} is {config[section][name]!r}, and continuous "
-                f"batching, which is planned here, needs {other!r}"
-            )
+    resolved = planned.resolved
+    others = ("tensor parallelism", "routing replay")
+    check_planned(resolved, "continuous batching", others, "fp8rl plan --rollout")
 
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="triton")

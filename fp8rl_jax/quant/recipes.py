@@ -8,11 +8,10 @@ last-bit differences and float32 none.
 
 from __future__ import annotations
 
-import difflib
 import functools
 
 from fp8rl_jax.base import user_code
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.quant import scaling
 from fp8rl_jax.quant.recipe import DYNAMIC, E4M3, E5M2, FLOAT32, Operand, Recipe
 
@@ -98,8 +97,8 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
         return _load(recipe)
     name = _ALIASES.get(recipe, recipe)
     if name not in _RECIPES:
-        near = difflib.get_close_matches(recipe, recipe_names(), 1)
-        hint = f"did you mean {near[0]!r}?" if near else "write one of " + ", ".join(recipe_names())
+        known = "write one of " + ", ".join(recipe_names())
+        hint = did_you_mean(recipe, recipe_names(), known, "{!r}")
         raise UserError(f"unknown recipe {recipe!r}; {hint}")
     return _RECIPES[name]
 

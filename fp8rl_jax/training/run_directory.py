@@ -27,7 +27,6 @@ from fp8rl_jax.base.user_cache import user_cache
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import default_config, flatten, saved_config, sections_config
 from fp8rl_jax.config.functions import permit
-from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.plan.bytes import train_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
@@ -192,7 +191,6 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         content = read_json(path)
         if not all(isinstance(value, dict) or not sections for value in content.values()):
             raise ValueError("its sections are no objects")
-        content = upgraded(content, str(path)) if sections else content
         sections_config(content)  # refuses names that no field can have
         return content
     except OSError as error:

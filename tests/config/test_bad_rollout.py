@@ -24,22 +24,6 @@ _REFUSED = {
         ["rollout.slots=5"],
         ["rollout.slots is 5", "4 responses", "at most 4"],
     ),
-    "pages without slots": (
-        ["rollout.pages=9"],
-        ["rollout.pages is 9", "set rollout.slots", "pages to 0"],
-    ),
-    "columns in parts": (
-        ["rollout.slots=2", "mesh.tensor=2"],
-        ["rollout.slots is 2", "mesh.tensor 2", "mesh.tensor to 1", "rollout.slots to 0"],
-    ),
-    "routing replay": (
-        ["rollout.slots=2", "algo.routing_replay=experts", *_EXPERTS],
-        ["algo.routing_replay is 'experts'", "'none'", "rollout.slots to 0"],
-    ),
-    "a scale of the whole batch": (
-        ["rollout.slots=2", "precision.rollout=fp8_tensorwise"],
-        ["rollout.slots is 2", "'fp8_tensorwise'", "rollout.slots to 0", "such as fp8"],
-    ),
     "too few pages": (
         ["rollout.slots=2", "rollout.pages=2"],
         ["rollout.pages is 2", "at least 3", "or 0"],

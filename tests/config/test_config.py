@@ -23,7 +23,6 @@ from fp8rl_jax.config import (
     load_config,
     set_options,
 )
-from fp8rl_jax.config.load import upgraded
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.envs import check_source
 from fp8rl_jax.models import param_shapes, param_shardings
@@ -279,39 +278,6 @@ def test_more_tokens_than_a_published_vocabulary():
     config.model.name, config.rollout.top_k = "qwen3_0p6b", 151_937
     with pytest.raises(UserError, match=r"^rollout\.top_k is 151937, more than .* 151936 tokens"):
         resolve_config(config)
-
-
-def test_former_names_are_read(tmp_path, capsys):
-    """A section under its former name, in a file, on the command line and of a run; one note."""
-    file = tmp_path / "old.py"
-    file.write_text(
-        "import ml_collections\n"
-        "def get_config(): return ml_collections.ConfigDict(\n"
-        "    {'warmup': {'steps': 7}, 'algo': {'updates_per_rollout': 2}})\n"
-    )
-    more = ["--config.warmup.batch_size=3", "--config.learner.micro_batches=4"]
-    config = load_config(str(file), [*more, "--config.warmup.b2=0.5"])
-    assert (config.sft.steps, config.sft.batch_size, config.sft.b2) == (7, 3, 0.5)
-    assert (config.algo.num_minibatches, config.learner.gradient_accumulation_steps) == (2, 4)
-    notes = capsys.readouterr().err
-    assert notes.count("\n") == 4 and notes.count("warmup in the config is called sft now") == 2
-    assert "learner.micro_batches in the config is called learner.gradient_accumul" in notes
-    content = {
-        "learner": {"micro_batches": 3},
-        "warmup": {"steps": 7},
-        "rollout": {"cache_slots": 0},
-        "precision": {"attention_kernel": "strict"},
-    }
-    now = {
-        "learner": {"gradient_accumulation_steps": 3},
-        "sft": {"steps": 7},
-        "rollout": {},
-        "precision": {},
-    }
-    assert upgraded(content, "config.json") == now
-    content["rollout"]["cache_slots"] = 9
-    with pytest.raises(UserError, match=r"config.json: rollout.cache_slots is 9"):
-        upgraded(content, "config.json")
 
 
 # Configs that start from a checkpoint, which is not here: the published shapes in its place.

@@ -1,0 +1,325 @@
+"""The table of features that do not work together: which two, why, and what to write instead.
+
+    FEATURES   whether a configuration has a feature, and how a sentence names it
+    PAIRS      two features, the reason, the remedy
+
+`config.checks` refuses a configuration that has both features of a pair, `fp8rl plan` what the plan
+itself needs, and the documentation's page of combinations is made from the table. To close a gap,
+delete its pair; a new gap is a new pair, and tests/config/test_combinations.py asks for a
+configuration that shows it.
+
+Not here: numbers that do not fit each other (`config.checks`), and the shapes of a model
+(`models.ModelConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.fields import FIELDS
+from fp8rl_jax.config.load import flatten
+from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.envs import NO_ANSWER
+from fp8rl_jax.kernels import backend
+
+
+class Feature(NamedTuple):
+    """What a configuration may have.
+
+    Attributes:
+      on: whether it has the feature.
+      said: how a sentence names it, with the value of its field; '' if no sentence does.
+    """
+
+    on: Callable[[Resolved], Any]
+    said: Callable[[Resolved], str] = lambda resolved: ""
+
+
+class Pair(NamedTuple):
+    """Two features that do not work together.
+
+    Attributes:
+      one, other: names of `FEATURES`.
+      reason: why not; '{one}' stands for what the first feature says.
+      remedy: what to write instead.
+    """
+
+    one: str
+    other: str
+    reason: str
+    remedy: str
+
+    def refuses(self, resolved: Resolved) -> bool:
+        return all(FEATURES[name].on(resolved) for name in (self.one, self.other))
+
+    def problem(self, resolved: Resolved) -> str:
+        """The sentence of an error without the remedy."""
+        one, other = (FEATURES[name].said(resolved) for name in (self.one, self.other))
+        return f"{other}, and {self.reason.format(one=one)}"
+
+
+def check_combinations(resolved: Resolved) -> None:
+    """Raises UserError for the first pair of features that do not work together."""
+    for pair in PAIRS:
+        if pair.refuses(resolved):
+            raise UserError(f"{pair.problem(resolved)}: {pair.remedy}")
+
+
+def check_planned(resolved: Resolved, feature: str, others: Collection[str], command: str) -> None:
+    """Raises UserError if a command that plans with `feature` meets one of `others`.
+
+    A plan leaves out the pairs that change bits and neither memory nor times.
+    """
+    for pair in PAIRS:
+        if pair.one == feature and pair.other in others and FEATURES[pair.other].on(resolved):
+            raise UserError(
+                f"{command} plans with {feature}: {pair.problem(resolved)}: leave that field out"
+            )
+
+
+def _field(path: str, on: Callable[[Any], Any] = bool, verb: str = "is") -> Feature:
+    """The feature that a field's value switches on."""
+
+    def value(resolved: Resolved) -> Any:
+        return flatten(resolved.config)[path]
+
+    return Feature(lambda r: on(value(r)), lambda r: f"{path} {verb} {value(r)!r}")
+
+
+def _batch_scale(resolved: Resolved) -> str:
+    recipe = resolved.rollout_recipe
+    field = "activation_policy" if resolved.config.precision.activation_policy else "rollout"
+    return (
+        f"precision.{field}: recipe {recipe.name!r} takes an activation's scale "
+        f"({recipe.operands['activation'].policy.name}) from all tokens of a batch"
+    )
+
+
+def _observing(resolved: Resolved) -> list[str]:
+    """Fields of `precision` by which rollout scales follow from what the learner observed."""
+    operands = resolved.rollout_recipe.operands.items()
+    names = [f"{name}_policy" for name, o in operands if o.policy.stateful and name != "gradient"]
+    return [n for n in names if resolved.config.precision[n]] or ["rollout"] * bool(names)
+
+
+def _bf16_cache(resolved: Resolved) -> list[str]:
+    """The recipes that keep K and V in bf16."""
+    sides = {"rollout": resolved.rollout_recipe, "learner": resolved.learner_recipe}
+    return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
+
+
+def _within_group(resolved: Resolved) -> bool:
+    algo = resolved.config.algo
+    return algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
+
+
+def _updates(resolved: Resolved) -> int:
+    return resolved.config.algo.num_minibatches * resolved.config.algo.epochs
+
+
+_KL_DEFAULT = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
+_NORM = "seq_mean_token_sum_norm"
+
+FEATURES: dict[str, Feature] = {
+    # model and mesh
+    "dense model": Feature(lambda r: not r.model.num_experts),
+    "latent attention": Feature(lambda r: r.model.latent),
+    "tensor parallelism": _field("mesh.tensor", lambda size: size != 1),
+    "expert parallelism": _field("mesh.expert", lambda size: size != 1),
+    "routing replay": _field("algo.routing_replay", lambda what: what != "none"),
+    "balance loss of routers": _field("algo.router_aux_loss_coef"),
+    # precision
+    "zero drift": Feature(lambda r: r.zero_drift),
+    "required zero drift": _field("precision.zero_drift", lambda how: how == "required"),
+    "recipes that differ": Feature(
+        lambda r: not r.same_forward,
+        lambda r: (
+            f"recipes that differ (rollout {r.rollout_recipe.name!r}, "
+            f"learner {r.learner_recipe.name!r})"
+        ),
+    ),
+    "scales of a whole batch": Feature(lambda r: not r.rollout_recipe.row_local, _batch_scale),
+    "scales from observed values": Feature(
+        _observing,
+        lambda r: (
+            f"precision.{_observing(r)[0]}: recipe {r.rollout_recipe.name!r} scales by what the "
+            "learner's steps observed"
+        ),
+    ),
+    "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
+    "a recipe with K and V in bf16": Feature(_bf16_cache, lambda r: _bf16_cache(r)[0]),
+    "calibrated scales of K and V": Feature(
+        lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv),
+        _field("precision.kv_cache").said,
+    ),
+    "Mosaic kernels": _field(  # without a GPU the kernels themselves are refused
+        "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
+    ),
+    # rollout
+    "continuous batching": _field("rollout.slots"),
+    "all samples at once": _field("rollout.slots", lambda slots: not slots),
+    "pages": _field("rollout.pages"),
+    "groups of one": _field("rollout.group_size", lambda size: size == 1),
+    "questions without chat": _field("data.chat", lambda chat: not chat),
+    "system prompt": _field("data.system_prompt"),
+    "variables of the chat template": _field("data.chat_options"),
+    "rows without answers": _field("env.answer_key", lambda key: key == NO_ANSWER),
+    "supervised fine-tuning": _field("sft.steps"),
+    # algorithm
+    "advantages within a group": Feature(_within_group),
+    "dynamic sampling": _field("algo.dynamic_sampling"),
+    "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
+    "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
+    "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
+    "several updates of a rollout": Feature(
+        lambda r: _updates(r) > 1, lambda r: f"algo.num_minibatches x algo.epochs is {_updates(r)}"
+    ),
+    "KL in the reward": Feature(
+        lambda r: r.config.algo.kl_in == "reward" and r.config.algo.kl_coef
+    ),
+    "another estimator than k1": _field(
+        "algo.kl_estimator", lambda name: name not in ("k1", _KL_DEFAULT)
+    ),
+    "another loss than ppo": _field(
+        "algo.loss", lambda loss: loss.partition("(")[0].strip() != "ppo", "="
+    ),
+    "dual clip": _field("algo.dual_clip"),
+    "a mean without a constant": _field("algo.loss_aggregation", lambda how: how != _NORM, "="),
+    "constant length": _field("algo.loss_length"),
+}
+
+_LATENT = "the model has multi-head latent attention (kv_lora_rank above 0), which"
+# The order decides which sentence comes first where a configuration has several pairs.
+PAIRS = (
+    Pair("dense model", "routing replay", "a dense model has no routers", "write 'none'"),
+    Pair("dense model", "balance loss of routers", "a dense model has no routers", "write 0"),
+    Pair("dense model", "expert parallelism", "a dense model has no experts", "write 1"),
+    Pair(
+        "a recipe with K and V in bf16",
+        "FP8 attention",
+        "FP8 attention needs K and V in FP8, which {one} lacks",
+        "set precision.kv_cache='fp8' or 'fp8_calibrated'",
+    ),
+    Pair(
+        "recipes that differ",
+        "scales from observed values",
+        "with {one} the learner has another forward pass",
+        "use the same recipe on both sides",
+    ),
+    Pair(
+        "recipes that differ",
+        "required zero drift",
+        "with {one} the two sides compute different values",
+        "make them equal, or set precision.zero_drift='report'",
+    ),
+    Pair(
+        "zero drift",
+        "scales of a whole batch",
+        "sampler and learner see different batches, so they cannot agree (measured mean drift 0.13 "
+        "per token)",
+        "take a scale per token (fp8_blockwise) or one that is fixed beforehand (that of "
+        "fp8_delayed, or static), or set precision.zero_drift='report'",
+    ),
+    Pair(
+        "zero drift",
+        "Mosaic kernels",
+        "it decodes by one kernel and learns by another, whose bits have not been compared",
+        "write 'triton', or set precision.zero_drift='report'",
+    ),
+    Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
+    Pair(
+        "latent attention", "FP8 attention", f"{_LATENT} keeps its queries in bf16", "write 'bf16'"
+    ),
+    Pair(
+        "latent attention",
+        "calibrated scales of K and V",
+        f"{_LATENT} takes one scale per token and none that is calibrated",
+        "set precision.kv_cache='fp8'",
+    ),
+    Pair(
+        "questions without chat",
+        "system prompt",
+        "data.chat is False",
+        "set data.chat=True, or leave system_prompt out",
+    ),
+    Pair(
+        "questions without chat",
+        "variables of the chat template",
+        "data.chat is False",
+        "set data.chat=True, or leave chat_options out",
+    ),
+    Pair(
+        "advantages within a group",
+        "groups of one",
+        "a reward minus its group's mean is then 0, and the standard deviation too",
+        "write a group of at least 2, or algo.preset='reinforce_pp'",
+    ),
+    Pair(
+        "dynamic sampling",
+        "groups of one",
+        "algo.dynamic_sampling drops groups of equal rewards",
+        "write a group of at least 2, or dynamic_sampling=False",
+    ),
+    Pair(
+        "the rollout's log-probabilities",
+        "correction",
+        "it needs the learner's own log-probabilities",
+        "set algo.old_logprobs='auto' or 'learner'",
+    ),
+    Pair(
+        "loss reinforce",
+        "several updates of a rollout",
+        "algo.loss = 'reinforce' has no ratio to the policy before",
+        "write 1 for both, or take ppo or cispo",
+    ),
+    Pair(
+        "KL in the reward",
+        "another estimator than k1",
+        "algo.kl_in = 'reward' takes k1 from the advantages",
+        "write 'k1', or algo.kl_in='loss'",
+    ),
+    Pair(
+        "another loss than ppo",
+        "dual clip",
+        "{one} has no such bound",
+        "write 0, or algo.loss='ppo'",
+    ),
+    Pair(
+        "a mean without a constant",
+        "constant length",
+        "{one} divides by no constant",
+        f"write 0, or algo.loss_aggregation='{_NORM}'",
+    ),
+    Pair(
+        "all samples at once",
+        "pages",
+        "pages are used by continuous batching",
+        "set rollout.slots to the sequences that decode at a time, or pages to 0",
+    ),
+    Pair(
+        "continuous batching",
+        "tensor parallelism",
+        "continuous batching (rollout.slots) does not cut layers by columns",
+        "set mesh.tensor to 1, or rollout.slots to 0",
+    ),
+    Pair(
+        "continuous batching",
+        "scales of a whole batch",
+        "continuous batching (rollout.slots) decodes other rows together at every step",
+        "set rollout.slots to 0, or take a scale per token, such as fp8's",
+    ),
+    Pair(
+        "continuous batching",
+        "routing replay",
+        "continuous batching does not record routing",
+        "set it to 'none', or rollout.slots to 0",
+    ),
+    Pair(
+        "rows without answers",
+        "supervised fine-tuning",
+        f"env.answer_key = {NO_ANSWER!r} says that rows have no answer to learn",
+        "set sft.steps=0, or name the column",
+    ),
+)
