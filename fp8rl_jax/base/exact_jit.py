@@ -2,7 +2,7 @@
 
 On CPU, XLA's fusions by YNNPACK choose kernels by the number of rows, which is the largest source
 of drift between a decode step and a train step. Here it may compile only single products, and must
-sum all of them in one order (kernels/reference/products.py), per compilation. Options cannot be set
+sum all of them in one order (kernels/reference/matmul.py), per compilation. Options cannot be set
 inside another jit (JAX raises), so nothing within the library calls `jax.jit` with options but
 this. Eager calls and other people's jits carry no zero-drift promise.
 """

@@ -21,7 +21,7 @@ from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.varying import varying_vjp
 
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
 
@@ -77,7 +77,7 @@ def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> 
     return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(varying_vjp, static=2)
 def self_attention(
     recipe: Recipe,
     scale: float,
@@ -108,13 +108,13 @@ def self_attention(
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
     out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
-    kept = kernels.as_bits((query, kv, positions, scales))
-    return out, (kept, jnp.zeros((0,), q.dtype))
+    residual = kernels.keep((query, kv, positions, scales))
+    return out, (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
-    kept, like = residual
-    (q, q_scale), kv, positions, scales = kernels.from_bits(kept)
+    operands, like = residual
+    (q, q_scale), kv, positions, scales = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         q,
@@ -173,14 +173,14 @@ class Attention(nn.Module):
             k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
         if config.rope_interleave:
             q, k = deinterleave(q), deinterleave(k)
-        q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
+        q, k = (apply_rope(recipe, y, cos, sin) for y in (q, k))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, scale, *share(q, k, v, positions, scales))
+            out = self_attention(recipe, scale, q, k, v, positions, scales)
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)

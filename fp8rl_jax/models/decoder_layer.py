@@ -19,7 +19,7 @@ from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
-from fp8rl_jax.quant.formats import amax
+from fp8rl_jax.quant.scaling import find_amax
 
 
 class PerLayer(NamedTuple):
@@ -95,4 +95,4 @@ def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[st
 
 def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
     """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
-    return amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))
+    return find_amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))

@@ -29,7 +29,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
-from fp8rl_jax.quant.formats import amax as largest
+from fp8rl_jax.quant.scaling import find_amax
 
 
 def make_refit(
@@ -83,7 +83,7 @@ def make_calibrate(
             output="hidden",
             collect=("kv_amax",),
         )
-        amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
+        amax = {name: find_amax(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)
