@@ -27,11 +27,11 @@ Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
-    """Keys and values of one layer as the cache holds them."""
+    """Quantises the keys and values of one layer for the cache."""
     given = scales or {}
     k, k_scale = quantize_kv(k, recipe, given.get("k"))
     v, v_scale = quantize_kv(v, recipe, given.get("v"))
-    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds bytes alone
+    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds only bytes
         k_scale = v_scale = None
     return StoredKV(k, v, k_scale, v_scale)
 
@@ -71,7 +71,7 @@ def _scales(kv: StoredKV, scales: Scales | None):
 
 
 def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
-    """q, k or v (B, T, H, Dh) in the values that attention reads, float32."""
+    """The values that attention reads of q, k or v (B, T, H, Dh), in float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
     return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
@@ -87,10 +87,10 @@ def self_attention(
     positions: jax.Array,
     scales: Scales | None,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, as the learner runs it.
+    """Attention within the given sequences, without a cache: the learner's.
 
-    Queries, keys and values make the same round trip through FP8 as in the sampler; the gradient
-    is straight through the rounding, taken at the rounded values.
+    Queries, keys and values make the same round trip through FP8 as in the sampler. The gradient
+    passes straight through the rounding, and is taken at the rounded values.
 
     Args:
       recipe: of the layer.
@@ -147,8 +147,8 @@ class Attention(nn.Module):
     ):
         """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
-        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation),
-        of this device's heads where several devices share them.
+        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
+        where several devices share the heads, those of this device.
         """
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, kv_heads, dim = (

@@ -44,7 +44,7 @@ class Scaling:
 
 
 class Fp8DotGeneral(nn.Module):
-    """For `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and what is built of them.
+    """For `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and modules built of them.
 
     Attributes:
       recipe: a Recipe or its name.

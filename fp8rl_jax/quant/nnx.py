@@ -38,8 +38,8 @@ class Probe(nnx.Variable):
 
 
 class Fp8DotGeneral(nnx.Module):
-    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and what is built of them; one for
-    each layer."""
+    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and modules built of them; make one
+    for each layer."""
 
     def __init__(self, recipe: Recipe | str = "fp8", weight_shape: tuple[int, ...] | None = None):
         """

@@ -126,7 +126,7 @@ def init_site(recipe: Recipe, weight_shape: tuple[int, ...]) -> SiteScaling | No
 
     Args:
       recipe: of this site (`Recipe.for_module`).
-      weight_shape: (..., K, N); axes in front are stacks (layers), each with a state of its own.
+      weight_shape: (..., K, N); axes in front are stacks (layers), each with its own state.
     """
     stack = weight_shape[:-2]
 
@@ -284,7 +284,7 @@ def bind(w: Weight) -> BoundWeight:
 
 
 def plain_value(w: QArray | jax.Array) -> jax.Array:
-    """A weight as an array, for what is not computed on its bytes."""
+    """A weight as an array: dequantised if it is a QArray."""
     return w.dequantize() if isinstance(w, QArray) else w
 
 

@@ -229,7 +229,7 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         limit = _ROUNDING_LIMIT[q.qvalue.dtype] * q.spread_scale()
         above = (jnp.abs(x.astype(jnp.float32)) > limit) & jnp.isfinite(x)
         not_finite = stored > _LARGEST_CODE[q.qvalue.dtype]
-        # One pass for the three: XLA would compute the bytes again for each reduction of its own.
+        # One pass for the three: XLA would compute the bytes again for each separate reduction.
         blocks = _resolve(x.shape, q.block_shape)
         counted = [
             _blocked(flag.astype(jnp.int32), blocks)[0] for flag in (above, lost, not_finite)

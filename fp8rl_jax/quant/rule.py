@@ -116,8 +116,8 @@ def matmul(
     probe observed is combined (amaxes by maximum).
 
     With `rows.gather` x is this device's part of K: (M, K / n). It is quantised where it is stored
-    and gathered as bytes. What is kept for the backward pass is the part; dx is summed over the
-    axis, in float32, and comes back as the part.
+    and gathered as bytes. Only the part is kept for the backward pass; dx is summed over the axis,
+    in float32, and this device's part is returned.
     """
     return _product(recipe, rows, dtype, as_activation(x), bind(w), None)
 

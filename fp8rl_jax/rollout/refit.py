@@ -1,9 +1,9 @@
 """Refit: learner parameters -> rollout parameters, in one jitted call per policy update; and the
 calibration of static KV scales before it.
 
-It calls `quantize_params`, as the learner's own forward pass does, and adds a checksum of the
-result. The train step reports the checksum of the bytes that its forward pass used; equality proves
-that what is served is what was learnt (`refit_checksum_ok`).
+It calls `quantize_params`, as the learner's forward pass does, and adds a checksum of the result.
+The train step reports the checksum of the bytes that its forward pass used; equality proves that
+the sampler holds the trained weights (`refit_checksum_ok`).
 
 Calibrated KV scales are one per layer and tensor. After each update the new weights run once over
 that step's prompts and responses; the largest q, k and v (after QK-norm and RoPE) of every layer
@@ -90,6 +90,8 @@ def make_calibrate(
 
 
 def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Whether `scales` (if any) were calibrated on the weights of RL step `step`: with older ones
-    sampling would clip keys and values, unseen."""
+    """Whether `scales` (if any) were calibrated on the weights of RL step `step`.
+
+    Sampling with older ones could clip keys and values without any error.
+    """
     return scales is None or int(scales.step) == step

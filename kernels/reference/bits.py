@@ -1,8 +1,8 @@
 """Small floats as their bits, in which XLA:CPU slices, pads, stacks and stores them.
 
-XLA:CPU has no code for FP8 and bf16 but conversions: it moves them through wider floats and rounds
-them back, whole buffers at a time. A scan that stacks what its backward pass will read did so for
-the whole stack in every turn, which was a fifth of a train step. Bits it only copies. So:
+XLA:CPU can only convert FP8 and bf16: to move such numbers, it widens a complete buffer and rounds
+it back. A scan that stacks what its backward pass will read did this to the complete stack in every
+iteration, which took a fifth of a train step. It copies bits without conversions. So:
 
     keep, kept      what a custom VJP keeps for its backward pass; weights that a loop reads
     scan_in_bits    a scan over arrays
@@ -65,11 +65,11 @@ def kept(tree):
 
 
 def scan_in_bits(step: Callable, carried, xs) -> tuple:
-    """`lax.scan`, whose `xs` and results by turn go in and out as bits."""
+    """`lax.scan` that slices `xs`, and stacks its results, as bits."""
 
-    def in_turn(carried, x):
+    def step_in_bits(carried, x):
         carried, y = step(carried, kept(x))
         return carried, keep(y)
 
-    carried, ys = lax.scan(in_turn, carried, keep(xs))
+    carried, ys = lax.scan(step_in_bits, carried, keep(xs))
     return carried, kept(ys)

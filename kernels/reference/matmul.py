@@ -57,8 +57,9 @@ from fp8rl_jax.kernels.reference.ways import (
     small_dot,
 )
 
-_UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
-_UNROLL_COLUMNS = 16  # pieces of columns, likewise
+# Up to so many blocks of K and pieces of columns are unrolled; more are a loop, which saves compile
+# time and memory and gives the same bits.
+_UNROLL_K, _UNROLL_COLUMNS = 16, 16
 _BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
@@ -124,9 +125,8 @@ def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> ja
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
     """`x` (..., n) float32 with each entry repeated `times` times, (..., n * times).
 
-    As a product with (1, 0), which is exact: what XLA:CPU fuses of a repeat into the operations
-    that read it is looked up number by number, which took several times as long as all the rest of
-    a scaled product.
+    As a product with (1, 0), which is exact: XLA:CPU fuses a repeat into the operations that read
+    it as a lookup of each number, which took several times as long as the rest of a scaled product.
     """
     pairs = jnp.stack([x.reshape(-1), jnp.zeros(x.size, x.dtype)], axis=1)
     ones = jnp.stack([jnp.ones(times, x.dtype), jnp.zeros(times, x.dtype)])
@@ -137,7 +137,7 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
 
 
 def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
-    """(parts * n, K) -> (parts * rows, K): zeros behind each part, whose rows need not move."""
+    """(parts * n, K) -> (parts * rows, K): pads each part with zeros at its end."""
     if x is None:
         return None
     each, depth = x.shape[0] // parts, x.shape[1]
@@ -157,11 +157,11 @@ def block_matmul(
 
     Args:
       lhs: (M, K), any float type that float32 holds exactly (E4M3, E5M2, bf16, float32).
-      rhs: (K, N), likewise.
+      rhs: (K, N), of such a type.
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
       rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
-      way: of multiplying a block; None for that of this machine.
-      devices: of a mesh over which XLA divides the rows, or over some of whose axes it does.
+      way: how a block is multiplied; None for this machine's way.
+      devices: number of devices of the mesh, over all or some of whose axes XLA divides the rows.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -205,13 +205,14 @@ def _pad_columns(x: jax.Array | None, columns: int) -> jax.Array | None:
 
 
 def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int]]) -> jax.Array:
-    """A product like the zeros `like`, of ``multiply(start, width)`` for each range of columns."""
+    """Joins ``multiply(start, width)`` of the ranges of columns; `like`: zeros, of the result's
+    shape."""
     columns = like.shape[1]
     if len(ranges) <= _UNROLL_COLUMNS:
         pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
         for (start, width), end in zip(ranges, ends, strict=True):
             pieces.append(multiply(start, width)[:, : end - start])
-        # A range may begin before the one ahead of it ends: what is cut off there is made again.
+        # A range may begin before the previous one ends: the overlap is taken from the later.
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
     width, last = ranges[0][1], columns - ranges[0][1]
 
@@ -235,7 +236,7 @@ def _sum_of_blocks(
 ) -> jax.Array:
     """``columns`` columns of the product from `first` on; operands as bytes, scales by column.
 
-    The weights are read as they are: what is left of K behind whole blocks is a block of its own.
+    The weights are not padded along K: the rest of K after the full blocks is one more block.
     """
     blocks, tail = divmod(lhs.shape[1], depth)
 
@@ -260,8 +261,10 @@ def _sum_of_blocks(
 
 
 def matmul_at_once(x: jax.Array, w: jax.Array, way: Way | None = None) -> jax.Array:
-    """(M, K) times (K, N) in float32, for any K and in no particular order; of a way whose sums are
-    exact in that of `block_matmul`."""
+    """(M, K) times (K, N) in float32, for any K, in no fixed order.
+
+    If the sums of the way are exact, it is `block_matmul`.
+    """
     way = way or cpu_way()
     if way.exact:
         return block_matmul(x, w, way=way)
