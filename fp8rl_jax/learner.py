@@ -50,7 +50,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
-from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
+from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl.aggregation import token_mean
 from fp8rl_jax.rl.kl import Estimator
 from fp8rl_jax.rl.losses import TokenLoss, ppo

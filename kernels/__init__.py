@@ -4,7 +4,16 @@ Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repo
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 
-from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, prevent_fma, round_bf16, rounded
+from fp8rl_jax.kernels.arrays import (
+    EXP_LANES,
+    K_BLOCK,
+    KV_CHUNK,
+    fp8_max,
+    prevent_fma,
+    round_bf16,
+    rounded,
+    varying_as,
+)
 from fp8rl_jax.kernels.dispatch import (
     IMPLEMENTATIONS,
     attention,
@@ -18,7 +27,7 @@ from fp8rl_jax.kernels.dispatch import (
 )
 from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.attention import dequantized
-from fp8rl_jax.kernels.reference.bits import Bits, as_bits, as_bytes, from_bits, from_bytes
+from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, keep, kept, scan_in_bits
 from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
 from fp8rl_jax.kernels.reference.reductions import (
     folded,

@@ -1,13 +1,18 @@
 """Selects the implementation (Triton or jnp) of each operation.
 
-`Recipe.kernels` names it. ``auto`` follows the platform that a program is lowered for:
-kernels on CUDA, the reference elsewhere. Where JAX has no GPU, or jax-triton is not installed, it
-is the reference outright, so that a program for a CPU does not carry kernels that it cannot run.
-``triton`` names the kernels whatever the backend: for compiling for a GPU on a machine without one.
-The two are not the same bits; rollout and learner must take the same. ``exact`` is the reference
-with products whose sums are exact, of gradients too. ``mosaic`` is ``triton`` with the Mosaic
-kernel for the FP8 products that it supports, which are those of many rows. It is asked for by name:
-its bits have not been compared with the Triton kernel's on a GPU yet.
+`Recipe.kernels` names the implementation:
+
+    auto        by the platform that a program is lowered for: kernels on CUDA, the reference
+                elsewhere. Without a GPU or without jax-triton it is the reference, so that a
+                program for a CPU contains no kernels that it cannot run.
+    reference   kernels/reference
+    exact       the reference with products whose sums are exact, also of gradients
+    triton      the kernels on any backend: for compiling for a GPU on a machine without one
+    mosaic      triton, with the Mosaic kernel for the FP8 products that it supports (many rows).
+                Never chosen by `auto`: its bits have not been compared with the Triton kernel's on
+                a GPU yet.
+
+Kernels and reference give different bits; rollout and learner must use the same one.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ def by_platform(implementation: str, kernel: Callable, plain: Callable, *operand
 
 
 def _way(implementation: str) -> Way | None:
-    """How the reference multiplies; None for as this machine does."""
+    """The reference's way of multiplying; None for this machine's."""
     return EXACT if implementation == "exact" else None
 
 
@@ -82,13 +87,14 @@ def block_matmul(
     dtype=jnp.float32,
     devices: int = 1,
 ) -> jax.Array:
-    """`reference.matmul.block_matmul` by the implementation of choice, rounded once to `dtype`.
+    """`reference.matmul.block_matmul` by the chosen implementation, rounded once to `dtype`.
 
     Args:
       lhs, rhs, lhs_scale, rhs_scale: as for the reference.
       implementation: one of `IMPLEMENTATIONS`.
       dtype: of the result, float32 or bf16.
-      devices: over which XLA divides the rows; kernels have rows of one device alone.
+      devices: number of devices over which XLA divides the rows; kernels ignore it, because they
+        run on the rows of one device.
 
     Returns:
       (M, N) in `dtype`.
@@ -109,8 +115,8 @@ def block_matmul(
 
 
 def matmul_at_once(x: jax.Array, w: jax.Array, implementation: str = "auto") -> jax.Array:
-    """(M, K) times (K, N) in float32 by XLA, in no particular order; ``exact`` in the order of
-    `block_matmul`. FP8, bf16 or float32; for gradients."""
+    """(M, K) times (K, N) in float32 by XLA, in no fixed order; with ``exact`` in the order of
+    `block_matmul`. Operands are FP8, bf16 or float32. For gradients."""
     return reference.matmul.matmul_at_once(x, w, _way(implementation))
 
 
@@ -121,9 +127,9 @@ def attention(
     keys_by_feature: bool = False,
     **keywords: jax.Array | None,
 ) -> jax.Array:
-    """`reference.attention` by the implementation of choice; its arguments and result.
+    """`reference.attention` by the chosen implementation, one of `IMPLEMENTATIONS`.
 
-    `implementation` is one of `IMPLEMENTATIONS`. Only the reference reads keys by feature.
+    Arguments and result are those of the reference. Only the reference reads keys by feature.
     """
 
     def kernel(arrays, keywords):
@@ -140,10 +146,10 @@ def attention(
 def attention_vjp(
     *arrays: jax.Array, scale: float, implementation: str = "auto", **scales: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_gradient.attention_vjp` by the implementation of choice.
+    """`reference.attention_gradient.attention_vjp` by the chosen implementation.
 
     Args:
-      arrays: q, k, v, positions and the cotangent; q, k and v as `attention` reads them.
+      arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.
       scale, implementation: as for `attention`.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 

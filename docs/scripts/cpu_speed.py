@@ -33,13 +33,13 @@ def _replace(name: str, new: Callable) -> None:
 
 
 def _residuals_as_numbers() -> None:
-    _replace("as_bits", lambda tree: tree)
+    _replace("keep", lambda tree: tree)
 
 
 def _gradients_in_blocks() -> None:
-    from fp8rl_jax.quant import products
+    from fp8rl_jax.quant import rule
 
-    _replace("_multiply_for_gradient", products._multiply)
+    _replace("_multiply_for_gradient", rule._multiply)
 
 
 def _reductions_by_xla() -> None:

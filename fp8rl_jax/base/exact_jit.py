@@ -2,7 +2,7 @@
 
 On CPUs, XLA's YNNPACK fusions choose kernels by the number of rows: the largest source of drift
 between a decode step and a train step. The compiler options here restrict YNNPACK to single
-products, all summed in one order (kernels/reference/products.py). JAX refuses options in a nested
+products, all summed in one order (kernels/reference/matmul.py). JAX refuses options in a nested
 jit, so only this module sets them. Eager calls and users' own jits have no zero-drift promise.
 """
 

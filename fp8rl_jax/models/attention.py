@@ -21,17 +21,17 @@ from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.varying import varying_vjp
 
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
-    """Keys and values of one layer as the cache holds them."""
+    """Quantises the keys and values of one layer for the cache."""
     given = scales or {}
     k, k_scale = quantize_kv(k, recipe, given.get("k"))
     v, v_scale = quantize_kv(v, recipe, given.get("v"))
-    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds bytes alone
+    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds only bytes
         k_scale = v_scale = None
     return StoredKV(k, v, k_scale, v_scale)
 
@@ -71,13 +71,13 @@ def _scales(kv: StoredKV, scales: Scales | None):
 
 
 def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
-    """q, k or v (B, T, H, Dh) in the values that attention reads, float32."""
+    """The values that attention reads of q, k or v (B, T, H, Dh), in float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
     return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(varying_vjp, static=2)
 def self_attention(
     recipe: Recipe,
     scale: float,
@@ -87,10 +87,10 @@ def self_attention(
     positions: jax.Array,
     scales: Scales | None,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, as the learner runs it.
+    """Attention within the given sequences, without a cache: the learner's.
 
-    Queries, keys and values make the same round trip through FP8 as in the sampler; the gradient
-    is straight through the rounding, taken at the rounded values.
+    Queries, keys and values make the same round trip through FP8 as in the sampler. The gradient
+    passes straight through the rounding, and is taken at the rounded values.
 
     Args:
       recipe: of the layer.
@@ -108,13 +108,13 @@ def self_attention(
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
     out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
-    kept = kernels.as_bits((query, kv, positions, scales))
-    return out, (kept, jnp.zeros((0,), q.dtype))
+    residual = kernels.keep((query, kv, positions, scales))
+    return out, (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
-    kept, like = residual
-    (q, q_scale), kv, positions, scales = kernels.from_bits(kept)
+    operands, like = residual
+    (q, q_scale), kv, positions, scales = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         q,
@@ -147,8 +147,8 @@ class Attention(nn.Module):
     ):
         """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
 
-        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation),
-        of this device's heads where several devices share them.
+        Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
+        where several devices share the heads, those of this device.
         """
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, kv_heads, dim = (
@@ -173,14 +173,14 @@ class Attention(nn.Module):
             k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
         if config.rope_interleave:
             q, k = deinterleave(q), deinterleave(k)
-        q, k = (apply_rope(recipe, *share(y, cos, sin)) for y in (q, k))
+        q, k = (apply_rope(recipe, y, cos, sin) for y in (q, k))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, scale, *share(q, k, v, positions, scales))
+            out = self_attention(recipe, scale, q, k, v, positions, scales)
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)

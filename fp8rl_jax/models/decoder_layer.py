@@ -19,14 +19,14 @@ from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
-from fp8rl_jax.quant.formats import amax
+from fp8rl_jax.quant.scaling import find_amax
 
 
 class PerLayer(NamedTuple):
-    """What differs by layer although one program runs them all: values that a scan goes through.
+    """Values that differ by layer; a scan over layers runs over them.
 
     Attributes:
-      place: where a layer finds its part of the cache (`kv_cache.by_layer`), or None.
+      place: the layer's place in the cache (`kv_cache.by_layer`), or None.
       scales: calibrated scales of its keys and values, or None.
     """
 
@@ -49,11 +49,11 @@ class DecoderLayer(nn.Module):
 
         Args:
           carried: (x (B, T, D), the cache of all layers or None).
-          per_layer: this layer's.
+          per_layer: values of this layer.
           positions, cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
-          (carried, aux) with the new values.
+          (carried with the new values, aux).
         """
         x, stored = carried
         cache, scales = layer_cache(stored, per_layer.place), per_layer.scales
@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
         o = gather_or_slice(o, config.hidden_size)
         x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
         x = tap(self, "residual_attention", x)
-        mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise what they sorted
+        mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
         h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
         if spec.experts:
@@ -95,4 +95,4 @@ def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[st
 
 def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
     """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
-    return amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))
+    return find_amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))

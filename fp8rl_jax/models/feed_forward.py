@@ -38,12 +38,12 @@ def gated_mlp(
     """``down(silu(gate x) * up x)``; its three linear layers become children of `module`.
 
     Args:
-      module: in whose compact `__call__` this stands.
+      module: in whose compact `__call__` this is called.
       config: shapes.
       recipe: of the layer.
-      parallel: the devices that share it.
+      parallel: the devices that share the layer.
       x: (B, T, D) in the compute dtype.
-      width: of the hidden features.
+      width: number of hidden features.
 
     Returns:
       (B, T, D) in the compute dtype.
@@ -54,8 +54,8 @@ def gated_mlp(
     gate = linear(config, recipe, parallel, "gate_proj")(x)
     up = linear(config, recipe, parallel, "up_proj")(x)
     up = gather_or_slice(up, gate.shape[-1])
-    whole = gate.shape[-1] == width  # a part of down's input is gathered first, or quantised later
-    gated = tap_activation(module, "gated", gated_silu(recipe, whole, gate, up))
+    quantise = gate.shape[-1] == width  # here only if this device holds all features
+    gated = tap_activation(module, "gated", gated_silu(recipe, quantise, gate, up))
     down = linear(config, recipe, parallel, "down_proj")(gated)
     return gather_or_slice(down, hidden)
 
@@ -63,7 +63,7 @@ def gated_mlp(
 class SharedExperts(nn.Module):
     """Experts that every token uses, as one gated MLP (DeepSeekMoE, arXiv:2401.06066).
 
-    Whole on every device of the axis `tensor`.
+    Replicated over the devices of the axis `tensor`.
     """
 
     config: ModelConfig
@@ -87,7 +87,7 @@ def sparse_mlp(
     valid: jax.Array,
     collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A router's experts, and the shared ones if the model has any.
+    """Each token's routed experts, plus the shared ones if the model has any.
 
     Args:
       module, config, recipe, parallel, x: as for `gated_mlp`.
@@ -95,8 +95,8 @@ def sparse_mlp(
       collect: as for `forward`.
 
     Returns:
-      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens that each expert got;
-      if collected 'expert_probability': (E,) float32, `sum_probability`}.
+      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, number of tokens by expert; if
+      collected 'expert_probability': (E,) float32, `sum_probability`}.
     """
     router = Router(config, parallel, name="router")()
     experts = Experts(config, parallel, name="experts")()

@@ -22,7 +22,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.quant.formats import E4M3
+from fp8rl_jax.quant.recipe import E4M3
 
 
 @flax.struct.dataclass

@@ -27,20 +27,12 @@ import jax.numpy as jnp
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
-from fp8rl_jax.models.layers import Kernel, RMSNorm, linear
+from fp8rl_jax.models.layers import Kernel, LayerWeight, RMSNorm, linear, multiply_experts
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import (
-    Activation,
-    Recipe,
-    Weight,
-    compute_value,
-    dequantize_kv,
-    grouped_matmul,
-    quantize_kv,
-)
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
+from fp8rl_jax.quant.varying import varying_vjp
 
 _LATENT_EPS = 1e-6
 
@@ -77,7 +69,7 @@ def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: floa
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(varying_vjp, static=2)
 def latent_self_attention(
     recipe: Recipe,
     scale: float,
@@ -107,11 +99,11 @@ def latent_self_attention(
 def _forward(recipe, scale, q, q_rope, latent, rope, positions):
     stored = _store(latent, rope, recipe)
     out = _attend(recipe, q, q_rope, LayerCache(stored), positions, scale)
-    return out, kernels.as_bits((q, q_rope, stored, positions))
+    return out, kernels.keep((q, q_rope, stored, positions))
 
 
 def _backward(recipe, scale, residual, cotangent):
-    q, q_rope, stored, positions = kernels.from_bits(residual)
+    q, q_rope, stored, positions = kernels.kept(residual)
     latent = dequantize_kv(stored.latent, stored.scale)
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)
@@ -133,14 +125,14 @@ def _backward(recipe, scale, residual, cotangent):
 latent_self_attention.defvjp(_forward, _backward)
 
 
-def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: Weight) -> jax.Array:
+def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: LayerWeight) -> jax.Array:
     """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype.
 
     `devices`: that share the rows of the batch, outside of a shard_map.
     """
     batch, length, heads, width = x.shape
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, width)
-    y = grouped_matmul(recipe, rows, weight, jnp.arange(heads, dtype=jnp.int32), devices)
+    y = multiply_experts(recipe, rows, weight, jnp.arange(heads, dtype=jnp.int32), devices)
     y = compute_value(y, recipe)
     return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
 
@@ -176,7 +168,7 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
         if config.rope_interleave:
             q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope)
-        q_rope, k_rope = (apply_rope(recipe, *share(y, cos, sin)) for y in (q_rope, k_rope))
+        q_rope, k_rope = (apply_rope(recipe, y, cos, sin) for y in (q_rope, k_rope))
         q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
         k_b = Kernel(config, parallel, name="k_b_proj")()
         absorbed = by_head(recipe.for_module("k_b_proj"), parallel.devices, q[..., :nope], k_b)
@@ -184,9 +176,7 @@ class LatentAttention(nn.Module):
         latent = tap(self, "latent_read", latent, functools.partial(_as_read, recipe))
         scale = softmax_scale(config)
         if cache is None:
-            out = latent_self_attention(
-                recipe, scale, *share(absorbed, q_rope, latent, k_rope, positions)
-            )
+            out = latent_self_attention(recipe, scale, absorbed, q_rope, latent, k_rope, positions)
         else:
             cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)

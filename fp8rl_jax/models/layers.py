@@ -1,4 +1,8 @@
-"""Norm, gated activation and the linear layer, with fixed rounding points.
+"""The linear layer, norm and gated activation, with fixed rounding points.
+
+    Linear  --multiply-->  quant.matmul            a linear layer is its taps and one product
+    SplitLinear                                    the same on one of several devices (shard_map)
+    RMSNorm, gated_silu                            kernels on a GPU, jnp elsewhere
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
 norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
@@ -7,9 +11,9 @@ forms are chosen so that a forward-only program and a train step give the same b
 that feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
 multiple of 16, because its vector and scalar code differ; model widths usually are.)
 
-Each has a derivative of its own that reads the values as they came in, in the compute dtype: left
-to itself, automatic differentiation would keep several float32 copies of every activation, many
-times what the linear layers keep (docs/recipes.md has the figures).
+Norm and gate have custom derivatives, which keep their inputs in the compute dtype: automatic
+differentiation would keep several float32 copies of every activation, many times what the linear
+layers keep (docs/recipes.md has the figures).
 
 On a GPU, norms and gates in front of linear layers also return their result in FP8 (`Activation`),
 so that the layers need not quantise it.
@@ -30,15 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import (
-    as_bits,
-    by_platform,
-    from_bits,
-    gpu_kernels,
-    prevent_fma,
-    stored,
-    sum_last,
-)
+from fp8rl_jax.kernels import by_platform, gpu_kernels, keep, kept, prevent_fma, stored, sum_last
 from fp8rl_jax.models.arrays import array_of
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
@@ -51,15 +47,21 @@ from fp8rl_jax.quant import (
     QArray,
     Recipe,
     Rows,
-    StackedLayer,
     Weight,
     as_activation,
     compute_value,
+    grouped_matmul,
     matmul,
+    take_layer,
 )
-from fp8rl_jax.quant.activations import fuses_quantisation, kernel_settings, quantize_activation
-from fp8rl_jax.quant.site import quantize_operand
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.operands import (
+    fuses_quantisation,
+    kernel_settings,
+    quantize_activation,
+    quantize_operand,
+)
+from fp8rl_jax.quant.rule import has_grouped_kernels
+from fp8rl_jax.quant.varying import varying_vjp
 
 
 def tap_activation(
@@ -68,18 +70,67 @@ def tap_activation(
     x: Activation,
     view: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Activation:
-    """`tap` of an activation's value; what is given in its place has not been quantised."""
+    """Like `tap`; a swapped-in value drops the quantised copy, so it is quantised again."""
     value = tap(module, name, x.value, view)
     return x if value is x.value else Activation(value)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedLayer:
+    """One layer of stacked weights, named and not cut out. For forward passes alone.
+
+    Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
+    traffic of a decode step, whose time is the reading of weights.
+
+    Attributes:
+      stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray.
+      layer: () int32.
+    """
+
+    stack: QArray | jax.Array
+    layer: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+
+LayerWeight = Weight | StackedLayer
+
+
+def multiply(
+    recipe: Recipe, x: Activation, w: LayerWeight, rows: Rows, dtype=jnp.float32
+) -> jax.Array:
+    """`quant.matmul`, also by one layer of a stack: for a kernel, its layers are experts."""
+    if not isinstance(w, StackedLayer):
+        return matmul(recipe, x, w, rows, dtype)
+    if rows.gather is not None or not has_grouped_kernels(recipe):
+        return matmul(recipe, x, take_layer(w.stack, w.layer), rows, dtype)
+    tile = jax.tree.map(lambda leaf: leaf[None], x)
+    return grouped_matmul(recipe, tile, w.stack, w.layer[None], rows.devices, dtype)[0]
+
+
+def multiply_experts(
+    recipe: Recipe, x: jax.Array | Activation, w: LayerWeight, experts: jax.Array, devices: int = 1
+) -> jax.Array:
+    """`quant.grouped_matmul`, also by the E experts of one layer of a stack (L, E, K, N): for a
+    kernel, the stack has L * E experts."""
+    if not isinstance(w, StackedLayer):
+        return grouped_matmul(recipe, x, w, experts, devices)
+    layers, count = w.stack.shape[:2]
+    numbers = jnp.where(experts < count, w.layer * count + experts, layers * count)
+    matrices = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)
+    return grouped_matmul(recipe, x, matrices, numbers, devices)
+
+
 def kernel_of(
     module: nn.Module, config: ModelConfig, parallel: Parallel, spec: PartitionSpec = WHOLE
-) -> Weight:
-    """A module's parameter `kernel` (..., in, out) as models/arrays.py has it, gathered over the
-    mesh but for what `spec` keeps sharded.
+) -> LayerWeight:
+    """A module's parameter `kernel` (..., in, out), of the shape in models/arrays.py.
 
-    One layer of a stack stays there; Flax checks the shapes of others that are whole.
+    It is gathered over the mesh, except along the axes that `spec` keeps sharded. A `StackedLayer`
+    is returned unchanged; Flax checks the shapes of kernels that are not sharded.
     """
     if module.has_variable("params", "kernel"):
         named: Any = module.get_variable("params", "kernel")
@@ -109,11 +160,11 @@ class Linear(nn.Module):
         kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
         rows = Rows(self.parallel.devices)
-        y = matmul(self.recipe, x.matrix(), kernel, rows, self.recipe.compute_dtype)
+        y = multiply(self.recipe, x.matrix(), kernel, rows, self.recipe.compute_dtype)
         return tap(self, "output", y.reshape(*x.shape[:-1], y.shape[-1]))
 
 
-def _as_multiplied(recipe: Recipe, kernel: Weight, x: jax.Array) -> jax.Array:
+def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Array:
     """The input (..., in) of a linear layer in the values that enter the product, float32."""
     if recipe.activation is None:
         return x.astype(jnp.float32)
@@ -124,10 +175,10 @@ def _as_multiplied(recipe: Recipe, kernel: Weight, x: jax.Array) -> jax.Array:
 
 
 class SplitLinear(nn.Module):
-    """`Linear` on one of several devices, each with some columns of the kernel, or all.
+    """`Linear` on one of several devices, where each has some columns of the kernel, or all.
 
-    The input may be whole or this device's part. The result is this device's columns where the
-    kernel is cut, else whole.
+    The input has all features or this device's part of them. The result has this device's columns
+    if the kernel is sharded, else all.
     """
 
     recipe: Recipe
@@ -145,13 +196,15 @@ class SplitLinear(nn.Module):
             gather = None
         if cut and gather is None:
             kernel = columns.count_once(kernel, self.parallel.tensor)
-        y = matmul(self.recipe, x.matrix(), kernel, Rows(gather=gather), self.recipe.compute_dtype)
+        y = multiply(
+            self.recipe, x.matrix(), kernel, Rows(gather=gather), self.recipe.compute_dtype
+        )
         return y.reshape(*x.shape[:-1], -1)
 
 
 def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -> nn.Module:
-    """A `Linear` under the recipe of the layer `name`; under a shard_map it is a `SplitLinear` over
-    the same parameters."""
+    """A `Linear` under the recipe of the layer `name`; under a shard_map a `SplitLinear` with the
+    same parameters."""
     own = recipe.for_module(name)
     if parallel.inside:
         return SplitLinear(own, parallel, name=name)
@@ -161,21 +214,21 @@ def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:
     """Normal values of standard deviation init_scale / sqrt(in), for (..., in, out).
 
-    So many axes in front are stacks, of experts or heads.
+    `stacks`: number of leading axes (experts or heads).
     """
     axes = tuple(range(stacks))
     return nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal", batch_axis=axes)
 
 
 class Kernel(nn.Module):
-    """A parameter `kernel` (..., in, out) alone (`kernel_of`)."""
+    """A module that holds a parameter `kernel` (..., in, out) and returns it (`kernel_of`)."""
 
     config: ModelConfig
     parallel: Parallel
     spec: PartitionSpec = WHOLE
 
     @nn.compact
-    def __call__(self) -> Weight:
+    def __call__(self) -> LayerWeight:
         return kernel_of(self, self.config, self.parallel, self.spec)
 
 
@@ -186,7 +239,7 @@ def _by_kernel_or_jnp(
 
     Args:
       recipe: numerics.
-      quantise: whether linear layers follow; the result is then quantised too, if the recipe
+      quantise: whether linear layers follow; the result is then also quantised, if the recipe
         `fuses_quantisation`.
       kernel: (*operands, dtype, quantisation) -> (M, D), or with a quantisation (y, q, scale).
       plain: (*operands) -> (..., D) float32.
@@ -223,13 +276,13 @@ def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     return lax.rsqrt(prevent_fma(mean_square) + np.float32(eps))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(varying_vjp, static=4)
 def rms_norm(
     recipe: Recipe, eps: float, quantise: bool, parallel: Parallel, x: jax.Array, weight: jax.Array
 ) -> Activation:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 1910.07467).
 
-    Kept for the backward pass: x as it came, and no float32 copy. `quantise` as for
+    Kept for the backward pass: x in its own dtype, and no float32 copy. `quantise` as for
     `_by_kernel_or_jnp`; only the value has a gradient, which is summed over the devices of
     `parallel`.
     """
@@ -245,11 +298,11 @@ def rms_norm(
 
 
 def _rms_norm_forward(recipe, eps, quantise, parallel, x, weight):
-    return rms_norm(recipe, eps, quantise, parallel, x, weight), as_bits((x, weight))
+    return rms_norm(recipe, eps, quantise, parallel, x, weight), keep((x, weight))
 
 
 def _rms_norm_backward(recipe, eps, quantise, parallel, residual, cotangent):
-    x, weight = from_bits(residual)
+    x, weight = kept(residual)
     y, dy = x.astype(jnp.float32), cotangent.value.astype(jnp.float32)
     inverse = _inverse_rms(y, eps)
     y = y * inverse
@@ -274,7 +327,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> Activation:
         weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
         weight = stored(self.parallel.replicate(weight))
-        y = rms_norm(self.recipe, self.eps, self.quantise, self.parallel, *share(x, weight))
+        y = rms_norm(self.recipe, self.eps, self.quantise, self.parallel, x, weight)
         return tap_activation(self, "output", y)
 
 
@@ -282,8 +335,8 @@ class RMSNorm(nn.Module):
 def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -> Activation:
     """``silu(gate) * up`` with silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
 
-    Kept for the backward pass: gate and up as they came, and no float32 copy. `quantise` as for
-    `_by_kernel_or_jnp`; only the value has a gradient.
+    Kept for the backward pass: gate and up in their own dtype, and no float32 copy. `quantise` as
+    for `_by_kernel_or_jnp`; only the value has a gradient.
     """
 
     def kernel(gate, up, *settings):
@@ -297,11 +350,11 @@ def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -
 
 
 def _gated_silu_forward(recipe, quantise, gate, up):
-    return gated_silu(recipe, quantise, gate, up), as_bits((gate, up))
+    return gated_silu(recipe, quantise, gate, up), keep((gate, up))
 
 
 def _gated_silu_backward(recipe, quantise, residual, cotangent):
-    residual = from_bits(residual)
+    residual = kept(residual)
     gate, up = (x.astype(jnp.float32) for x in residual)
     dy = cotangent.value.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + jnp.exp(-gate))

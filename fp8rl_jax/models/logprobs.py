@@ -31,7 +31,7 @@ from fp8rl_jax.models.parallel.columns import split_head
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import head_spec
 from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, matmul
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.varying import varying_vjp
 
 _CHUNK = 1024  # tokens whose logits exist at once
 
@@ -144,7 +144,7 @@ def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
     return resolve(recipe.kernels) != "reference" and parallel.tensor == 1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(varying_vjp, static=1)
 def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
     """`_chunk_logprobs` by the kernels; the gradient of the head goes to `master` if there is one.
 
@@ -194,7 +194,7 @@ def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
         batch, length, width = hidden.shape
         inverse = jnp.broadcast_to(inverse[:, None], (batch, length)).reshape(-1)
         operands = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse)
-        found = _kernel_logprobs(recipe, *share(*operands))
+        found = _kernel_logprobs(recipe, *operands)
         return tuple(x.reshape(batch, length) for x in found)
 
     return parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))

@@ -29,11 +29,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels import as_bits, from_bits, prevent_fma
+from fp8rl_jax.kernels import keep, kept, prevent_fma
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import Kernel, gated_silu
+from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_silu, multiply_experts
 from fp8rl_jax.models.parallel.mesh import Parallel
-from fp8rl_jax.quant import Activation, Recipe, Weight, compute_value, grouped_matmul
+from fp8rl_jax.quant import Activation, Recipe, compute_value
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
 
@@ -48,7 +48,7 @@ class Experts(nn.Module):
     parallel: Parallel
 
     @nn.compact
-    def __call__(self) -> dict[str, Weight]:
+    def __call__(self) -> dict[str, LayerWeight]:
         config, parallel = self.config, self.parallel
         spec = parallel.expert_spec(config)
         names = ("gate_proj", "up_proj", "down_proj")
@@ -157,12 +157,12 @@ def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> j
 
 
 def _combine_forward(recipe, y, weights, tiles):
-    return combine(recipe, y, weights, tiles), (as_bits(compute_value(y, recipe)), weights, tiles)
+    return combine(recipe, y, weights, tiles), (keep(compute_value(y, recipe)), weights, tiles)
 
 
 def _combine_backward(recipe, residual, cotangent):
     y, weights, tiles = residual
-    y = from_bits(y)
+    y = kept(y)
     dy = cotangent.astype(jnp.float32)
     rows = y.reshape(-1, y.shape[-1])
     slots = range(weights.shape[1])
@@ -176,7 +176,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def expert_results(
-    recipe: Recipe, rows: Activation, experts: dict[str, Weight], of_tiles: jax.Array
+    recipe: Recipe, rows: Activation, experts: dict[str, LayerWeight], of_tiles: jax.Array
 ) -> jax.Array:
     """``down_i(silu(gate_i(x)) * up_i(x))`` of tiles of rows, each by its expert.
 
@@ -191,7 +191,7 @@ def expert_results(
     """
 
     def product(x: Activation, name: str) -> jax.Array:
-        return grouped_matmul(recipe.for_module(name), x, experts[name], of_tiles)
+        return multiply_experts(recipe.for_module(name), x, experts[name], of_tiles)
 
     gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
     return product(gated_silu(recipe, False, gate, up), "down_proj")
@@ -203,7 +203,7 @@ def moe_forward(
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
-    experts: dict[str, Weight],
+    experts: dict[str, LayerWeight],
 ) -> jax.Array:
     """The chosen experts' results, weighted and added.
 

@@ -1,14 +1,21 @@
 """Parameter trees: initialisation, quantisation for the forward pass, and their checksum.
 
-One tree, three forms: float32 masters (what is trained), `quantize_params` of them (what the
-sampler holds: FP8 bytes for linear layers, bf16 for embedding and head, float32 for norms and
-routers), and `trainable_params`, which pairs the two for the learner's forward pass. Their
-structures are equal unless the recipe keeps the first or last layers in bf16, which cuts `layers`
-into up to three runs.
+::
 
-A *site* is a quantised linear layer of a run, named by its path (``layers.o_proj``);
-policy states and probes are flat dictionaries of sites, stacked over the run's layers, and where
-the site is one of experts, over these too: each expert has its own blocks, scales and states.
+    masters (float32, trained)
+       |  quantize_params
+       v
+    weights (FP8 bytes for linear layers, bf16 tables, float32 norms and routers)
+       |  for_decoding                       |  trainable_params: masters and weights paired
+       v                                     v
+    a CPU's decode loop                   the learner's forward pass
+
+The trees have equal structures unless the recipe keeps the first or last layers in bf16, which cuts
+`layers` into up to three runs.
+
+A *site* is a quantised linear layer of a run, named by its path (``layers.o_proj``). Policy states
+and probes are flat dictionaries of sites, stacked over the run's layers, and over experts where the
+site has them: each expert has its own blocks, scales and states.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from fp8rl_jax.kernels import as_bits
+from fp8rl_jax.kernels import keep, round_bf16
 from fp8rl_jax.models.arrays import (
     EXPERTS,
     HEAD,
@@ -56,9 +63,8 @@ from fp8rl_jax.quant import (
     quantize_weight,
     update_site,
 )
-from fp8rl_jax.quant.formats import round_bf16
+from fp8rl_jax.quant.operands import stacked
 from fp8rl_jax.quant.scaling import never_saturates
-from fp8rl_jax.quant.site import stacked
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,7 +74,7 @@ def init_params(config: ModelConfig, key: jax.Array):
     Layer parameters are stacked along a first axis of length num_hidden_layers; those of experts
     along a second one of length num_experts.
     """
-    # One program, which draws and does no more: flax runs the whole model to find its parameters.
+    # Under jit, unused results are dropped: flax runs the model to find its parameters.
     tokens = jnp.zeros((1, 1), jnp.int32)
     cos, sin = (jnp.asarray(t)[tokens] for t in rope_tables(config, 1))
     module = Transformer(config, get_recipe("f32"))
@@ -76,7 +82,7 @@ def init_params(config: ModelConfig, key: jax.Array):
 
 
 def _site(path) -> str:
-    """Name of the site that a weight belongs to."""
+    """The name of a weight's site."""
     return ".".join(path_of(path)[:-1])
 
 
@@ -89,7 +95,7 @@ def _runs(params, recipe: Recipe) -> list[LayerGroup]:
 def split_layers(params, recipe: Recipe):
     """Parameters with their stacks of layers cut into runs under one recipe (models/stacks.py).
 
-    The tree itself when every layer of a stack has the same recipe.
+    Returns the tree unchanged if all layers of each stack have the same recipe.
     """
     runs = _runs(params, recipe)
     if is_whole(runs):
@@ -173,7 +179,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
     Args:
       params: float32 masters.
-      recipe: of this side.
+      recipe: of the rollout or of the learner.
       scaling: of `init_scaling`, for recipes with stateful policies.
 
     Raises:
@@ -201,12 +207,13 @@ def with_kv_scales(weights, kv_scales: KVScales | None):
 
 
 def for_decoding(weights, recipe: Recipe, *, stacks: bool):
-    """Rollout weights as a CPU's decode loop reads them: the same bits, faster.
+    """Rollout weights in the form that a CPU's decode loop reads fastest; results are bit-equal.
 
     A decode loop reads every weight once a token, so FP8 is `widened` before it: two bytes a weight
     while the loop runs, four where a CPU multiplies in float32; exact products take FP8. With
-    `stacks` the stacks of linear layers are held as `Bits`, which a forward pass with taps does not
-    take.
+    `stacks` the stacks of linear layers are held as bits (`keep`), which a forward pass with taps
+    does not take: in each iteration that cuts one layer out, XLA:CPU would otherwise convert the
+    whole stack.
     """
 
     def is_widened(x) -> bool:
@@ -216,23 +223,23 @@ def for_decoding(weights, recipe: Recipe, *, stacks: bool):
         if role_of(path_of(path)) != LINEAR:
             return leaf
         leaf = jax.tree.map(lambda x: x.widened() if is_widened(x) else x, leaf, is_leaf=is_widened)
-        return as_bits(leaf) if stacks else leaf
+        return keep(leaf) if stacks else leaf
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
 
 
 def kernel_formats(weights, shardings):
-    """Shardings of rollout weights with the layouts that the GPU kernels read without a copy.
+    """Shardings of rollout weights, with the layouts that the GPU kernels read without a copy.
 
     The kernels read the (in, out) matrices of linear layers and head column by column. A buffer
-    that is stored row by row would be copied in every rollout.
+    stored row by row would be copied in every rollout.
 
     Args:
-      weights: of `quantize_params`, or their shapes.
-      shardings: of every array.
+      weights: result of `quantize_params`, or its shapes.
+      shardings: one for each array.
 
     Returns:
-      The shardings, as `Format`s where a layout is asked for.
+      The shardings; those of such matrices as `Format`s with a layout.
     """
 
     def by_column(x, sharding):
@@ -304,14 +311,14 @@ def checksum(tree) -> jax.Array:
     """A 32-bit hash of every byte of a tree, uint32, independent of sharding.
 
     Each leaf's words are mixed with their index (the finaliser of MurmurHash3 by Austin Appleby,
-    public domain) and added, which is exact and has no order; leaves are then chained. No leaf is
+    public domain) and added, which is exact in any order; leaves are then chained. No leaf is
     reshaped: over a mesh each device reads its own part, and nothing is gathered.
     """
     return chained(array_checksums(tree))
 
 
 def array_checksums(tree) -> list[jax.Array]:
-    """`_array_checksum` of every array of a tree, in its order."""
+    """The sum of each array's mixed words, uint32, in the order of the tree's leaves."""
     return [_array_checksum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
@@ -341,10 +348,12 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 class ParameterCounts(NamedTuple):
-    """Attributes:
-    total: all parameters.
-    active: those that one token uses: of routed experts, its own.
-    tables: embedding and output head; once if they are tied.
+    """Counts of `parameter_counts`.
+
+    Attributes:
+      total: all parameters.
+      active: parameters that one token uses: of the routed experts, only those it is sent to.
+      tables: embedding and output head; counted once if they are tied.
     """
 
     total: int

@@ -12,6 +12,7 @@ import numpy as np
 from fp8rl_jax.kernels import prevent_fma
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe, compute_value
+from fp8rl_jax.quant.varying import varying_vjp
 
 
 def _frequencies(config: ModelConfig) -> np.ndarray:
@@ -93,7 +94,7 @@ def deinterleave(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(varying_vjp, static=1)
 def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired.
 

@@ -32,9 +32,9 @@ from jax import lax
 
 from fp8rl_jax.kernels import (
     EXP_LANES,
-    as_bits,
     block_matmul,
-    from_bits,
+    keep,
+    kept,
     matmul_at_once,
     prevent_fma,
     sum_last,
@@ -42,7 +42,7 @@ from fp8rl_jax.kernels import (
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init
 from fp8rl_jax.models.parallel.mesh import Parallel
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.varying import varying_vjp
 
 _TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek's code
 
@@ -77,17 +77,17 @@ class Router(nn.Module):
         return RouterWeights(kernel, bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(varying_vjp, static=1)
 def _router_product(implementation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return block_matmul(x, kernel, implementation=implementation)
 
 
 def _router_product_forward(implementation, x, kernel):
-    return _router_product(implementation, x, kernel), as_bits((x, kernel))
+    return _router_product(implementation, x, kernel), keep((x, kernel))
 
 
 def _router_product_backward(implementation, residual, dy):
-    x, kernel = from_bits(residual)
+    x, kernel = kept(residual)
     dx = block_matmul(dy, kernel.T, implementation=implementation).astype(x.dtype)
     dkernel = matmul_at_once(x.astype(jnp.float32).T, dy, implementation)
     return dx, dkernel.astype(kernel.dtype)
@@ -102,7 +102,7 @@ def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto")
     `implementation` as in `Recipe.kernels`. Kept for the backward pass: x as it came.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _router_product(implementation, *share(rows, kernel)).reshape(*x.shape[:-1], -1)
+    return _router_product(implementation, rows, kernel).reshape(*x.shape[:-1], -1)
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:

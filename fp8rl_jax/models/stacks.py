@@ -1,9 +1,9 @@
-"""Layers and their stacks: which are stacked together, what they are, and which are one scan.
+"""Which layers of a model are stacked together in the parameters, and which share one scan.
 
 Parameters keep layers of one kind (dense, with experts) in one stack: `layers`, and before it
-`dense_layers` in a model whose first layers are dense although the others have experts. A forward
-pass scans over *runs*: layers of one stack under one recipe (`Recipe.layer_segments` keeps the
-first or last in bf16).
+`dense_layers` in a model with experts whose first layers are dense. A forward pass scans over
+*runs*: layers of one stack under one recipe (`Recipe.layer_segments` keeps the first or last in
+bf16).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Path = tuple[str, ...]
 
 
 def path_of(keys) -> Path:
-    """Names of a leaf's path as `jax.tree_util` gives it: keys of dicts, fields of dataclasses."""
+    """The names in a leaf's `jax.tree_util` path: keys of dicts, fields of dataclasses."""
     return tuple(key.key if hasattr(key, "key") else key.name for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What a decoder layer consists of; layers of a stack have the same.
+    """The parts of a decoder layer; all layers of a stack have the same.
 
     Attributes:
-      experts: routed experts in the place of the gated MLP.
+      experts: whether it has routed experts instead of a gated MLP.
     """
 
     experts: bool
@@ -39,10 +39,10 @@ class LayerGroup:
     """Layers that one scan runs over.
 
     Attributes:
-      name: of the group, in trees that are cut into groups (`split_layers`); one of RUNS.
-      stack: of the parameters, 'layers' or 'dense_layers'.
-      span: the layers within the stack.
-      layers: the layers within the model.
+      name: key of the group in trees that are cut into groups (`split_layers`); one of RUNS.
+      stack: key of the stack in the parameters, 'layers' or 'dense_layers'.
+      span: the layers, numbered within the stack.
+      layers: the layers, numbered within the model.
       recipe: of these layers.
     """
 
@@ -54,22 +54,22 @@ class LayerGroup:
 
 
 def layer_stacks(config: ModelConfig) -> dict[str, int]:
-    """{stack: layers} of a model, in their order."""
+    """{stack: number of layers} of a model, in the order of its layers."""
     dense = config.dense_layers
     counts = {DENSE_STACK: dense, STACK: config.num_hidden_layers - dense}
     return {name: count for name, count in counts.items() if count}
 
 
 def layer_spec(config: ModelConfig, stack: str) -> LayerSpec:
-    """What the layers of a stack consist of."""
+    """The `LayerSpec` of a stack's layers."""
     return LayerSpec(experts=config.num_experts > 0 and stack == STACK)
 
 
 def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
-    """The runs of a model whose stacks are `stacks`, in the order of its layers.
+    """The runs of a model with the given stacks ({name: layers}), in the order of its layers.
 
     Raises:
-      UserError: the recipe names more layers than there are.
+      UserError: the recipe names more layers than the model has.
     """
     runs: list[LayerGroup] = []
     start = 0
@@ -85,7 +85,7 @@ def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
 
 
 def is_whole(runs: list[LayerGroup]) -> bool:
-    """Whether every stack is one run of its own name, so that nothing needs cutting."""
+    """Whether every stack is exactly one run of the same name, so that no stack is cut."""
     return len(runs) == len({run.stack for run in runs}) and all(
         run.name == run.stack for run in runs
     )

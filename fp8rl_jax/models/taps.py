@@ -1,9 +1,9 @@
 """Named intermediate values of the forward pass: read by `fp8rl drift`, or swapped for others.
 
-A module names a value by passing it through `tap`. In an ordinary forward pass that does nothing
-at all: the program is the one without taps. With ``forward(..., taps=...)`` the values come back,
-stacked over layers, and with ``swaps=...`` chosen values are replaced by given ones before the rest
-of the pass reads them.
+A module names a value by passing it through `tap`. In an ordinary forward pass `tap` returns its
+argument, and the program is the one without taps. ``forward(..., taps=...)`` returns the values,
+stacked over layers; ``swaps=...`` replaces values by given ones before the rest of the pass reads
+them.
 
 A name is the module's path inside its layer and the value: ``self_attn/q_rope``. The values
 outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
@@ -26,14 +26,14 @@ TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 
 @flax.struct.dataclass
 class Swap:
-    """Values that take the place of a tapped one; the gradient still goes to what they replace.
+    """A value that replaces a tapped one. The gradient still goes to the tapped value.
 
     The given value gets the same gradient, chosen or not: a swap that is chosen nowhere shows the
     gradient that arrives at the tap.
 
     Attributes:
       chosen: () bool, or (L,) for a value of the layers: where to swap.
-      value: as the tap gives it, (L, B, T, ...) or (B, T, ...).
+      value: (L, B, T, ...) or (B, T, ...), of the shape that the tap returns.
     """
 
     chosen: jax.Array
@@ -46,13 +46,14 @@ def tap(
     value: jax.Array,
     view: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns `value`, or what is given in its place; records `value` if this pass records.
+    """Returns `value`, or the value that a swap gives; records `value` if this pass records.
 
     Args:
-      module: in whose `__call__` this stands.
+      module: in whose `__call__` this is called.
       name: of the value.
       value: (B, T, ...).
-      view: what to record of it, shaped likewise: the value after quantisation, say.
+      view: computes what is recorded from the value, in the same shape (the value after
+        quantisation, for example).
     """
     if module.is_mutable_collection(TAPS):
         module.sow(TAPS, name, view(value) if view else value, _last, lambda: None)
@@ -83,9 +84,9 @@ def _last(_, new):
 
 
 def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]:
-    """{name: value} of a Flax collection, the runs of layers joined along their first axis.
+    """{name: value} of a Flax collection, with the runs of layers joined along their first axis.
 
-    Layers that lack a value (dense ones among layers with experts) have zeros in its place.
+    Layers without a value (dense ones among layers with experts) get zeros.
     """
     flat = {"/".join(path): value for path, value in traverse_util.flatten_dict(collected).items()}
     runs = list(runs)
@@ -123,13 +124,13 @@ def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
 
 
 MODEL_TAPS = ("embed", "norm/output")
-# What a replay of the rollout's routing swaps: experts in the order of their slots, and weights.
+# Swapped by a replay of the rollout's routing: experts in the order of their slots, and weights.
 ROUTING = ("router_experts", "router_weights")
-# Not of the forward pass itself: what the sampler and the learner make of its result, (B, R, V)
-# float32 at the response's slots.
+# Computed by the sampler and the learner from the result of the forward pass: (B, R, V) float32 at
+# the response's slots.
 LOGITS = "logits"
 
 
 def batch_axis(name: str) -> int:
-    """Axis of a recorded value that runs over the batch; values of the layers have L in front."""
+    """The batch axis of a recorded value; values of the layers have L in front."""
     return 0 if name in (*MODEL_TAPS, LOGITS) else 1

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import resolve
+from fp8rl_jax.kernels import kept, resolve
 from fp8rl_jax.models.arrays import LINEAR, role_of
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
-from fp8rl_jax.models.layers import RMSNorm, kernel_init
+from fp8rl_jax.models.layers import RMSNorm, StackedLayer, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
@@ -31,13 +31,12 @@ from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
     Recipe,
-    StackedLayer,
     compute_value,
     get_recipe,
     is_weight,
     take_layer,
 )
-from fp8rl_jax.quant.varying import share
+from fp8rl_jax.quant.varying import varying_vjp
 
 REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
@@ -135,17 +134,18 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_lay
     module, behind its parameters.
     """
 
-    def one(path, leaf, index: jax.Array):
-        linear = role_of(path_of(path)) == LINEAR
-        if by_kernel and linear and not isinstance(leaf, BoundWeight):
-            return StackedLayer(leaf, index)
-        return take_layer(leaf, index)
-
     def step(carried, scanned):
         index, own = scanned
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: one(path, leaf, index), stack, is_leaf=is_weight
-        )
+
+        def one(path, leaf):
+            if role_of(path_of(path)) == LINEAR and not isinstance(leaf, BoundWeight):
+                return StackedLayer(leaf, index)
+            return take_layer(leaf, index)
+
+        if by_kernel:
+            params = jax.tree_util.tree_map_with_path(one, stack, is_leaf=is_weight)
+        else:
+            params = kept(take_layer(stack, index))
         return layer.apply({"params": params}, carried, own, *others)
 
     count = jax.tree.leaves(stack)[0].shape[0]
@@ -159,7 +159,7 @@ def _join(auxes: list[dict]) -> dict:
     return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}
 
 
-@jax.custom_vjp
+@varying_vjp
 def _lookup(value: jax.Array, master: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of `value`; the gradient goes to `master`, added up in float32."""
     del master
@@ -181,7 +181,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 def _embed(table: jax.Array | BoundWeight, tokens: jax.Array) -> jax.Array:
     if isinstance(table, BoundWeight):
-        return _lookup(*share(table.value, table.master, tokens))
+        return _lookup(table.value, table.master, tokens)
     return table[tokens]
 
 

@@ -1,14 +1,41 @@
-"""FP8 numerics: formats, QArray, scaling policies, recipes, the dot_general rule, KV quantisation.
+"""FP8 numerics: QArray, scaling policies, recipes, the rule of a linear layer, KV quantisation.
 
-Knows arrays; knows nothing of models.
+::
+
+    recipe.py, recipes.py   which format, block and policy each operand gets: data
+      |
+    rule.py                 fprop, dgrad and wgrad of a linear layer, as one custom VJP
+      |-- operands.py       an operand: quantise, observe, state
+      |-- qarray.py         bytes with scales, one for each block, and their product
+      |     `-- scaling.py  amax -> scale
+      v
+    dot_general.py          the same for modules of Flax (linen.py, nnx.py: with states)
+
+Read rule.py first, then qarray.py. kv.py quantises what attention stores, varying.py is for
+shard_map, table.py prints recipes. Knows arrays, and nothing of models. Not done: second
+derivatives, and products other than those of linear layers (attention is in kernels/).
 """
 
 from fp8rl_jax.kernels import dequantized as dequantize_kv
-from fp8rl_jax.quant.activations import Activation, as_activation
 from fp8rl_jax.quant.dot_general import keep_dtypes, make_dot_general
 from fp8rl_jax.quant.kv import KVScales, calibrated_scales, kv_health, missing_scales, quantize_kv
-from fp8rl_jax.quant.products import scaled_matmul
-from fp8rl_jax.quant.qarray import QArray, block_health, quantize
+from fp8rl_jax.quant.operands import (
+    Activation,
+    BoundWeight,
+    SiteProbe,
+    SiteScaling,
+    Weight,
+    as_activation,
+    compute_value,
+    init_probe,
+    init_site,
+    is_weight,
+    merge_probes,
+    quantize_weight,
+    take_layer,
+    update_site,
+)
+from fp8rl_jax.quant.qarray import QArray, block_health, quantize, scaled_matmul
 from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
 from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
 from fp8rl_jax.quant.rule import Rows, grouped_matmul, matmul
@@ -20,21 +47,4 @@ from fp8rl_jax.quant.scaling import (
     get_scaling_policy,
     power_of_two,
     static,
-)
-from fp8rl_jax.quant.site import (
-    SiteProbe,
-    SiteScaling,
-    init_probe,
-    init_site,
-    merge_probes,
-    update_site,
-)
-from fp8rl_jax.quant.weights import (
-    BoundWeight,
-    StackedLayer,
-    Weight,
-    compute_value,
-    is_weight,
-    quantize_weight,
-    take_layer,
 )

@@ -1,7 +1,7 @@
-"""The rule as a `dot_general` that Flax modules take.
+"""The rule of linear layers as a `dot_general` that Flax modules take.
 
-For a model of this library, which knows its weights as matrices, `matmul` is the same without the
-detour.
+It reshapes its operands to matrices and calls `matmul`, which models of this library call directly.
+First derivatives only, in reverse mode (rule.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.quant.qarray import QArray
+from fp8rl_jax.quant.operands import BoundWeight, SiteProbe, SiteScaling, Weight, is_weight
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
 from fp8rl_jax.quant.rule import Rows, matmul
-from fp8rl_jax.quant.site import SiteProbe, SiteScaling
-from fp8rl_jax.quant.weights import BoundWeight, StackedLayer, Weight
 
 
 def make_dot_general(
@@ -31,9 +29,9 @@ def make_dot_general(
 
     Pass it to a module that takes `dot_general=` (`nn.Dense`, `nn.DenseGeneral`, `nnx.Linear`).
     The left operand is the activation, the right one the weight; the result has the left
-    operand's dtype, or `preferred_element_type`. `precision` and `out_sharding` are accepted for
-    the signature's sake and change nothing. Batch dimensions (`DenseGeneral(batch_dims=...)`,
-    stacked experts) are products of their own, each with its own scales.
+    operand's dtype, or `preferred_element_type`. `precision` and `out_sharding` are accepted
+    because modules pass them, and are ignored. Batch dimensions (`DenseGeneral(batch_dims=...)`,
+    stacked experts) are separate products, each with its own scales.
 
     `nn.Einsum` and `nnx.Einsum` are not covered: they take no such function, and `jnp.einsum`
     swaps its operands for some outputs, so the weight would be quantised as an activation.
@@ -42,7 +40,8 @@ def make_dot_general(
       recipe: a Recipe or its name.
       state: for recipes with stateful policies: of `init_site`, for this one call site.
       probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
-      devices: of a mesh over which XLA divides the left operand's rows; 1 under a shard_map.
+      devices: number of devices over which XLA divides the left operand's rows; 1 under a
+        shard_map.
 
     Raises (when called):
       ValueError: a quantised weight that is not contracted on its first axis after the batch, or
@@ -72,7 +71,7 @@ def matrix_shape(shape: tuple[int, ...], dimension_numbers) -> tuple[int, ...]:
 # So that a call outside of a jit compiles one program, not one for each of its operations.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, probe):
-    quantised = isinstance(rhs, QArray | BoundWeight | StackedLayer)
+    quantised = is_weight(rhs)
     if not quantised and 0 in (*lhs.shape, *rhs.shape):  # as in nn.Dense(0): nothing to do
         return jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimensions

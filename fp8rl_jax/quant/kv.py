@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.quant import formats, qarray, scaling
+from fp8rl_jax.kernels import fp8_max, round_bf16
+from fp8rl_jax.quant import scaling
+from fp8rl_jax.quant.operands import compute_value
+from fp8rl_jax.quant.qarray import E4M3, QArray, block_health, cast_at_scale, quantize_with
 from fp8rl_jax.quant.recipe import Recipe
-from fp8rl_jax.quant.weights import compute_value
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +58,7 @@ def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array
 
     def scale(a: jax.Array) -> jax.Array:
         a = jnp.where(a == 0, 1.0, a) * jnp.float32(margin)
-        s = scaling.multiplier(a, formats.fp8_max(formats.E4M3))
+        s = scaling.multiplier(a, fp8_max(E4M3))
         return 1.0 / lax.optimization_barrier(s)
 
     return KVScales(scale(amax["q"]), scale(amax["k"]), scale(amax["v"]), step)
@@ -81,16 +83,16 @@ def quantize_kv(
     """
     if not recipe.kv_quantized:
         return compute_value(x, recipe), None
-    x = formats.round_bf16(x)
+    x = round_bf16(x)
     if recipe.kv == "dynamic":
-        q = qarray.quantize_with(x, (-1,), formats.E4M3, recipe.kv_policy)[0]
+        q = quantize_with(x, (-1,), E4M3, recipe.kv_policy)[0]
         return q.qvalue, q.scale[..., 0]
     if scale is None:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
         )
     s = lax.optimization_barrier(1.0 / scale)
-    return formats.cast_at_scale(x.astype(jnp.float32), s, formats.E4M3), scale
+    return cast_at_scale(x.astype(jnp.float32), s, E4M3), scale
 
 
 def kv_health(
@@ -99,6 +101,6 @@ def kv_health(
     """`block_health` of stored keys, values or queries; arguments and results of `quantize_kv`."""
     if scale.ndim == 0:
         whole = jnp.broadcast_to(scale, (1,) * x.ndim)
-        return qarray.block_health(x, qarray.QArray(stored, whole, (-1,) * x.ndim))
-    q = qarray.QArray(stored, scale[..., None], (-1,))
-    return qarray.block_health(x, q, saturable=not scaling.never_saturates(recipe.kv_policy))
+        return block_health(x, QArray(stored, whole, (-1,) * x.ndim))
+    q = QArray(stored, scale[..., None], (-1,))
+    return block_health(x, q, saturable=not scaling.never_saturates(recipe.kv_policy))

@@ -13,7 +13,7 @@
     variables["fp8_scaling"] = update_scaling(variables["fp8_scaling"], seen)
 
 States are frozen within an optimiser step. Probes are zeros and stay so: their gradient is what the
-step observed (quant/site.py). Under a recipe without states neither collection exists.
+step observed (quant/operands.py). Under a recipe without states neither collection exists.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import flax.linen as nn
 import jax
 
 from fp8rl_jax.quant.dot_general import make_dot_general, matrix_shape
+from fp8rl_jax.quant.operands import SiteScaling, init_probe, init_site, update_site
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
-from fp8rl_jax.quant.site import SiteScaling, init_probe, init_site, update_site
 
 SCALING, PROBES = "fp8_scaling", "fp8_probes"
 _NAME = "site"  # of the variable in either collection
@@ -44,7 +44,7 @@ class Scaling:
 
 
 class Fp8DotGeneral(nn.Module):
-    """For `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and what is built of them.
+    """For `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and modules built of them.
 
     Attributes:
       recipe: a Recipe or its name.

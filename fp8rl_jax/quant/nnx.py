@@ -14,7 +14,7 @@
         update_scaling(model, seen)
 
 States are frozen within an optimiser step. Probes are zeros and stay so: their gradient is what the
-step observed (quant/site.py). Under a recipe without states a model has neither variable.
+step observed (quant/operands.py). Under a recipe without states a model has neither variable.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flax import nnx
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant.dot_general import make_dot_general
+from fp8rl_jax.quant.operands import init_probe, init_site, update_site
 from fp8rl_jax.quant.recipe import Recipe
 from fp8rl_jax.quant.recipes import get_recipe
-from fp8rl_jax.quant.site import init_probe, init_site, update_site
 
 
 class Scaling(nnx.Variable):
@@ -38,8 +38,8 @@ class Probe(nnx.Variable):
 
 
 class Fp8DotGeneral(nnx.Module):
-    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and what is built of them; one for
-    each layer."""
+    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and modules built of them; make one
+    for each layer."""
 
     def __init__(self, recipe: Recipe | str = "fp8", weight_shape: tuple[int, ...] | None = None):
         """

@@ -26,6 +26,7 @@ may differ from an IEEE implementation in their smallest elements, and below 1.7
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -34,9 +35,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels import stored, widened
-from fp8rl_jax.kernels.reference.products import wide_type
-from fp8rl_jax.quant import formats, scaling
+from fp8rl_jax.kernels import K_BLOCK, block_matmul, fp8_max, stored, to_e4m3, widened
+from fp8rl_jax.kernels.reference.matmul import wide_type
+from fp8rl_jax.quant import scaling
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+# Halfway to the value that would follow the largest one: beyond, rounding to nearest overflows.
+_ROUNDING_LIMIT = {E4M3: 464.0, E5M2: 61440.0}
+# Bits of the largest finite value; inf and NaN are above them.
+_LARGEST_CODE = {E4M3: np.uint8(0x7E), E5M2: np.uint8(0x7B)}
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +100,24 @@ class QArray:
         return (widened(self.qvalue, jnp.float32) * self.spread_scale()).astype(dtype)
 
 
+def saturating_cast(x: jax.Array, dtype) -> jax.Array:
+    """Clips float32 to the finite range of `dtype`, then rounds to nearest even; NaN stays NaN.
+
+    (JAX's own cast to E4M3 turns everything above 464 into NaN.)
+    """
+    limit = jnp.float32(fp8_max(dtype))
+    x = jnp.clip(x, -limit, limit)
+    return to_e4m3(x) if jnp.dtype(dtype) == E4M3 else x.astype(dtype)
+
+
+def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:
+    """`saturating_cast` of x * s for an s that does not come from x itself, all float32.
+
+    An element that is NaN or infinite becomes NaN alone: its neighbours must not depend on it.
+    """
+    return saturating_cast(jnp.where(jnp.isfinite(x), x * s, jnp.nan), dtype)
+
+
 def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, ...]:
     """Block size per axis, with stacks in front as 1 and -1 as the whole axis."""
     if len(block_shape) > len(shape):
@@ -116,7 +141,7 @@ def _blocked(x: jax.Array, blocks: tuple[int, ...]) -> tuple[jax.Array, tuple[in
 
 
 def quantize(
-    x: jax.Array, block_shape: Sequence[int], dtype=formats.E4M3, power_of_two: bool = False
+    x: jax.Array, block_shape: Sequence[int], dtype=E4M3, power_of_two: bool = False
 ) -> QArray:
     """Quantises `x` with one dynamic scale per block.
 
@@ -165,14 +190,14 @@ def quantize_with(
     blocks = _resolve(x.shape, block_shape)
     padded, counts = _blocked(x.astype(jnp.float32), blocks)
     inner = tuple(range(1, padded.ndim, 2))
-    amax = formats.amax(padded, inner).reshape(counts)
+    amax = scaling.find_amax(padded, inner).reshape(counts)
     # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
-    s = stored(lax.optimization_barrier(policy.scale(state, amax, formats.fp8_max(dtype))))
+    s = stored(lax.optimization_barrier(policy.scale(state, amax, fp8_max(dtype))))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
     if scaling.never_saturates(policy):
-        q = formats.saturating_cast(padded * spread, dtype)
+        q = saturating_cast(padded * spread, dtype)
     else:
-        q = formats.cast_at_scale(padded, spread, dtype)
+        q = cast_at_scale(padded, spread, dtype)
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
     q = q[tuple(slice(0, n) for n in x.shape)]
     return QArray(q, 1.0 / s, tuple(block_shape)), amax
@@ -201,10 +226,10 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         saturated, underflowed = jnp.float32(0), jnp.sum(lost, dtype=jnp.float32)
         bad = ~jnp.isfinite(q.scale)
     else:
-        limit = formats.ROUNDING_LIMIT[q.qvalue.dtype] * q.spread_scale()
+        limit = _ROUNDING_LIMIT[q.qvalue.dtype] * q.spread_scale()
         above = (jnp.abs(x.astype(jnp.float32)) > limit) & jnp.isfinite(x)
-        not_finite = stored > formats.LARGEST_CODE[q.qvalue.dtype]
-        # One pass for the three: XLA would compute the bytes again for each reduction of its own.
+        not_finite = stored > _LARGEST_CODE[q.qvalue.dtype]
+        # One pass for the three: XLA would compute the bytes again for each separate reduction.
         blocks = _resolve(x.shape, q.block_shape)
         counted = [
             _blocked(flag.astype(jnp.int32), blocks)[0] for flag in (above, lost, not_finite)
@@ -223,3 +248,40 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         "nonfinite_blocks": jnp.sum(bad, dtype=jnp.float32),
         "elements": jnp.float32(math.prod(x.shape)),
     }
+
+
+def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
+    """Scales per `block` along an axis of `length` -> one per `per` elements of it."""
+    count = -(-length // per)
+    if scale.shape[axis] == count and (block == per or block == -1):
+        return scale
+    if block == -1 or scale.shape[axis] == 1:
+        shape = list(scale.shape)
+        shape[axis] = count
+        return jnp.broadcast_to(scale, shape)
+    return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
+
+
+def scaled_matmul(
+    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32, devices: int = 1
+) -> jax.Array:
+    """(M, K) times (K, N), both quantised -> (M, N) in `dtype`, in canonical order.
+
+    Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
+    are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
+    `devices` as for `block_matmul`.
+    """
+    multiply = functools.partial(
+        block_matmul, implementation=implementation, dtype=dtype, devices=devices
+    )
+    (rows, depth), columns = x.shape, w.shape[1]
+    (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
+    coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
+    if not all(coarse):
+        return multiply(x.dequantize(), w.dequantize())
+    left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
+    left = _spread(left, 0, x_rows, 1, rows)
+    right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
+    per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
+    right = _spread(right, 1, w_columns, per, columns)
+    return multiply(x.qvalue, w.qvalue, left, right)

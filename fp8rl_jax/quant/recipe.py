@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels import IMPLEMENTATIONS
-from fp8rl_jax.quant import formats, scaling
+from fp8rl_jax.quant import scaling
+from fp8rl_jax.quant.qarray import E4M3, E5M2
 
 BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-E4M3, E5M2 = jnp.dtype(formats.E4M3), jnp.dtype(formats.E5M2)
 DYNAMIC = scaling.dynamic()
 KV_KINDS = ("none", "dynamic", "calibrated")
 

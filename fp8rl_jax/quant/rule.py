@@ -13,71 +13,94 @@ wgrad  x requantised 1x128 along tokens        dy requantised 1x128 along tokens
 wgrad requantises from the bf16 value, never from the row-quantised bytes: quantising twice costs
 about twice the error. Every operand is rounded to bf16 here, so that no caller can forget it.
 
-What stays alive between forward and backward: x as wgrad will read it (FP8, one byte an element
-and its scales; under per-tensor scales the very bytes of fprop), and references to the weight's
-bytes. No bf16 copy of x and no second copy of the weight. Weight blocks that are not square
-(per channel, 1x32) are quantised again for dgrad, from the bf16 value.
+Kept between forward and backward: x as wgrad will read it (FP8, one byte an element and its scales;
+under per-tensor scales the very bytes of fprop), and references to the weight's bytes. No bf16 copy
+of x and no second copy of the weight. Weight blocks that are not square (per channel, 1x32) are
+quantised again for dgrad, from the bf16 value.
 
 A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray
 (rollout: the bytes are all there is) or as a `BoundWeight`. All give the same bits.
 
-The rule of experts (`grouped_matmul`) is the same, over tiles of rows with one expert each
-(products.py): every tile has scales of its own, and wgrad quantises along the tokens of a tile, so
-tiles of 128 rows give it the blocks of a dense layer. Rows of zeros (padding) give zeros and move
-no gradient.
+fprop sums in canonical order. Gradients make no bitwise promise, so on a CPU they multiply
+dequantised operands at once: equal to the blockwise sum up to float32 rounding, and about twice as
+fast.
 
-Not done: forward-mode differentiation, and second derivatives (both raise).
+With *experts*, rows come in tiles of a fixed size, sorted by expert, one expert a tile: (tiles, R,
+K) with (tiles,) int32, E or more where a tile has no rows. The rule is the same: every tile has
+scales of its own, and wgrad quantises along the tokens of a tile, so tiles of 128 rows give it the
+blocks of a dense layer. All shapes are static, and no row's bits depend on how many rows its expert
+got: a tile is one product of its expert's matrix. A tile without rows gives zeros at run time,
+whatever it holds, and adds nothing; rows of zeros (padding) give zeros and move no gradient. Tiles
+run one after another; on a GPU grouped kernels take them all in one launch where the recipe allows
+it (`has_grouped_kernels`). Both give a row of fprop the bits of a dense product. (`lax.ragged_dot`
+is not used: its bits depend on the sizes of the groups.)
+
+Not done: forward-mode differentiation (it raises), and second derivatives: rounding has no
+derivative of its own, so a derivative of a gradient would be that of another function.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bits, as_bytes, from_bits, from_bytes
-from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.activations import Activation, Quantized, as_activation, quantize_activation
-from fp8rl_jax.quant.products import dgrad, fprop, has_grouped_kernels, wgrad
-from fp8rl_jax.quant.qarray import QArray
-from fp8rl_jax.quant.recipe import Operand, Recipe
-from fp8rl_jax.quant.site import (
+from fp8rl_jax.kernels import (
+    K_BLOCK,
+    block_matmul,
+    by_platform,
+    gpu_kernels,
+    in_bits,
+    keep,
+    kept,
+    matmul_at_once,
+    round_bf16,
+    scan_in_bits,
+    varying_as,
+)
+from fp8rl_jax.quant.operands import (
+    Activation,
+    BoundWeight,
     OperandProbe,
     OperandScaling,
+    Quantized,
     SiteProbe,
-    observe,
-    quantize_operand,
-    stacked,
-)
-from fp8rl_jax.quant.varying import share
-from fp8rl_jax.quant.weights import (
-    BoundWeight,
-    StackedLayer,
     Weight,
+    as_activation,
     bind,
     compute_value,
+    observe,
     plain_value,
+    quantize_activation,
+    quantize_operand,
     quantize_weight,
+    stacked,
     take_layer,
 )
+from fp8rl_jax.quant.qarray import QArray, scaled_matmul
+from fp8rl_jax.quant.recipe import Operand, Recipe
+from fp8rl_jax.quant.varying import varying_vjp
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How a product's left operand lies on devices.
+    """How the left operand of a product is divided over devices.
 
     Attributes:
-      devices: over how many devices XLA divides its rows; 1 under a shard_map.
-      gather: the shard_map's mesh axis whose devices have a part of K each; None if x is whole.
+      devices: number of devices over which XLA divides its rows; 1 under a shard_map.
+      gather: the shard_map's mesh axis over which K of x is divided; None if each device has all
+        of K.
     """
 
     devices: int = 1
     gather: str | None = None
 
 
+Matrix = QArray | jax.Array  # of a product: quantised, or values in the compute dtype
 Experts = jax.Array | None  # of the tiles of rows, (tiles,) int32; None for one matrix of rows
 
 
@@ -93,46 +116,41 @@ def matmul(
     probe observed is combined (amaxes by maximum).
 
     With `rows.gather` x is this device's part of K: (M, K / n). It is quantised where it is stored
-    and gathered as bytes. What is kept for the backward pass is the part; dx is summed over the
-    axis, in float32, and comes back as the part.
+    and gathered as bytes. Only the part is kept for the backward pass; dx is summed over the axis,
+    in float32, and this device's part is returned.
     """
-    x = as_activation(x)
-    if not isinstance(w, StackedLayer):
-        return _product(recipe, rows, dtype, *share(x, bind(w), None))
-    if rows.gather is not None or not has_grouped_kernels(recipe):
-        return matmul(recipe, x, take_layer(w.stack, w.layer), rows, dtype)
-    tile = jax.tree.map(lambda leaf: leaf[None], x)  # the layers of a stack are experts
-    return _product(recipe, rows, dtype, *share(tile, bind(w.stack), w.layer[None]))[0]
+    return _product(recipe, rows, dtype, as_activation(x), bind(w), None)
 
 
 def grouped_matmul(
-    recipe: Recipe, x: jax.Array | Activation, w: Weight, experts: jax.Array, devices: int = 1
+    recipe: Recipe,
+    x: jax.Array | Activation,
+    w: Weight,
+    experts: jax.Array,
+    devices: int = 1,
+    dtype=jnp.float32,
 ) -> jax.Array:
     """Every tile of rows times the matrix of its expert.
 
     Args:
       recipe: numerics.
       x: (tiles, R, K); a quantised form has the same shape.
-      w: (E, K, N): an array, a QArray, a StackedLayer, or a BoundWeight whose arrays all have the E
-        axis in front (`init_site` and `init_probe` of the shape (E, K, N) make such states).
+      w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
+        (`init_site` and `init_probe` of the shape (E, K, N) make such states).
       experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
         it gives zeros, and moves and observes nothing.
-      devices: over which XLA divides the rows R.
+      devices: number of devices over which XLA divides the rows R.
+      dtype: of the result, float32 or bf16.
 
     Returns:
-      (tiles, R, N) float32. Gradients as for `matmul`; a probe sees its expert's tiles combined,
+      (tiles, R, N) in `dtype`. Gradients as for `matmul`; a probe sees its expert's tiles combined,
       amaxes by maximum and counts by sum.
     """
     experts = jnp.asarray(experts)
-    if isinstance(w, StackedLayer):
-        layers, count = w.stack.shape[:2]
-        experts = jnp.where(experts < count, w.layer * count + experts, layers * count)
-        w = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), w.stack)
-    rows = Rows(devices)
-    return _product(recipe, rows, jnp.float32, *share(as_activation(x), bind(w), experts))
+    return _product(recipe, Rows(devices), dtype, as_activation(x), bind(w), experts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(varying_vjp, static=3)
 def _product(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> jax.Array:
@@ -166,15 +184,15 @@ def _gathered(x, axis: str | None):
     """All columns of a matrix from each device's part of them; `x` without an axis."""
     if axis is None:
         return x
+    gather = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
     if isinstance(x, QArray):
-        bits = _gathered(as_bytes(x.qvalue), axis)
-        scale = x.scale if x.block_shape[-1] == -1 else _gathered(x.scale, axis)
-        return QArray(from_bytes(bits, x.qvalue.dtype), scale, x.block_shape)
-    return lax.all_gather(x, axis, axis=1, tiled=True)
+        scale = x.scale if x.block_shape[-1] == -1 else gather(x.scale)
+        return QArray(in_bits(gather, x.qvalue), scale, x.block_shape)
+    return gather(x)
 
 
 def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling | None:
-    """Every tile's state of those of its experts; `state` without experts."""
+    """The state of each tile's expert; `state` without experts."""
     if experts is None:
         return state
     return jax.tree.map(lambda leaf: leaf.at[experts].get(mode="clip"), state)
@@ -183,18 +201,18 @@ def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling 
 def _observed(
     x: jax.Array, quantized: Quantized, operand: Operand, probe: OperandProbe, experts: Experts
 ) -> OperandProbe:
-    """`observe`; of tiles, combined by expert."""
+    """Runs `observe`; with experts on every tile, and combines the results by expert."""
     q, amax = quantized
     if experts is None:
         return observe(x, q, amax, operand, probe)
     seen = jax.vmap(lambda x, q, amax: observe(x, q, amax, operand, probe))(x, q, amax)
     counts, amax = seen.counts, seen.amax
     if counts is not None and probe.counts is not None:
-        zeros, _ = share(jnp.zeros_like(probe.counts), counts)
+        zeros = varying_as(jnp.zeros(probe.counts.shape), counts)
         counts = zeros.at[experts].add(counts, mode="drop")
     if amax is not None and probe.amax is not None:
         bits = lax.bitcast_convert_type(amax, jnp.uint32)  # so that NaN stays
-        zeros, _ = share(jnp.zeros(probe.amax.shape, jnp.uint32), bits)
+        zeros = varying_as(jnp.zeros(probe.amax.shape, jnp.uint32), bits)
         amax = lax.bitcast_convert_type(zeros.at[experts].max(bits, mode="drop"), jnp.float32)
     return OperandProbe(amax, counts)
 
@@ -208,15 +226,16 @@ class _Residual:
     """What the backward pass needs.
 
     Attributes:
-      x: wgrad's left operand, quantised if wgrad is, small floats as `Bits`.
+      x: wgrad's left operand, quantised if wgrad is, as `keep` returns it.
       weight: the weight that dgrad reads, transposed there: quantised, or an array that is
         rounded or quantised again. Never a copy: an argument, or the bytes of fprop.
       experts: of the tiles, or None.
       gradient: state of the gradient's policy, and the gradient's probe.
-      seen: the probe's cotangent, but for the gradient's; None without a probe.
+      seen: the probe's cotangent, without that of the gradient; None without a probe.
       x_dtype: of the argument.
-      parameter_dtype: of what receives the weight's gradient; None for bytes without a master.
-      has_master: whether that is a master, not the value itself.
+      parameter_dtype: of the array that receives the weight's gradient; None for bytes without a
+        master.
+      has_master: whether that array is a master; otherwise it is the value.
     """
 
     x: QArray | jax.Array
@@ -229,45 +248,26 @@ class _Residual:
     has_master: bool = dataclasses.field(metadata=_STATIC)
 
 
-@jax.custom_jvp
-def _first_order(x: jax.Array) -> jax.Array:
-    """`x`; raises where a derivative of a derivative is asked for."""
-    return x
-
-
-@_first_order.defjvp
-def _first_order_jvp(primals, tangents):
-    raise NotImplementedError(
-        "this dot_general has first derivatives only: its rounding has none of its own, and a "
-        "second derivative would be that of another function; use jax.lax.dot_general there"
-    )
-
-
 def _forward(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, _Residual]:
-    # The guard makes a copy, so what is kept of the arguments has not passed through it.
-    guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
-    y, value, quantized, weights = _primal(recipe, rows, dtype, guarded_x, guarded_w, experts)
+    y, value, quantized, weights = _primal(recipe, rows, dtype, x, w, experts)
     parameter = w.value if w.master is None else w.master
     seen = w.probe and SiteProbe()
     if w.probe is not None and quantized is not None and weights is not None:
         seen = _observe_forward(recipe, w.value, w.probe, value, quantized, weights, experts)
-    kept: QArray | jax.Array
-    if quantized is None or weights is None or recipe.gradient is None:
-        kept = compute_value(x.value, recipe)
-        weight = parameter if recipe.quantized else w.value
-    else:
+    left: Matrix = value
+    weight: Matrix = parameter if recipe.quantized else w.value
+    if quantized is not None and weights is not None and recipe.gradient is not None:
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
-        kept = quantized[0]
+        left = quantized[0]
         if by_columns != recipe.activation:
-            kept, _ = quantize_activation(value, by_columns, None, recipe.kernels)
-        weight = parameter
+            left, _ = quantize_activation(value, by_columns, None, recipe.kernels)
         if recipe.weight.has_square_blocks:
             weight = w.value if isinstance(w.value, QArray) else weights[0]
     return y, _Residual(
-        x=as_bits(kept),
+        x=keep(left),
         weight=weight,
         experts=experts,
         gradient=(getattr(w.scaling, "gradient", None), getattr(w.probe, "gradient", None)),
@@ -288,7 +288,7 @@ def _observe_forward(
         activation = _observed(x, rows, recipe.activation, probe.activation, experts)
     if probe.weight is not None and not isinstance(w, QArray):
         count = functools.partial(observe, operand=recipe.weight, probe=probe.weight)
-        weight = stacked(count, w.ndim - 2)(formats.round_bf16(w), *weights)
+        weight = stacked(count, w.ndim - 2)(round_bf16(w), *weights)
     return SiteProbe(weight, activation)
 
 
@@ -299,9 +299,9 @@ def _backward(
     del dtype
     gather = lhs.gather
     dy, experts = compute_value(dy, recipe), residual.experts
-    x, weight, seen = _gathered(from_bits(residual.x), gather), residual.weight, residual.seen
-    rows: QArray | jax.Array
-    columns: QArray | jax.Array
+    x, weight, seen = _gathered(kept(residual.x), gather), residual.weight, residual.seen
+    rows: Matrix
+    columns: Matrix
     if recipe.gradient is None or recipe.weight is None:
         weight = compute_value(plain_value(weight), recipe)
         rows = columns = dy
@@ -330,3 +330,154 @@ def _backward(
 
 
 _product.defvjp(_forward, _backward)
+
+
+# The three products.
+
+
+def _values(recipe: Recipe, *operands: Matrix) -> list[jax.Array]:
+    """Dequantised operands; of a recipe that imitates FP8 in bf16, rounded to bf16."""
+    values = [plain_value(operand) for operand in operands]
+    return [round_bf16(value) for value in values] if recipe.fake else values
+
+
+def _multiply(
+    recipe: Recipe, x: Matrix, w: Matrix, dtype=jnp.float32, devices: int = 1
+) -> jax.Array:
+    """(M, K) times (K, N) -> (M, N) in `dtype`, in canonical order."""
+    if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
+        return scaled_matmul(x, w, recipe.kernels, dtype, devices)
+    return block_matmul(
+        *_values(recipe, x, w), implementation=recipe.kernels, dtype=dtype, devices=devices
+    )
+
+
+def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix) -> jax.Array:
+    """(M, K) times (K, N) -> (M, N) float32, in the order that is fastest."""
+
+    def plain(x, w):
+        return matmul_at_once(*_values(recipe, x, w), recipe.kernels)
+
+    return by_platform(recipe.kernels, functools.partial(_multiply, recipe), plain, x, w)
+
+
+def has_grouped_kernels(recipe: Recipe) -> bool:
+    """Whether the grouped GPU kernels know the operands of a recipe: values in the compute dtype,
+    or DeepSeek-V3's blocks."""
+    blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
+    operands = recipe.operands.items()
+    return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)
+
+
+def _by_kernel(name: str, recipe: Recipe, x: Matrix, w: Matrix, *others, **keywords):
+    """A grouped kernel of kernels/gpu/matmul.py: ``(x, w, *others, x_scale, w_scale)``."""
+    kernel = getattr(gpu_kernels().matmul, name)
+    if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
+        return kernel(x.qvalue, w.qvalue, *others, x.scale, w.scale, **keywords)
+    return kernel(*_values(recipe, x, w), *others, **keywords)
+
+
+def _of_experts(
+    recipe: Recipe,
+    at_once: Callable,
+    product: Callable,
+    x: Matrix,
+    w: Matrix,
+    experts: jax.Array,
+    columns: int,
+    dtype,
+) -> jax.Array:
+    """``at_once(x, w, experts)`` by a grouped kernel, elsewhere ``product(tile, matrix of its
+    expert)`` of one tile after another: (tiles, R, columns) in `dtype`."""
+
+    def by_tile(x, w, experts):
+        nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), *jax.tree.leaves(x))
+
+        def one(_, tile):
+            rows, expert = tile
+
+            def multiply():
+                return product(rows, take_layer(w, expert))
+
+            return (), lax.cond(expert < w.shape[0], multiply, lambda: nothing)
+
+        return scan_in_bits(one, (), (x, experts))[1]
+
+    if not has_grouped_kernels(recipe):
+        return by_tile(x, w, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, w, experts)
+
+
+def fprop(
+    recipe: Recipe,
+    x: Matrix,
+    w: Matrix,
+    experts: Experts = None,
+    dtype=jnp.float32,
+    devices: int = 1,
+) -> jax.Array:
+    """``x w``, in canonical order; the sum is float32 and is rounded once.
+
+    Args:
+      recipe: whose operands they are.
+      x: (M, K); (tiles, R, K) with experts.
+      w: (K, N); (E, K, N) with experts.
+      experts: (tiles,) int32, or None.
+      dtype: of the result, float32 or bf16.
+      devices: number of devices over which XLA divides the rows.
+
+    Returns:
+      (M, N); (tiles, R, N) with experts.
+    """
+    multiply = functools.partial(_multiply, recipe, dtype=dtype, devices=devices)
+
+    def at_once(x, w, experts):
+        return _by_kernel("grouped_matmul", recipe, x, w, experts, dtype=dtype)
+
+    if experts is None:
+        return multiply(x, w)
+    return _of_experts(recipe, at_once, multiply, x, w, experts, w.shape[-1], dtype)
+
+
+def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax.Array:
+    """``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
+
+    def multiply(dy, w):
+        return _multiply_for_gradient(recipe, dy, w.mT).astype(dtype)
+
+    def at_once(dy, w, experts):
+        return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts).astype(dtype)
+
+    if experts is None:
+        return multiply(dy, w)
+    return _of_experts(recipe, at_once, multiply, dy, w, experts, w.shape[-2], dtype)
+
+
+def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -> jax.Array:
+    """``x^T dy`` in float32: (M, K) and (M, N) -> (K, N).
+
+    With experts (tiles, R, K) and (tiles, R, N) -> (count, K, N), the tiles of every expert added
+    in ascending order; zeros for an expert without any.
+    """
+    if experts is None:
+        return _multiply_for_gradient(recipe, x.mT, dy)
+
+    def at_once(x, dy, experts):
+        return _by_kernel("grouped_wgrad", recipe, x, dy, experts, count)
+
+    def by_tile(x, dy, experts):
+        def add(total, tile):
+            x, dy, expert = tile
+
+            def more():
+                return total.at[expert].add(_multiply_for_gradient(recipe, x.mT, dy))
+
+            return lax.cond(expert < count, more, lambda: total), None
+
+        zeros = jnp.zeros((count, x.shape[-1], dy.shape[-1]))
+        zeros = varying_as(zeros, *jax.tree.leaves((x, dy)))
+        return scan_in_bits(add, zeros, (x, dy, experts))[0]
+
+    if not has_grouped_kernels(recipe) or x.shape[1] % K_BLOCK:
+        return by_tile(x, dy, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, dy, experts)

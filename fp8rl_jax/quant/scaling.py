@@ -31,13 +31,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fp8rl_jax.base import user_code
 from fp8rl_jax.base.bounds import bounded
 from fp8rl_jax.base.errors import UserError, raised
-from fp8rl_jax.quant import formats
+from fp8rl_jax.kernels import folded
 
 State = Any
+_FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
+_INF_BITS, _SIGN_MASK = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -75,15 +78,38 @@ class ScalingPolicy:
         return any(v is variable for v in used)
 
 
+def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Largest absolute value in float32; NaN wins over inf, inf over every number.
+
+    Taken on the integer bits: exact, independent of order, and NaN cannot get lost (XLA:CPU drops
+    it in a float32 maximum of absolute values).
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & _SIGN_MASK
+    if bits.ndim - 1 in {a % bits.ndim for a in ((axis,) if isinstance(axis, int) else axis)}:
+        bits = folded(bits, jnp.maximum)
+    return lax.bitcast_convert_type(bits.max(axis=axis), jnp.float32)
+
+
+def is_finite_amax(value: jax.Array) -> jax.Array:
+    """True where an amax (float32, not negative) is neither NaN nor infinite."""
+    return lax.bitcast_convert_type(value, jnp.uint32) < _INF_BITS
+
+
+def floor_power_of_two(s: jax.Array) -> jax.Array:
+    """Rounds positive float32 values down to a power of two, on the bits."""
+    bits = lax.bitcast_convert_type(s, jnp.uint32) & np.uint32(0xFF800000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def multiplier(amax: jax.Array, fp8_max: float) -> jax.Array:
     """``fp8_max / amax``, a true quotient: 1 where amax is 0, at most the largest float32.
 
     NaN where amax is NaN or infinite: what is not finite must stay visible.
     """
     s = jnp.float32(fp8_max) / jnp.where(amax == 0, 1.0, amax)
-    s = jnp.minimum(s, formats.FLOAT32_MAX)
+    s = jnp.minimum(s, _FLOAT32_MAX)
     s = jnp.where(amax == 0, 1.0, s)
-    return jnp.where(formats.is_finite_amax(amax), s, jnp.nan)
+    return jnp.where(is_finite_amax(amax), s, jnp.nan)
 
 
 @functools.cache
@@ -129,8 +155,8 @@ def _delayed(history: int, margin: float) -> ScalingPolicy:
 
     def update(state, amax):
         seen = jnp.concatenate([amax[None], state["history"][:-1]])
-        found = formats.amax(seen, 0)
-        accepted = formats.is_finite_amax(found) & (found > 0)
+        found = find_amax(seen, 0)
+        accepted = is_finite_amax(found) & (found > 0)
         return {"history": seen, "amax": jnp.where(accepted, found, state["amax"])}
 
     return ScalingPolicy(init, scale, update, f"delayed(history={history}, margin={margin:g})")
@@ -162,7 +188,7 @@ def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
 
     def scale(state, amax, fp8_max):
         s = policy.scale(state, amax, fp8_max)
-        return jnp.where(jnp.isnan(s), s, formats.floor_power_of_two(s))
+        return jnp.where(jnp.isnan(s), s, floor_power_of_two(s))
 
     return ScalingPolicy(policy.init, scale, policy.update, f"power_of_two({policy.name})")
 

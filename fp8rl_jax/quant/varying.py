@@ -1,21 +1,26 @@
 """Operands of a custom VJP under shard_map: all of them must vary over the same mesh axes.
 
-Inside `jax.shard_map` an array that every device shares is typed apart from one that differs by
-device. A custom VJP returns gradients that differ by device, also for shared operands; marking
-these as varying beforehand lets JAX sum their gradients over the devices, as its own rules do.
-Outside shard_map nothing happens.
+Inside `jax.shard_map` JAX types an array that is equal on all devices (invarying) differently from
+one that differs by device (varying). A custom VJP returns gradients that differ by device, also for
+shared operands. Marking these as varying beforehand lets JAX sum their gradients over the devices,
+as its own rules do: `varying_vjp` is a `jax.custom_vjp` that does. Outside shard_map nothing
+happens.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.quant import formats
-from fp8rl_jax.quant.site import OperandProbe
+from fp8rl_jax.quant import scaling
+from fp8rl_jax.quant.operands import OperandProbe
+
+_T = TypeVar("_T")
 
 
 def axes_of(tree) -> frozenset:
@@ -49,6 +54,24 @@ def share(*trees):
     """
     axes = axes_of(trees)
     return spread(axes, *trees) if axes else trees
+
+
+class varying_vjp(Generic[_T]):
+    """`jax.custom_vjp` of a function whose operands `share` first.
+
+    Used as a decorator: ``@functools.partial(varying_vjp, static=1)``. The first `static` arguments
+    are static (`nondiff_argnums`); `defvjp` as for `jax.custom_vjp`.
+    """
+
+    def __init__(self, function: Callable[..., _T], static: int = 0):
+        self._rule = jax.custom_vjp(function, nondiff_argnums=tuple(range(static)))
+        self._static = static
+        self.defvjp = self._rule.defvjp
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *arguments) -> _T:
+        static, operands = arguments[: self._static], arguments[self._static :]
+        return self._rule(*static, *share(*operands))
 
 
 def spread(axes: frozenset, *trees):
@@ -103,5 +126,5 @@ def _repeat_amax(amax: jax.Array, count: int) -> jax.Array:
 
 _repeat_amax.defvjp(
     lambda amax, count: (_repeat(amax, count), None),
-    lambda count, residual, cotangent: (formats.amax(cotangent, 0),),
+    lambda count, residual, cotangent: (scaling.find_amax(cotangent, 0),),
 )

@@ -1,9 +1,9 @@
 """Refit: learner parameters -> rollout parameters, in one jitted call per policy update; and the
 calibration of static KV scales before it.
 
-It calls `quantize_params`, as the learner's own forward pass does, and adds a checksum of the
-result. The train step reports the checksum of the bytes that its forward pass used; equality proves
-that what is served is what was learnt (`refit_checksum_ok`).
+It calls `quantize_params`, as the learner's forward pass does, and adds a checksum of the result.
+The train step reports the checksum of the bytes that its forward pass used; equality proves that
+the sampler holds the trained weights (`refit_checksum_ok`).
 
 Calibrated KV scales are one per layer and tensor. After each update the new weights run once over
 that step's prompts and responses; the largest q, k and v (after QK-norm and RoPE) of every layer
@@ -29,7 +29,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
-from fp8rl_jax.quant.formats import amax as largest
+from fp8rl_jax.quant.scaling import find_amax
 
 
 def make_refit(
@@ -83,13 +83,15 @@ def make_calibrate(
             output="hidden",
             collect=("kv_amax",),
         )
-        amax = {name: largest(found, 1) for name, found in out.aux["kv_amax"].items()}
+        amax = {name: find_amax(found, 1) for name, found in out.aux["kv_amax"].items()}
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)
 
 
 def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Whether `scales` (if any) were calibrated on the weights of RL step `step`: with older ones
-    sampling would clip keys and values, unseen."""
+    """Whether `scales` (if any) were calibrated on the weights of RL step `step`.
+
+    Sampling with older ones could clip keys and values without any error.
+    """
     return scales is None or int(scales.step) == step

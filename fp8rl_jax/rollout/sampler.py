@@ -1,10 +1,16 @@
 """The jitted rollout: prefill once per prompt, then decode in one `lax.while_loop`.
 
-One program for a batch of prompts times `group_size` samples. It calls the same `forward` and the
-same log-probability as the learner, and records each token's log-probability at the moment it is
-drawn. Finished sequences keep their row until every sequence has ended or reached its limit.
+::
 
-Not done: replacing finished sequences by waiting ones; rollout/continuous.py does.
+    weights --Loop.prepare--> Prepared --+--> Loop.prefill: prompts, first token --> LoopState
+                                         |                                              |
+                                         +--> Loop.decode_step: one more token <--------+ repeated
+
+One program for a batch of prompts times `group_size` samples. It calls the same `forward` and the
+same log-probability as the learner, and records each token's log-probability when it is drawn.
+Finished sequences keep their row until every sequence has ended or reached its limit.
+
+Not done here: replacing finished sequences by waiting ones (rollout/continuous.py does it).
 """
 
 from __future__ import annotations
@@ -44,17 +50,18 @@ from fp8rl_jax.rollout.sampling import sample_keys, sample_token
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """What is fixed when the sampler compiles.
+    """Settings that are fixed when the sampler compiles.
 
     Attributes:
       max_new_tokens: R, response slots.
       group_size: G, samples per prompt.
-      eos_ids: tokens that end a response; the one that did belongs to it. None ends none.
+      eos_ids: end-of-sequence ids; the id is part of the response. An empty tuple: responses never
+        end early.
       pad_id: token that fills the slots after the end.
       top_k: 0 for all tokens.
       top_p: 1.0 for all tokens.
-      cache_slots: slots per sequence, of which there are whole pages; 0 for prompt length + R.
-      taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
+      cache_slots: slots per sequence, rounded up to pages; 0 for prompt length + R.
+      taps: names of intermediate values to return as well (models/taps.py, and 'logits').
     """
 
     max_new_tokens: int
@@ -75,9 +82,10 @@ class Rollout:
       tokens: (B, R) int32, `pad_id` after the end.
       mask: (B, R) bool, True for response tokens, the end-of-sequence token included.
       logprobs: (B, R) float32, recorded at decode time; 0 where the mask is False.
-      finished: (B,) bool, whether the response ended by itself; the others are truncated.
+      finished: (B,) bool, True if the response ended with an end-of-sequence token, False if it was
+        truncated.
       taps: {name: (L, B, Tp + R, ...), or (B, Tp + R, ...) outside the layers}, slot == position;
-        'logits': (B, R, V) float32. What the last token drawn would have given is not in it.
+        'logits': (B, R, V) float32. The last token drawn was not run, so its values are missing.
     """
 
     tokens: Any  # jax.Array on the devices, numpy on the host; so are mask, logprobs and finished
@@ -89,7 +97,7 @@ class Rollout:
 
 @flax.struct.dataclass
 class LoopState:
-    """Where decoding stands: everything that a step changes."""
+    """The state of decoding: everything that a step changes."""
 
     index: jax.Array  # () int32, response slot of `token`
     token: jax.Array  # (B,) int32, last token drawn, not yet in the cache
@@ -100,14 +108,14 @@ class LoopState:
 
 @flax.struct.dataclass
 class Requests:
-    """What a sample depends on besides weights and prompt tokens.
+    """The inputs of a sample besides weights and prompt tokens.
 
     Attributes:
-      lengths: (P,) int32 of the prompts.
-      key: of this step.
+      lengths: (P,) int32, of the prompts.
+      key: random key of this step.
       sample_ids: (B,) int32, choose the random bits.
       temperature: (B,) float32, 0 for greedy.
-      limits: (B,) int32, most tokens of each response.
+      limits: (B,) int32, maximal number of tokens of each response.
       rope: tables of `rope_tables`, at least Tp + R rows.
     """
 
@@ -121,7 +129,13 @@ class Requests:
 
 @flax.struct.dataclass
 class Prepared:
-    """Rollout weights as the loop reads them."""
+    """Rollout weights in the form that the loop reads (`Loop.prepare`).
+
+    Attributes:
+      weights: the tree, without calibrated scales; on a CPU converted by `for_decoding`.
+      head: of `output_head`.
+      kv_scales: calibrated scales, or None.
+    """
 
     weights: Any
     head: Any
@@ -129,7 +143,7 @@ class Prepared:
 
 
 def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
-    """Whether each token (B,) is one of the ends: (B,) bool."""
+    """Whether each token (B,) is one of `eos_ids`: (B,) bool."""
     found = [token == eos for eos in eos_ids]
     return functools.reduce(jnp.logical_or, found) if found else jnp.zeros(token.shape, bool)
 
@@ -138,7 +152,7 @@ def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 class Loop:
     """Prefill and decode steps of one model, recipe and setting, to be traced.
 
-    A rollout in one program (`make_sampler`) and in several (`make_stream`) are both made of these
+    `make_sampler` (a rollout in one program) and `make_stream` (in several) are made of these
     functions.
     """
 
@@ -149,19 +163,18 @@ class Loop:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether products are XLA's on a CPU."""
+        """Whether XLA:CPU computes the products."""
         return backend() == "cpu" and resolve(self.recipe.kernels) == "reference"
 
     @property
     def converts(self) -> bool:
-        """Whether the loop reads weights in another form than they are stored in."""
+        """Whether `prepare` converts the weights (`for_decoding`)."""
         small = self.recipe.weight is not None or self.recipe.compute_dtype != FLOAT32
         return self.on_cpu and small and self.parallel.tensor == 1
 
     def prepare(self, weights) -> Prepared:
-        """Takes the scales and the output head out of the weights; converts what is read often.
-
-        What `prepare_once` has prepared is returned unchanged.
+        """Separates the scales and the output head from the weights, and converts the rest if
+        `converts`. Returns weights that `prepare_once` has prepared unchanged.
         """
         if isinstance(weights, Prepared):
             return weights
@@ -173,10 +186,11 @@ class Loop:
         return Prepared(weights, head, kv_scales)
 
     def prepare_once(self) -> Callable[[Any], Any]:
-        """`prepare` for a rollout in several programs, if it converts anything.
+        """Returns `prepare` as a program, for a rollout in several programs, if it `converts`.
 
-        Else weights stay unchanged, for `prepare` inside of each program: a program would return
-        copies of all of them, and not in the layouts of `kernel_formats`.
+        Otherwise it returns a function that leaves the weights unchanged, and each program calls
+        `prepare`: a separate program would return copies of all weights, and not in the layouts of
+        `kernel_formats`.
         """
         return exact_jit(self.prepare) if self.converts else lambda weights: weights
 
@@ -260,8 +274,8 @@ class Loop:
         return LoopState(zero, drawn[0], done, cache, rollout)
 
     def _begin_taps(self, prefill: dict[str, jax.Array], slots: int) -> dict[str, jax.Array]:
-        """Buffers (..., P * G, slots, ...) with the prompts' values (..., P, Tp, ...), kept as the
-        KV cache keeps its keys: slot == position, as in the learner's sequences."""
+        """Buffers (..., P * G, slots, ...) that start with the prompts' values (..., P, Tp, ...);
+        slot == position, as in the KV cache and the learner's sequences."""
         taps = {}
         for name, x in prefill.items():
             batch = batch_axis(name)
@@ -283,7 +297,7 @@ class Loop:
         return taps | written
 
     def cond_fn(self, state: LoopState) -> jax.Array:
-        """Whether a slot is left and some response is not complete."""
+        """Whether a response slot is left and some response is not complete."""
         return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
 
     def decode_step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
@@ -319,18 +333,18 @@ def make_sampler(
     sampler: SamplerConfig,
     parallel: Parallel = ONE_DEVICE,
 ) -> Callable[..., Rollout]:
-    """Returns the jitted sampler. Its results are sharded as its arguments are.
+    """Returns the jitted sampler. Its results have the sharding of its arguments.
 
     Args:
       model: shapes.
       recipe: numerics of the rollout.
-      sampler: what is fixed at compile time.
+      sampler: settings that are fixed at compile time.
       parallel: the devices that share a rollout.
 
     Returns:
       ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
-      weights from refit; prompts (P, Tp) int32 right-padded; the others as in `Requests`. It
-      returns a `Rollout`.
+      weights from refit; prompts (P, Tp) int32 right-padded; the other arguments as in `Requests`.
+      It returns a `Rollout`.
     """
     loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
@@ -346,10 +360,10 @@ def make_sampler(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A rollout in several programs: the loop is left after every few tokens, to show text.
+    """A rollout in several programs, each of a few tokens, so that text can be shown meanwhile.
 
-    Weights are prepared once, outside of them. Their results are those of `make_sampler`, bit for
-    bit (tests/rollout/test_stream.py).
+    Weights are prepared once, before them. Results are bit-equal to those of `make_sampler`
+    (tests/rollout/test_stream.py).
 
     Attributes:
       prepare: ``prepare(weights) -> prepared``, with weights from refit; see `Loop.prepare_once`.
@@ -370,7 +384,7 @@ def make_stream(
     parallel: Parallel = ONE_DEVICE,
     chunk: int = 16,
 ) -> Stream:
-    """The sampler of `make_sampler`, left after every `chunk` tokens."""
+    """The sampler of `make_sampler` as a `Stream` of programs of at most `chunk` tokens."""
     loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
     def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:

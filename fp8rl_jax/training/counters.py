@@ -14,7 +14,7 @@ import numpy as np
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import KVScales, Recipe, SiteScaling
-from fp8rl_jax.quant.site import COUNTS, OPERAND_CLASSES
+from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
 

@@ -18,8 +18,8 @@ from jax import lax
 from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, pad_to, prevent_fma
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
+from fp8rl_jax.kernels.reference.matmul import small_product
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.products import small_product
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 

@@ -1,13 +1,18 @@
 """Small floats as their bits, in which XLA:CPU slices, pads, stacks and stores them.
 
-XLA:CPU has no code for FP8 and bf16 but conversions: it moves them through wider floats and rounds
-them back, whole buffers at a time. A scan that stacks what its backward pass will read did so for
-the whole stack in every turn, which was a fifth of a train step. Bits it only copies.
+XLA:CPU can only convert FP8 and bf16: to move such numbers, it widens a complete buffer and rounds
+it back. A scan that stacks what its backward pass will read did this to the complete stack in every
+iteration, which took a fifth of a train step. It copies bits without conversions. So:
+
+    keep, kept      what a custom VJP keeps for its backward pass; weights that a loop reads
+    scan_in_bits    a scan over arrays
+    in_bits         one operation that only moves numbers: a slice, a gather over devices
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +27,6 @@ class Bits:
     bits: jax.Array
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.bits.shape
-
 
 def as_bytes(x: jax.Array) -> jax.Array:
     """FP8 as uint8, bf16 as uint16, other types unchanged."""
@@ -39,7 +40,12 @@ def from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def as_bits(tree):
+def in_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``move(x)``, applied to the bits of small floats."""
+    return from_bytes(move(as_bytes(x)), x.dtype)
+
+
+def keep(tree):
     """`tree` with its small floats as `Bits`."""
 
     def convert(x: jax.Array) -> jax.Array | Bits:
@@ -49,10 +55,21 @@ def as_bits(tree):
     return jax.tree.map(convert, tree)
 
 
-def from_bits(tree):
-    """What `as_bits` was given."""
+def kept(tree):
+    """What `keep` was given."""
 
     def convert(x: jax.Array | Bits) -> jax.Array:
         return from_bytes(x.bits, x.dtype) if isinstance(x, Bits) else x
 
     return jax.tree.map(convert, tree, is_leaf=lambda x: isinstance(x, Bits))
+
+
+def scan_in_bits(step: Callable, carried, xs) -> tuple:
+    """`lax.scan` that slices `xs`, and stacks its results, as bits."""
+
+    def step_in_bits(carried, x):
+        carried, y = step(carried, kept(x))
+        return carried, keep(y)
+
+    carried, ys = lax.scan(step_in_bits, carried, keep(xs))
+    return carried, kept(ys)

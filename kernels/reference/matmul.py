@@ -1,14 +1,32 @@
 """Matrix product with a fixed order of summation, in plain jnp: the definition and the oracle.
 
-Purpose: give every row of an output the same bits whatever else is in the batch. A rollout
-decodes a few rows at a time and the learner scores whole sequences; XLA's own dots choose their
-order of summation by shape, so the two would differ in the last bits. Here the order is part of the
-definition: the contraction is cut into blocks of 128, of up to 512 where bf16 is multiplied without
-scales; each block gives a float32 partial in an order that products.py defines, which is multiplied
-by its scales and added in ascending order.
+    block_matmul      cuts K into blocks, adds their scaled float32 partials in ascending order
+      product         one block, in the order of this machine's way of multiplying (ways.py)
+    small_product     the same for attention's float32 operands
 
-Not done here: speed on a GPU. On a CPU FP8 operands are converted to bf16, which is exact, and
-multiplied there; FP8 is emulated and never faster than bf16.
+Every row of an output has the same bits, whatever other rows are in the batch. A rollout decodes a
+few rows at a time and the learner scores whole sequences; XLA's own dots choose their order of
+summation by shape, so the two would differ in the last bits. Here the order is part of the
+definition: the contraction is cut into blocks of 128, or of up to 512 where bf16 is multiplied
+without scales; each block gives a float32 partial, which is multiplied by its scales and added.
+
+Within a block the order must depend on nothing but a row, a column and the length of the
+contraction. XLA promises no such thing, so each way of multiplying is tried on the machine at hand
+(probe.py) before it is relied on:
+
+* **bf16 operands, by YNNPACK**, in the order of an instruction: TDPBF16PS of Intel's AMX, several
+  times faster with many rows, or VDPBF16PS. No float32 copies are made. E4M3 and E5M2 are bf16
+  numbers, so FP8 is converted to bf16, which is exact, and multiplied this way.
+* **float32 operands**, ``acc = fma(x[k], w[k], acc)`` with k ascending, by YNNPACK under
+  YNN_FLAG_CONSISTENT_ARITHMETIC. Everything is multiplied this way where the CPU has no instruction
+  for bf16: YNNPACK would make float32 copies of every operand there.
+* **exactly**, in float64 (exact.py), where nothing else holds or where it is asked for: any order
+  gives the same bits.
+
+`fp8rl_jax.base.exact_jit` compiles with the options that belong to the way. The way follows from
+what the CPU is and never from a measured time, which may be different when a run is resumed.
+
+Not done here: speed on a GPU. On a CPU FP8 is emulated and never faster than bf16.
 """
 
 from __future__ import annotations
@@ -21,23 +39,94 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, prevent_fma, varying_as
+from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, prevent_fma, varying_as
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
+from fp8rl_jax.kernels.reference.exact import exact_dot_general
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.products import in_bf16, most_columns, product, steps_of
-from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, Way, bf16_dot, dot
+from fp8rl_jax.kernels.reference.ways import (
+    BF16_DEPTH,
+    DEPTH_STEP,
+    FLOAT32_SIZE,
+    ORDERED,
+    Steps,
+    Way,
+    bf16_dot,
+    dot,
+    float32_dot,
+    small_dot,
+)
 
-_UNROLL_K = 16  # blocks of K; above it a loop: compile time and memory, the same bits
-_UNROLL_COLUMNS = 16  # pieces of columns, likewise
+# Up to so many blocks of K and pieces of columns are unrolled; more are a loop, which saves compile
+# time and memory and gives the same bits.
+_UNROLL_K, _UNROLL_COLUMNS = 16, 16
+_BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+
+
+def in_bf16(way: Way, *dtypes) -> bool:
+    """Whether operands of these types are multiplied as bf16."""
+    return way.bf16_order is not None and all(jnp.dtype(d) in _BF16_HOLDS for d in dtypes)
+
+
+def steps_of(way: Way, *dtypes) -> Steps:
+    """The rows and columns that `product` of such operands must have."""
+    return way.bf16_steps if in_bf16(way, *dtypes) else way.float32_steps
+
+
+def most_columns(way: Way, depth: int, *dtypes) -> int | None:
+    """The most columns that `product` of such operands may have; None for any number."""
+    if way.float32 != "pieces" or in_bf16(way, *dtypes):
+        return None
+    return FLOAT32_SIZE // depth
+
+
+def wide_type(dtype) -> jnp.dtype:
+    """The type in which FP8 of `dtype` is multiplied on this machine."""
+    way = cpu_way()
+    if way.exact:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.bfloat16 if way.bf16_order else jnp.float32)
+
+
+def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
+    """(M, K) times (K, N) in float32, in the order of the way.
+
+    Args:
+      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` where `in_bf16`, else 128; M and N as
+        `steps_of` says, N at most `most_columns`.
+    """
+    if way.exact:
+        return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
+    x, w = pad_to(x, 1, DEPTH_STEP), pad_to(w, 0, DEPTH_STEP)
+    with jax.named_scope(ORDERED):
+        if in_bf16(way, x.dtype, w.dtype):
+            return bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
+        return float32_dot(way, widened(x, jnp.float32), widened(w, jnp.float32))
+
+
+def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
+    """`lax.dot_general` of float32 operands in the order of the way.
+
+    Args:
+      x, w: float32; rows as `Way.small_steps` says, columns in the last axis of `w`; one axis of
+        at most 128 contracted, at most `FLOAT32_SIZE` numbers of `w` for each entry of the batch.
+      dimension_numbers: as `lax.dot_general` takes them.
+    """
+    if way.exact:
+        return exact_dot_general(x, w, dimension_numbers)
+    columns = w.shape[-1]
+    missing = way.small_steps.columns(columns) - columns
+    w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, missing)]) if missing else w
+    with jax.named_scope(ORDERED):
+        return small_dot(way, x, w, dimension_numbers)[..., :columns]
 
 
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
     """`x` (..., n) float32 with each entry repeated `times` times, (..., n * times).
 
-    As a product with (1, 0), which is exact: what XLA:CPU fuses of a repeat into the operations
-    that read it is looked up number by number, which took several times as long as all the rest of
-    a scaled product.
+    As a product with (1, 0), which is exact: XLA:CPU fuses a repeat into the operations that read
+    it as a lookup of each number, which took several times as long as the rest of a scaled product.
     """
     pairs = jnp.stack([x.reshape(-1), jnp.zeros(x.size, x.dtype)], axis=1)
     ones = jnp.stack([jnp.ones(times, x.dtype), jnp.zeros(times, x.dtype)])
@@ -48,7 +137,7 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
 
 
 def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
-    """(parts * n, K) -> (parts * rows, K): zeros behind each part, whose rows need not move."""
+    """(parts * n, K) -> (parts * rows, K): pads each part with zeros at its end."""
     if x is None:
         return None
     each, depth = x.shape[0] // parts, x.shape[1]
@@ -68,11 +157,11 @@ def block_matmul(
 
     Args:
       lhs: (M, K), any float type that float32 holds exactly (E4M3, E5M2, bf16, float32).
-      rhs: (K, N), likewise.
+      rhs: (K, N), of such a type.
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
       rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
-      way: of multiplying a block; None for that of this machine.
-      devices: of a mesh over which XLA divides the rows, or over some of whose axes it does.
+      way: how a block is multiplied; None for this machine's way.
+      devices: number of devices of the mesh, over all or some of whose axes XLA divides the rows.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -116,13 +205,14 @@ def _pad_columns(x: jax.Array | None, columns: int) -> jax.Array | None:
 
 
 def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int]]) -> jax.Array:
-    """A product like the zeros `like`, of ``multiply(start, width)`` for each range of columns."""
+    """Joins ``multiply(start, width)`` of the ranges of columns; `like`: zeros, of the result's
+    shape."""
     columns = like.shape[1]
     if len(ranges) <= _UNROLL_COLUMNS:
         pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
         for (start, width), end in zip(ranges, ends, strict=True):
             pieces.append(multiply(start, width)[:, : end - start])
-        # A range may begin before the one ahead of it ends: what is cut off there is made again.
+        # A range may begin before the previous one ends: the overlap is taken from the later.
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
     width, last = ranges[0][1], columns - ranges[0][1]
 
@@ -146,7 +236,7 @@ def _sum_of_blocks(
 ) -> jax.Array:
     """``columns`` columns of the product from `first` on; operands as bytes, scales by column.
 
-    The weights are read as they are: what is left of K behind whole blocks is a block of its own.
+    The weights are not padded along K: the rest of K after the full blocks is one more block.
     """
     blocks, tail = divmod(lhs.shape[1], depth)
 
@@ -171,8 +261,10 @@ def _sum_of_blocks(
 
 
 def matmul_at_once(x: jax.Array, w: jax.Array, way: Way | None = None) -> jax.Array:
-    """(M, K) times (K, N) in float32, for any K and in no particular order; of a way whose sums are
-    exact in that of `block_matmul`."""
+    """(M, K) times (K, N) in float32, for any K, in no fixed order.
+
+    If the sums of the way are exact, it is `block_matmul`.
+    """
     way = way or cpu_way()
     if way.exact:
         return block_matmul(x, w, way=way)

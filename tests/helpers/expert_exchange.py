@@ -29,7 +29,7 @@ from fp8rl_jax.quant import (
     init_site,
     quantize_weight,
 )
-from fp8rl_jax.quant.site import COUNTS
+from fp8rl_jax.quant.operands import COUNTS
 
 _EXPERTS, _CHOSEN = 16, 4
 CONFIG = ModelConfig(

@@ -10,15 +10,9 @@ from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_cache, transformer
+from fp8rl_jax.models.layers import StackedLayer, multiply, multiply_experts
 from fp8rl_jax.models.stacks import layer_stacks
-from fp8rl_jax.quant import (
-    StackedLayer,
-    get_recipe,
-    grouped_matmul,
-    make_dot_general,
-    quantize,
-    take_layer,
-)
+from fp8rl_jax.quant import Activation, Rows, get_recipe, quantize, take_layer
 
 _DENSE = ModelConfig(
     vocab_size=96,
@@ -81,7 +75,7 @@ def test_forward(monkeypatch, recipe, more):
 def test_shape_is_the_layers():
     stack = quantize(jnp.ones((5, 256, 384)), (128, 128))
     layer = StackedLayer(stack, jnp.int32(2))
-    assert layer.shape == (256, 384) and layer.ndim == 2
+    assert layer.shape == (256, 384)
     assert take_layer(layer.stack, layer.layer).scale.shape == (2, 3)
 
 
@@ -90,13 +84,12 @@ def test_products():
     stack = quantize(jnp.asarray(rng.standard_normal((3, 4, 128, 256)), jnp.float32), (128, 128))
     x = jnp.asarray(rng.standard_normal((2, 8, 128)), jnp.float32)
     recipe, experts = get_recipe("fp8"), jnp.asarray([3, 1], jnp.int32)
-    dot_general = make_dot_general(recipe)
-    contracted = (((1,), (0,)), ((), ()))
+    one = Activation(x[0])
 
     def both(x, stack, take):
-        grouped = grouped_matmul(recipe, x, take(StackedLayer(stack, jnp.int32(1))), experts)
+        grouped = multiply_experts(recipe, x, take(StackedLayer(stack, jnp.int32(1))), experts)
         dense = jax.tree.map(lambda leaf: leaf[:, 0], stack)
-        return grouped, dot_general(x[0], take(StackedLayer(dense, jnp.int32(2))), contracted)
+        return grouped, multiply(recipe, one, take(StackedLayer(dense, jnp.int32(2))), Rows())
 
     want = exact_jit(
         lambda x, stack: both(x, stack, lambda named: take_layer(named.stack, named.layer))

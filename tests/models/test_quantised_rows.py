@@ -15,7 +15,7 @@ from random_model import initial_params, quantized
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, Swap, forward, layers, trainable_params
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
-from fp8rl_jax.quant.activations import fuses_quantisation
+from fp8rl_jax.quant.operands import fuses_quantisation
 from fp8rl_jax.quant.scaling import dynamic
 
 _DENSE = ModelConfig(

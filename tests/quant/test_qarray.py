@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from marks import slow
 from oracles import quant_oracle as oracle
 
+from fp8rl_jax.kernels import fp8_max, round_bf16
 from fp8rl_jax.quant import block_health, quantize
-from fp8rl_jax.quant.formats import amax, fp8_max, round_bf16, saturating_cast
+from fp8rl_jax.quant.qarray import saturating_cast
+from fp8rl_jax.quant.scaling import find_amax
 
 
 def _sample(shape, seed, spread=3.0):
@@ -114,7 +116,7 @@ def test_a_bad_value_poisons_its_block_and_no_other(bad, jit):
 def test_amax_keeps_nan_and_inf():
     x = np.ones((3, 128), np.float32)
     x[0, 7], x[1, 9] = np.nan, -np.inf
-    found = np.asarray(jax.jit(lambda x: amax(x, 1))(x))
+    found = np.asarray(jax.jit(lambda x: find_amax(x, 1))(x))
     assert np.isnan(found[0]) and np.isinf(found[1]) and found[2] == 1
 
 

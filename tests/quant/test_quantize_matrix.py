@@ -29,8 +29,7 @@ from marks import quick_if, slow
 from oracles import quant_oracle as oracle
 
 from fp8rl_jax.quant import ScalingPolicy, delayed, dynamic, quantize, scaling, static
-from fp8rl_jax.quant.formats import saturating_cast
-from fp8rl_jax.quant.qarray import quantize_with
+from fp8rl_jax.quant.qarray import quantize_with, saturating_cast
 
 BF16 = ml_dtypes.bfloat16
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}

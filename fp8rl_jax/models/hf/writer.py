@@ -32,6 +32,7 @@ from jax import lax
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.kernels import round_bf16
 from fp8rl_jax.models.arrays import LINEAR, SMALL, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, quantization_config, scale_shape
@@ -44,7 +45,6 @@ from fp8rl_jax.models.hf.safetensors_file import Output, write_file
 from fp8rl_jax.models.hf.tables import Piece, Tensor, model_tensors
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.quant import QArray, quantize
-from fp8rl_jax.quant.formats import round_bf16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import as_bytes, from_bytes
+from fp8rl_jax.kernels import in_bits
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import AXIS, STORAGE, WHOLE, Parallel
 from fp8rl_jax.models.parallel.specs import head_spec, is_cut, splits_heads, weight_specs
@@ -171,7 +171,7 @@ def gather_stored(weight):
         return lax.all_gather(x, STORAGE, axis=0, tiled=True, to=to)
 
     def value(x: jax.Array) -> jax.Array:
-        return from_bytes(gather(as_bytes(x), "invarying"), x.dtype)
+        return in_bits(lambda bits: gather(bits, "invarying"), x)
 
     if not isinstance(weight, BoundWeight) or weight.master is None:
         return weight

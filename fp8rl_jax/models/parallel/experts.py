@@ -32,14 +32,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import as_bytes, by_platform, from_bytes
+from fp8rl_jax.kernels import by_platform, in_bits
 from fp8rl_jax.models import moe
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
-from fp8rl_jax.quant.activations import quantize_activation
+from fp8rl_jax.quant.operands import quantize_activation
 from fp8rl_jax.quant.recipe import Operand
-from fp8rl_jax.quant.varying import axes_of, repeat_probe, share
+from fp8rl_jax.quant.varying import axes_of, repeat_probe, share, varying_vjp
 
 _FEW_TOKENS = 512  # of a device: up to here one pass
 
@@ -156,7 +156,7 @@ def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, expert
     holder = jnp.minimum(routes // count, devices).reshape(devices, -1)  # n: of an added row
     owner = jnp.broadcast_to(jnp.arange(devices)[:, None], holder.shape)
     table = jnp.zeros((devices, devices), jnp.int32).at[holder, owner].add(1, mode="drop")
-    received = exchange(recipe.kernels, chosen.size, *share(sent, table))
+    received = exchange(recipe.kernels, chosen.size, sent, table)
     order = jnp.argsort(chosen.reshape(-1) // count, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(chosen.size, dtype=jnp.int32))
     by_row = moe.Tiles(chosen.reshape(-1)[order], order, place.reshape(chosen.shape))
@@ -169,8 +169,8 @@ def _gather_and_dispatch(rows: jax.Array, tiles: moe.Tiles) -> jax.Array:
 
     The gradient of a row is the sum over its k rows in tiles, and then over devices, in float32.
     """
-    everyone = lax.all_gather(as_bytes(rows), EXPERT, axis=0, tiled=True)
-    return moe.dispatch(from_bytes(everyone, rows.dtype), tiles)
+    everyone = in_bits(lambda bits: lax.all_gather(bits, EXPERT, axis=0, tiled=True), rows)
+    return moe.dispatch(everyone, tiles)
 
 
 def _gather_and_dispatch_forward(rows, tiles):
@@ -197,13 +197,11 @@ def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray
         return None
     q = quantize_activation(lax.stop_gradient(rows), operand, None, recipe.kernels)[0]
 
-    def travel(x: jax.Array) -> jax.Array:
-        everyone = lax.all_gather(as_bytes(x), EXPERT, axis=0, tiled=True)
-        in_tiles = moe.fill_rows(everyone, tiles.source)
-        in_tiles = in_tiles.reshape(tiles.experts.shape[0], -1, x.shape[-1])
-        return from_bytes(in_tiles, x.dtype)
+    def in_tiles(x: jax.Array) -> jax.Array:
+        everyone = lax.all_gather(x, EXPERT, axis=0, tiled=True)
+        return moe.fill_rows(everyone, tiles.source).reshape(len(tiles.experts), -1, x.shape[-1])
 
-    return QArray(travel(q.qvalue), travel(q.scale), q.block_shape)
+    return QArray(in_bits(in_tiles, q.qvalue), in_tiles(q.scale), q.block_shape)
 
 
 def _by_row(operand: Operand) -> bool:
@@ -225,7 +223,7 @@ _permute.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(varying_vjp, static=2)
 def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) -> jax.Array:
     """Rows to the devices of the axis `expert`, as they are: every device sends some to each.
 

@@ -15,8 +15,8 @@ from marks import slow
 
 from fp8rl_jax.kernels import machine
 from fp8rl_jax.kernels.reference import matmul, probe, traced, ways
+from fp8rl_jax.kernels.reference.matmul import product, small_product, steps_of
 from fp8rl_jax.kernels.reference.orders import amx_order, float32_order, pairs_order
-from fp8rl_jax.kernels.reference.products import product, small_product, steps_of
 from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, EXACT, FLOAT32_SIZE, WAYS, Steps, Way
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's products on a CPU")
