@@ -147,7 +147,7 @@ def _study(name: str, values: argparse.Namespace, out: pathlib.Path, cells: Cell
 
 
 def _all(values: argparse.Namespace) -> int:
-    """Each study in a directory of its own, with cells in one."""
+    """Runs each study with a directory of its own, and one directory of cells for all."""
     _check("study all", values)
     if values.checkpoint is not None:
         from fp8rl_jax.policy.source import directory_config

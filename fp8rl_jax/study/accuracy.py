@@ -121,7 +121,7 @@ STRESS_RECOVERS = Hypothesis(
     "mean of sampled accuracy less that of bf16",
     Zone(low=-MARGIN),
 )
-# Each with the arm and the other arm of its difference.
+# Each with two arms: the first less the second is its figure.
 HYPOTHESES = (
     (UNIFIED, "unified", BASELINE),
     (TRACKS, "rollout_tis", BASELINE),

@@ -148,7 +148,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout that the library is imported from; 'unknown' for an installed one."""
+    """The commit of the checkout that the library is imported from; 'unknown' if installed."""
     here = pathlib.Path(fp8rl_jax.__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -44,7 +44,7 @@ class Size:
 
 
 class Plan(NamedTuple):
-    """What is run.
+    """The models, the size and the place of a study's run.
 
     Attributes:
       subjects: the models, each once for every seed; equal names stand side by side.
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was measured.
+    """The numbers that were measured.
 
     Attributes:
       subjects: those of the plan.

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from fp8rl_jax.study.cells import rounded
@@ -46,17 +47,15 @@ class Pair:
       inputs: (Q,) tokens that went through the routers.
     """
 
-    _ARRAYS = ("tokens", "tail", "sequence", "prefix", "flips", "inputs")
-
     def __init__(self, numbers: dict[str, Any]):
         """Reads `numbers`, as `measure` gives them."""
         missing = [float("nan")] * len(numbers["tokens"])
         self.sums = {name: np.array(numbers["sums"].get(name, missing)) for name in SUMS}
         self.binned = {name: np.array(x) for name, x in numbers["binned"].items()}
         self.most = numbers["most"]
-        self.tokens, self.tail, self.sequence, self.prefix, self.flips, self.inputs = (
-            np.array(numbers[name]) for name in self._ARRAYS
-        )
+        self.tokens, self.tail = np.array(numbers["tokens"]), np.array(numbers["tail"])
+        self.sequence, self.prefix = np.array(numbers["sequence"]), np.array(numbers["prefix"])
+        self.flips, self.inputs = np.array(numbers["flips"]), np.array(numbers["inputs"])
 
     def mean(self, name: str) -> Estimate:
         """Mean over tokens of one of SUMS."""
@@ -120,15 +119,9 @@ class Pair:
 
 def pooled(pairs: Sequence[Pair]) -> Pair:
     """One pair with the clusters of several."""
-    numbers: dict[str, Any] = {
-        name: np.concatenate([getattr(pair, name) for pair in pairs]) for name in Pair._ARRAYS
-    }
-    for kind in ("sums", "binned"):
-        numbers[kind] = {
-            name: np.concatenate([getattr(pair, kind)[name] for pair in pairs])
-            for name in getattr(pairs[0], kind)
-        }
-    return Pair({**numbers, "most": max(pair.most for pair in pairs)})
+    most = max(pair.most for pair in pairs)
+    sums = [{name: x for name, x in vars(pair).items() if name != "most"} for pair in pairs]
+    return Pair({**jax.tree.map(lambda *x: np.concatenate(x), *sums), "most": most})
 
 
 def read_pairs(scores: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Pair]]:
@@ -265,13 +258,9 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
 def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
     """Rows summed by questions, as JSON."""
 
-    def join(arrays: list[np.ndarray]) -> Any:
+    def join(*arrays: np.ndarray) -> Any:
         rows = np.concatenate(arrays)
         return rounded(rows.reshape(len(rows) // group, group, *rows.shape[1:]).sum(axis=1))
 
-    arrays = {name: join([part[name] for part in parts]) for name in Pair._ARRAYS}
-    nested = {
-        kind: {name: join([part[kind][name] for part in parts]) for name in parts[0][kind]}
-        for kind in ("sums", "binned")
-    }
-    return {**arrays, **nested, "most": max(part["most"] for part in parts)}
+    most = max(part.pop("most") for part in parts)
+    return {**jax.tree.map(join, *parts), "most": most}

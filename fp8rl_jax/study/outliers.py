@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8rl_jax.learner import Batch
 from fp8rl_jax.models.arrays import ATTENTION, MLP
@@ -32,22 +33,17 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def plant(params: Any, power: int) -> Any:
     """Parameters of a dense model with an outlier of 2^power in one channel of every norm."""
-    layers = dict(params["layers"])
+    layers = flatten_dict(params["layers"], sep="/")
     for norm in _NORMS:
-        gain = layers[norm]["weight"]  # (L, D)
-        factor = np.ones(gain.shape[1], np.float32)
-        factor[gain.shape[1] // 3] = 2.0**power
-        layers[norm] = {"weight": jnp.asarray(gain) * factor}
+        gain = f"{norm}/weight"  # (L, D)
+        factor = np.ones(layers[gain].shape[1], np.float32)
+        factor[len(factor) // 3] = 2.0**power
+        layers[gain] = jnp.asarray(layers[gain]) * factor
         for array in (*ATTENTION, *MLP):
-            if f"{norm}/output" not in array.reads:
-                continue
-            *outer, name, _ = array.path
-            if outer:
-                layers[outer[0]] = dict(layers[outer[0]])
-            owner = layers[outer[0]] if outer else layers
-            kernel = jnp.asarray(owner[name]["kernel"])  # (L, D, N)
-            owner[name] = {**owner[name], "kernel": kernel / factor[:, None]}
-    return params | {"layers": layers}
+            if f"{norm}/output" in array.reads:
+                kernel = "/".join(array.path)  # (L, D, N)
+                layers[kernel] = jnp.asarray(layers[kernel]) / factor[:, None]
+    return params | {"layers": unflatten_dict(layers, sep="/")}
 
 
 def measure_outliers(

@@ -33,47 +33,35 @@ if TYPE_CHECKING:
 
 _PLAIN, _EXPERTS, _WEIGHTS = "bf16", "bf16, experts replayed", "bf16, weights replayed"
 
-_SEEDS = 3  # least, of hypotheses that compare models: these differ by their training too
 ZERO = Hypothesis(
     "zero",
     "An FP8 learner has no mismatch on any rung (case 4)",
     "largest share of tokens whose log-probability differs from the sampler's",
     Zone(0.0, 0.0),
 )
-MIXTURE = Hypothesis(
-    "mixture",
-    "A bf16 learner mismatches more on a mixture of experts than on a dense model",
-    "RMS of the logits' difference, {} over {}",
-    Zone(low=1.0),
-    least_seeds=_SEEDS,
+_RMS, _MORE = "RMS of the logits' difference, {} over {}", Zone(low=1.0)
+
+
+def _of_models(name: str, text: str, figure: str = _RMS, zone: Zone = _MORE) -> Hypothesis:
+    """A hypothesis that compares models: it needs seeds, since models differ by training too."""
+    return Hypothesis(name, text, figure, zone, least_seeds=3)
+
+
+MIXTURE = _of_models(
+    "mixture", "A bf16 learner mismatches more on a mixture of experts than on a dense model"
 )
-EXPERTS = Hypothesis(
-    "experts",
-    "The mismatch grows with the number of experts",
-    "RMS of the logits' difference, {} over {}",
-    Zone(low=1.0),
-    least_seeds=_SEEDS,
-)
-DEPTH = Hypothesis(
-    "depth",
-    "The mismatch grows with depth",
-    "RMS of the logits' difference, {} over {}",
-    Zone(low=1.0),
-    least_seeds=_SEEDS,
-)
-FLIPS = Hypothesis(
+EXPERTS = _of_models("experts", "The mismatch grows with the number of experts")
+DEPTH = _of_models("depth", "The mismatch grows with depth")
+FLIPS = _of_models(
     "flips",
     "More experts flip more often",
     "share of tokens with another set of experts in a layer, {} over {}",
-    Zone(low=1.0),
-    least_seeds=_SEEDS,
 )
-REPLAY = Hypothesis(
+REPLAY = _of_models(
     "replay",
     "Replaying the rollout's experts brings a mixture's mismatch to a dense model's",
     "RMS of the logits' difference, {} with experts replayed over {}",
     Zone(0.9, 1.1),
-    least_seeds=_SEEDS,
 )
 CAUSE = Hypothesis(
     "cause",
@@ -164,7 +152,7 @@ def _rungs(found: Found) -> dict[str, list[Numbers]]:
 
 
 def _judge(found: Found) -> list[Verdict]:
-    """Verdicts of what the ladder has; rungs are compared where both are there."""
+    """Verdicts about the rungs that the ladder has."""
     unequal = [scores["decode"]["unequal"] for scores in found.each("scores")]
     rungs = {rung: read_pairs(scores, scores[0]["pairs"]) for rung, scores in _rungs(found).items()}
     verdicts = [ZERO.judge(span(unequal)), *_judge_rungs(rungs)]

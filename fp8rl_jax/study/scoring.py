@@ -149,17 +149,9 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
         runtime.model, recipe, runtime.layout.parallel, margin=runtime.config.precision.kv_margin
     )
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
-    found = [
-        calibrate(
-            params,
-            scaling,
-            tokens[i : i + size],
-            lengths[i : i + size],
-            np.int32(0),
-            runtime.engine.rope,
-        )
-        for i in range(0, len(tokens), size)
-    ]
+    step, rope = np.int32(0), runtime.engine.rope
+    parts = [slice(first, first + size) for first in range(0, len(tokens), size)]
+    found = [calibrate(params, scaling, tokens[p], lengths[p], step, rope) for p in parts]
     return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
 
 
@@ -251,16 +243,9 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
 
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
+        model, parallel = runtime.model, runtime.layout.parallel
         logp, entropy, aux = response_logprobs(
-            weights,
-            batch,
-            runtime.model,
-            recipe,
-            rope,
-            "none",
-            scales,
-            runtime.layout.parallel,
-            taps=taps,
+            weights, batch, model, recipe, rope, "none", scales, parallel, taps=taps
         )
         return logp, entropy, aux["taps"]
 

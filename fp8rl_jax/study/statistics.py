@@ -88,8 +88,8 @@ def cluster_bootstrap(
         ]
     )
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    whole = statistic(clusters.mean(axis=0, keepdims=True))
-    return Estimate(float(whole[0]), float(low), float(high))
+    value = statistic(clusters.mean(axis=0, keepdims=True))
+    return Estimate(float(value[0]), float(low), float(high))
 
 
 @functools.lru_cache(maxsize=2)

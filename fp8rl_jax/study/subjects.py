@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = (
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is studied.
+    """A model that is studied, with its task.
 
     Attributes:
       name: for the texts.
@@ -181,7 +181,7 @@ def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def digest(tree: Any) -> str:
-    """Of the bytes of a tree's arrays, 12 characters."""
+    """A digest of the bytes of a tree's arrays, 12 characters."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())

@@ -72,40 +72,32 @@ _SIDES = ("fp8", "bf16")  # rollout and learner
 _PAIR = "learner / rollout"
 _VIEWS = {name: View(get_recipe(name)) for name in _SIDES}
 
-_TEST = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
-RISES = Hypothesis(
-    "rises",
-    "Uncorrected, the mismatch KL rises over the steps of RL",
-    "Kendall's tau of mismatch KL and step",
-    Zone(low=0.0),
-    _TEST,
+
+def _trend(name: str, text: str, curve: str, zone: Zone) -> Hypothesis:
+    """A hypothesis about the trend of a curve, by its Kendall's tau."""
+    test = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
+    return Hypothesis(
+        name, f"Uncorrected, {text}", f"Kendall's tau of {curve} and step", zone, test
+    )
+
+
+_RISES, _FALLS = Zone(low=0.0), Zone(high=0.0)
+RISES = _trend("rises", "the mismatch KL rises over the steps of RL", "mismatch KL", _RISES)
+SIZE_RISES = _trend("size_rises", "mean |D| rises over the steps of RL", "mean |D|", _RISES)
+ENTROPY_FALLS = _trend(
+    "entropy_falls", "the learner's entropy, the confounder, falls", "entropy", _FALLS
 )
-SIZE_RISES = Hypothesis(
-    "size_rises",
-    "Uncorrected, mean |D| rises over the steps of RL",
-    "Kendall's tau of mean |D| and step",
-    Zone(low=0.0),
-    _TEST,
-)
-ENTROPY_FALLS = Hypothesis(
-    "entropy_falls",
-    "Uncorrected, the learner's entropy, the confounder, falls",
-    "Kendall's tau of entropy and step",
-    Zone(high=0.0),
-    _TEST,
+PER_NAT_RISES = _trend(
+    "per_nat_rises",
+    "the mismatch KL rises per nat of entropy",
+    "mismatch KL per nat of entropy",
+    _RISES,
 )
 ERROR_GROWS = Hypothesis(
     "error_grows",
     "Uncorrected, the error of the logits, which entropy does not confound, grows",
     "RMS of the logits' difference over that of the logits, after RL over before",
     Zone(low=1.0 + ANY),
-)
-PER_NAT_RISES = Hypothesis(
-    "per_nat_rises",
-    "Uncorrected, the mismatch KL rises per nat of entropy",
-    "Kendall's tau of mismatch KL per nat of entropy and step",
-    Zone(low=0.0),
-    _TEST,
 )
 TIS_STABLE = Hypothesis(
     "tis_stable",

@@ -135,7 +135,7 @@ def test_verdicts_of_the_contrary():
 
 
 def test_recipes_of_the_rollout():
-    """Each beside plain FP8; a recipe that a small model does not have is left out."""
+    """Each is compared with plain FP8; a recipe that a small model lacks is left out."""
     found = _cell()
     pairs = found["fp8"]["pairs"]
     pairs[_POW2], pairs[_ENDS] = pairs[_ENDS], pairs[_POW2]
@@ -205,7 +205,7 @@ def test_table_and_figure():
 
 
 def test_running_means():
-    """Of 32 steps two at a time; the first step has itself alone."""
+    """Of 32 steps, two at a time; at the first step the mean is its own value."""
     steps = np.arange(32.0)
     assert writing._running_mean(steps).tolist() == [0.0, *(steps[1:] - 0.5)]
     assert writing._running_mean(steps[:4]).tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -319,7 +319,7 @@ def test_too_few_questions(tmp_path):
 
 
 def test_tags_of_subjects():
-    """Of what weights follow from: the seed, and not where the run is."""
+    """A tag depends on what weights follow from: on the seed, and not on where the run is."""
     plain = _subject()
     assert plain.tag == _subject(run={"dir": "elsewhere", "cache_dir": "there"}).tag
     assert plain.tag != _subject(run={"seed": 1}).tag
@@ -433,7 +433,7 @@ def test_cell_of_a_run(tmp_path, monkeypatch):
 
 
 def test_all_of_several_seeds(tmp_path, monkeypatch):
-    """`study layers` looks at one model, the others at one for each seed."""
+    """`study layers` measures one model, the other studies one for each seed."""
     monkeypatch.chdir(tmp_path)
     asked = {}
 
@@ -481,7 +481,7 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
-    """The quick command, whole, and killed within its third run: the same study.json."""
+    """The quick command, uninterrupted, and killed within its third run: equal study.json."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command = ["study", "cases", "--quick", "--steps=2"]
     monkeypatch.setattr(cells, "_commit", lambda: "of both")
