@@ -98,7 +98,7 @@ def _ladder(values: argparse.Namespace, out: pathlib.Path) -> list[Subject]:
     rungs = vars(values).get("rungs")  # no option of `study all`
     if values.config and rungs:
         found = []
-        for rung in rungs.split(","):
+        for rung in dict.fromkeys(rungs.split(",")):
             named = argparse.Namespace(**{**vars(values), "config": f"{values.config}:{rung}"})
             models = _subjects("study scale", named, out, True)
             found += [dataclasses.replace(subject, name=rung) for subject in models]
