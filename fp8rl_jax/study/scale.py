@@ -285,7 +285,7 @@ def _tables(result: Result) -> str:
     return f"{text}\nExact KL to bf16 with an outlier.\n\n{table}"
 
 
-# Of what `_about` says of a rung, and summaries of a bf16 learner, alone and with experts replayed.
+# A row: `_about` a rung, and the summaries of a bf16 learner without replay and with experts'.
 _COLUMNS: Mapping[str, Callable[[tuple[Any, Any, Any]], str]] = {
     "layers, experts": lambda row: (
         f"{row[0]['layers']}, {row[0]['experts'] or '-'} {row[0]['router']}".strip()

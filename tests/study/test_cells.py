@@ -1,11 +1,14 @@
 """Cells: complete or absent, found by name, refused in a sentence if damaged or of another key."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config import load_config
+from fp8rl_jax.study import frame, subjects
 from fp8rl_jax.study.cells import Cell, Cells, rounded
 
 _KEY = {"model": "tiny", "tokens": [1, 2]}
@@ -74,6 +77,24 @@ def test_cells_that_are_there_need_resume(tmp_path):
     (tmp_path / "one.jsonl").write_text("")
     with pytest.raises(UserError, match="add --resume"):
         Cells(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "overrides"),
+    [
+        ("cases", "tiny_arithmetic", ["--config.sft.evaluations=1"]),
+        ("accuracy", "tiny_arithmetic", ["--config.sft.evaluations=1", "--config.eval.samples=8"]),
+        ("scale", "study_scale:d8", []),
+    ],
+)
+def test_cells_of_the_documentation_are_found(name, config, overrides, tmp_path):
+    """What docs/studies.md says is printed again is not measured again."""
+    study = frame.load(name)
+    subject = subjects.of_config(load_config(config, overrides), tmp_path, print)
+    tracked = Cells(pathlib.Path(__file__).parents[2] / "docs" / "studies" / "cells", resume=True)
+    cells = study.cells(subject, frame.Plan([subject], study.full, tmp_path))
+    for cell in cells.values():
+        tracked.get(name, cell._replace(measure=_never))
 
 
 def test_rounded():
